@@ -1,4 +1,4 @@
-"""All patches of other libraries, one module per library. `PRIVATE_NAMES` lists every private name that this project uses.
+"""All patches of other libraries, one module per library."""
 
-`tests/compat` fails when a library has renamed one or no longer looks it up. Libraries are imported when a function is called.
-"""
+# Each module lists its private names in `PRIVATE_NAMES`: `tests/compat` fails when a library has renamed a name or no longer
+# looks it up. Each function imports its library when called.

@@ -1,4 +1,4 @@
-"""Undocumented names of accelerate that are patched."""
+"""Private names of accelerate."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ PRIVATE_NAMES = (
 
 
 def shard_with(prepared: Callable[..., Any]) -> None:
-    """Let accelerate shard models by `prepared(its own function, accelerator, model)` from now on."""
+    """Let accelerate shard models by `prepared(accelerate's function, accelerator, model)`."""
     wrap(_PREPARE, prepared)

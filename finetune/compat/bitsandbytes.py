@@ -1,4 +1,4 @@
-"""Undocumented names of bitsandbytes that are patched or called."""
+"""Private names of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ PRIVATE_NAMES = (
 
 
 def import_without_compiler() -> None:
-    """Import bitsandbytes, before anything else does, and compile its functions only when they are called.
-
-    It decorates four with torch.compile, which would import torch's compiler: a second of each start.
-    """
+    """Import bitsandbytes without torch's compiler."""
+    # effective only before any other import of bitsandbytes
     if "bitsandbytes" in sys.modules:
         return
+    # it decorates four functions with torch.compile, which imports the compiler: a second of each start
     with wrapped("torch.compile", _compiled_when_called):
         importlib.import_module("bitsandbytes")
 
@@ -56,33 +55,35 @@ def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..
 
 
 def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, int8 layers multiply with `function`."""
+    """Temporarily multiply in int8 layers by `function`."""
     return replaced("bitsandbytes.matmul", function)
 
 
 def without_cpu_repacking() -> AbstractContextManager[None]:
-    """Inside, new 4-bit layers are not repacked at the first evaluation on a CPU with AVX512-BF16."""
+    """Temporarily disable CPU repacking of new 4-bit layers."""
     return replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
-    """Don't repack the 4-bit layers of a model; `misfits_only`: only the layers whose shapes the repacking fails on."""
+    """Disable CPU repacking of a model's 4-bit layers."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
             # bitsandbytes' `_convert_weight_packed_for_cpu` needs a multiple of these rows and columns
             misfits = module.out_features % 32 or module.in_features % 64
+            # on misfits the repacking fails
             if misfits or not misfits_only:
                 module.support_avx512bf16_for_cpu = False
 
 
 @contextmanager
 def own_quantisation_maps() -> Iterator[None]:
-    """Inside, bitsandbytes caches its code books separately: fake ones must not stay in the process."""
+    """Temporarily cache bitsandbytes' code books separately."""
     import torch
 
     with (
+        # fake code books must not stay in the process
         replaced("bitsandbytes.functional.name2qmap", {}),
         replaced("bitsandbytes.functional.create_dynamic_map", lambda **_signs: torch.zeros(256)),
     ):
@@ -91,7 +92,7 @@ def own_quantisation_maps() -> Iterator[None]:
 
 @contextmanager
 def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
-    """Inside, optimizer states come from `get_state_buffer(optimizer, parameter, dtype)`, and nothing is prefetched."""
+    """Temporarily take optimizer states from `get_state_buffer(optimizer, parameter, dtype)`."""
     prefetch_state = replaced(f"{_OPTIMIZER}.prefetch_state", lambda self, p: None)
     with replaced(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), prefetch_state:
         yield

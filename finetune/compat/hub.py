@@ -1,4 +1,4 @@
-"""The offline switch of huggingface_hub, and its copy in datasets."""
+"""The offline switch of huggingface_hub and datasets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRIVATE_NAMES = (
 
 
 def set_offline(offline: bool) -> None:
-    """Make the libraries of this process use their caches only, or the hub again."""
+    """Switch libraries offline or online."""
     replace("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if "datasets" in sys.modules:
         replace("datasets.config.HF_HUB_OFFLINE", offline)

@@ -1,4 +1,4 @@
-"""Imports of libraries without work that a dry run does not need: about a second of a cold plan."""
+"""Faster imports of libraries for a dry run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
+# saves about a second of a cold plan
 def import_libraries() -> None:
-    """Import bitsandbytes without torch's compiler, and transformers.models without a second scan of its files."""
+    """Import bitsandbytes and transformers.models."""
     import_without_compiler()
     if "transformers.models" in sys.modules:
         return
@@ -33,11 +34,12 @@ def import_libraries() -> None:
 
 
 def fused_lm_head() -> Any:
-    """TRL's `add_fused_lm_head`. Its module imports pandas and datasets for annotations only: they are left out."""
+    """Return TRL's `add_fused_lm_head` without importing pandas and datasets."""
     import transformers  # noqa: F401  # these look for pandas and datasets themselves
     import trl.kernels.chunked_logprob
     import trl.trainer.model_config  # noqa: F401
 
+    # its module needs them for annotations only
     annotations = {"pandas": "DataFrame", "datasets": "IterableDataset"}
     absent = [name for name in annotations if name not in sys.modules]
     for name in absent:

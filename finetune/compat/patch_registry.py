@@ -1,4 +1,4 @@
-"""The registry's row type, and functions that patch a library's name: inside a context, or for the whole process."""
+"""Private names of libraries, and functions that patch them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class PrivateName:
-    """One undocumented name of a library.
+    """An undocumented name of a library."""
 
-    name: where the library looks it up: module, class and attribute.
-    kind: a patch replaces it, an override defines it in a subclass, an attribute is set or read on objects.
-    used_by: the library's function that looks it up.
-    parameters: its parameters, without a `**` one.
-    needs: package or device without which no test can see the library use the name.
-    """
-
+    #: Module, class and attribute in which the library looks it up.
     name: str
+    #: A patch replaces it, an override defines it in a subclass, an attribute is set or read on objects.
     kind: Literal["patch", "override", "attribute", "private call"]
     reason: str
+    #: The library's function that looks it up.
     used_by: str = ""
+    #: Its parameters, without a `**` one.
     parameters: str | None = None
+    #: Package or device without which no test can see the library use the name.
     needs: str = ""
 
 
 def owner_of(name: str) -> tuple[Any, str]:
-    """The module or class that a dotted name is looked up in, and the attribute. Raises ImportError or AttributeError."""
+    """Return the module or class of a dotted name, and the attribute. Raises ImportError, AttributeError."""
     *parts, attribute = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
@@ -48,7 +46,7 @@ def owner_of(name: str) -> tuple[Any, str]:
 
 @contextmanager
 def replaced(name: str, value: Any) -> Iterator[None]:
-    """Inside, the dotted `name` is `value`."""
+    """Temporarily set the dotted `name`."""
     owner, attribute = owner_of(name)
     before = getattr(owner, attribute)
     _set(owner, attribute, value)
@@ -59,20 +57,21 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 
 
 def replace(name: str, value: Any) -> None:
-    """Set the dotted `name` to `value` until the process ends."""
+    """Set the dotted `name` until the process ends."""
     _set(*owner_of(name), value)
 
 
 def wrapped(name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, the function `name` is `around(the library's own function, ...)`."""
+    """Temporarily wrap a function as `around(function, ...)`."""
     owner, attribute = owner_of(name)
     return replaced(name, _around(getattr(owner, attribute), around))
 
 
 def wrap(name: str, around: Callable[..., Any]) -> Any:
-    """As `wrapped`, until the process ends; a later call replaces it. Returns the library's own function."""
+    """Wrap a function until the process ends, and return the original."""
     owner, attribute = owner_of(name)
     before = getattr(owner, attribute)
+    # a later call replaces an earlier wrapper
     usual = getattr(before, "usual", before)
     _set(owner, attribute, _around(usual, around))
     return usual

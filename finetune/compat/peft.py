@@ -1,4 +1,4 @@
-"""Undocumented names of PEFT that are patched or set."""
+"""Private names of PEFT."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ PRIVATE_NAMES = (
 
 @contextmanager
 def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, DoRA reads a layer's weights from `dequantised(layer)`, and copies a 4-bit layer by `copied(layer)`."""
+    """Temporarily let DoRA read weights by `dequantised(layer)` and copy layers by `copied(layer)`."""
     with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
         yield
 
 
 def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Inside, `before(layer)` is called before DoRA computes a layer's magnitudes."""
+    """Temporarily call `before(layer)` before DoRA computes magnitudes."""
 
     def updated(update: Callable[..., None], self: Any, *, base_layer: Any, **named: Any) -> None:
         before(base_layer)
@@ -56,15 +56,13 @@ def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[N
 
 
 def save_without_vocabulary() -> None:
-    """From now on, save adapters without asking the hub for the base model's vocabulary: training never changes it."""
+    """Save adapters without asking the hub for the vocabulary."""
+    # training never changes the vocabulary
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
 
 
 def leave_casts_to_autocast(model: Any) -> None:
-    """Make LoRA layers cast their inputs to the adapters' dtype only outside autocast.
-
-    Autocast casts back to 16 bit: after PEFT's cast each layer would save a second copy of its input.
-    """
+    """Let LoRA layers cast inputs to the adapters' dtype only outside autocast."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
@@ -75,15 +73,13 @@ def leave_casts_to_autocast(model: Any) -> None:
 def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
+    # autocast casts back to 16 bit: after PEFT's cast each layer would save a second copy of its input
     return values if torch.is_autocast_enabled(values.device.type) else values.to(dtype)
 
 
 def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """From now on, let LoRA adapt parameters that are stored as 4-bit codes.
-
-    `logical(parameter)`: shape, dtype and device of the encoded weight, or the parameter itself if it is not encoded.
-    In forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
-    """
+    """Let LoRA adapt 4-bit parameters, whose `lora_weights` are (A, B, scaling) of each adapter."""
+    # `logical(parameter)`: a tensor with the decoded weight's shape, dtype and device, or an unencoded parameter itself
     get_param = wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical(get_param(self)))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""transformers' processors of models of images and text: loaded without their video parts, which need torchvision."""
+"""Processors of text and images, without video."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-#: Processors with calls of their own whose batches equal TRL's (tests/methods/test_pictures_are_trls.py).
+#: Processors that override `__call__`, with the same batches as TRL (tests/methods/test_pictures_are_trls.py).
 _COMPARED_CALLS = ("Gemma3Processor", "Idefics3Processor", "InternVLProcessor")
 
 
 def why_no_pictures(kind: Any) -> str | None:
-    """Why rows with pictures can't go through a processor of this class; None where they can."""
+    """Return why a processor class can't process images."""
     from transformers import ProcessorMixin
 
     name = getattr(kind, "__name__", str(kind))
@@ -45,10 +45,7 @@ def why_no_pictures(kind: Any) -> str | None:
 
 
 def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) -> Any:
-    """Load a checkpoint's processor with this tokenizer and Pillow's image processing, without video or sound.
-
-    Raises what transformers raises, and LookupError for a type without such a processor.
-    """
+    """Load a checkpoint's processor. Raises LookupError for unsupported types."""
     from transformers import AutoImageProcessor
 
     kind = _processor_class(path, revision)
@@ -59,7 +56,8 @@ def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) ->
 
 
 def processor_of(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any:
-    """A processor of this class with these parts, without video or sound."""
+    """Return a processor without video and sound."""
+    # video processors need torchvision
     silent, parts = _without_video(kind), {"tokenizer": tokenizer, "image_processor": images}
     return silent(*map(parts.get, silent.get_attributes()), **settings)
 
@@ -67,7 +65,7 @@ def processor_of(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any
 def processor_from_settings(
     processor_class: str, image_processor_type: str, tokenizer: Any, image_settings: dict[str, Any], **settings: Any
 ) -> Any:
-    """A processor of the classes with these names, with Pillow's image processing and without video or sound."""
+    """Return a processor by class name."""
     import transformers
     from transformers.models.auto.processing_auto import processor_class_from_name
 
@@ -76,8 +74,9 @@ def processor_from_settings(
 
 
 def save_processor(processor: Any, folder: str) -> None:
-    """Write what `load_processor` reads, beside the tokenizer's files; the class's own way needs every part."""
+    """Write the files for `load_processor`."""
     processor.image_processor.save_pretrained(folder)
+    # the class's own `save_pretrained` needs every part
     names = inspect.signature(type(processor).__init__).parameters
     settings = {name: value for name in names if isinstance(value := getattr(processor, name, None), (bool, int, float, str))}
     settings.pop("chat_template", None)
@@ -101,9 +100,8 @@ def _processor_class(path: str, revision: str | None) -> Any:
 
 
 def _without_video(kind: Any) -> Any:
-    """A subclass of the same name that may lack parts."""
-
     def check(self: Any, name: str, argument: Any) -> Any:
+        # parts may be missing
         return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)
 
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
@@ -114,32 +112,33 @@ _FOR_PROCESSORS = ("rows", "cols", "num_patches")
 
 
 def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
-    """The model's input tensors for the pictures of each row."""
+    """Return the model's inputs for each row's images."""
     left_out = {*processor.unused_input_names, *_FOR_PROCESSORS}
     return {name: value for name, value in _process(processor, rows)[0].items() if name not in left_out}
 
 
 def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
-    """The text that stands for each of these pictures."""
+    """Return the text in place of each image."""
     return _process(processor, [pictures])[1]
 
 
-#: Image processors whose count of patches or tiles decides a picture's text and its number of pixel values.
+#: Image processors whose count of patches or tiles decides an image's text and number of pixel values.
 _BY_PATCHES = ("Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil")
 
 
 def picture_kind(processor: Any, width: int, height: int) -> Hashable:
-    """A key for pictures with equal text and number of pixel values: patches by the processor's rule, else the size."""
+    """Return a key of images with equal text and pixel values."""
     images = processor.image_processor
     name = type(images).__name__
+    # patches by the processor's rule, else the size
     if name in _BY_PATCHES:
         return images.get_number_of_image_patches(height, width, _image_settings(processor))
-    is_resized = name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan  # each picture to one size
+    is_resized = name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan  # each image to one size
     return () if is_resized else (width, height)
 
 
 def values_of_a_patch(processor: Any, picture: Image) -> int | None:
-    """Pixel values of a patch, if this picture's text and values follow from its patches in a grid; else None."""
+    """Return the pixel values of a patch, or None for images without a grid of patches."""
     tensors, texts = _process(processor, [[picture]])
     patches = picture_kind(processor, *picture.size)
     if "image_grid_thw" not in tensors or not isinstance(patches, int) or texts != [patch_text(processor, patches)]:
@@ -149,7 +148,7 @@ def values_of_a_patch(processor: Any, picture: Image) -> int | None:
 
 
 def patch_text(processor: Any, patches: int) -> str:
-    """Return the text for an image of a grid of patches."""
+    """Return the text of an image of `patches` patches."""
     import torch
 
     return processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)
@@ -171,13 +170,13 @@ def _settings(processor: Any, **more: Any) -> dict[str, Any]:
 def with_picture_texts(
     processor: Any, text: str, texts: list[str]
 ) -> tuple[str, list[tuple[tuple[int, int], tuple[int, int]]]]:
-    """The text with each picture's token replaced by its text; the token's (start, end) before, and its text's after."""
+    """Return the text with expanded image tokens, and each token's (start, end) before and after."""
     expanded, moves = processor.get_text_with_replacements([text], texts)
     return expanded[0], [(move["span"], move["new_span"]) for move in moves[0]] if moves else []
 
 
 def token_types(processor: Any, input_ids: Any) -> dict[str, Any]:
-    """The model's argument with each token's kind, of the shape of `input_ids`; empty for most models."""
+    """Return the argument with token kinds, which most models lack."""
     import torch
 
     if not _settings(processor)["return_mm_token_type_ids"]:

@@ -1,4 +1,4 @@
-"""Undocumented names of torch that are patched, read or called."""
+"""Private names of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Read in torch 2.13.0: what is called, and why.
+#: Read in torch 2.13.0: called names, with reasons.
 _CALLED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its FLOPs are counted",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "its FLOPs are counted",
@@ -84,30 +84,32 @@ PRIVATE_NAMES = (
 
 
 def cpu_autocast() -> AbstractContextManager[None]:
-    """Inside, `torch.is_autocast_enabled` answers for the CPU."""
+    """Temporarily let `torch.is_autocast_enabled` answer for the CPU."""
     return wrapped("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
 
 
 @contextmanager
 def fake_tensor_mode() -> Iterator[None]:
-    """Inside, new tensors have no values and are on the CPU; existing tensors with values can be used."""
+    """Temporarily create new tensors without values, on the CPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     guard = replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None)
+    # tensors with values can still be used
     with guard, fake_launches(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Run `loss.backward()` inside a TorchFunctionMode, which torch's own function would disable."""
+    """Run `loss.backward()` inside a TorchFunctionMode."""
     import torch
     from torch.autograd.graph import _engine_run_backward
 
+    # torch's own `backward` would disable the mode
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def flop_counter() -> Any:
-    """A FlopCounterMode that has a formula for attention on the CPU, too: two products forward, five backward."""
+    """Return a FlopCounterMode with formulas for attention on the CPU."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,6 +117,7 @@ def flop_counter() -> Any:
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
     def backward(_: Sequence[int], *shapes: Any, **__: Any) -> float:
+        # two products forward, five backward
         return 2.5 * forward(*shapes)
 
     aten = torch.ops.aten
@@ -125,50 +128,46 @@ def flop_counter() -> Any:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-#: Share of the activations of ordinary layers that a compiled layer saves: what is elementwise is computed again, and no matrix
-#: product is.
+#: Share of the activations of ordinary layers that a compiled layer saves: elementwise operators are recomputed, and no matrix
+#: product.
 ACTIVATION_BUDGET = 0.8
 
 
 def set_compiler() -> None:
-    """Let layers compiled from now on save this share of their activations; their code is cached on disk.
-
-    A layer that can't be compiled again, for unexpected inputs, runs uncompiled.
-    """
+    """Configure torch's compiler for decoder layers."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     functorch.activation_memory_budget = ACTIVATION_BUDGET
-    inductor.size_asserts = inductor.alignment_asserts = False  # of what each operator returns, in each call
+    inductor.size_asserts = inductor.alignment_asserts = False  # checks of each operator's outputs in each call
     functorch.autograd_cache_allow_custom_autograd_functions = True  # bitsandbytes' product
+    # a layer that can't be compiled again, for unexpected inputs, runs uncompiled
     dynamo.suppress_errors = True
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
 
 
 def raising_compiler_errors() -> AbstractContextManager[None]:
-    """Within it the compiler's errors are raised, not only logged."""
+    """Temporarily raise the compiler's errors."""
     import torch._dynamo.config as dynamo
 
     return dynamo.patch(suppress_errors=False)
 
 
-#: Of a context and an operator.
+#: (context, operator) -> CheckpointPolicy.
 RecomputePolicy = Callable[[Any, Any], Any]
 
 
 def split_by_compiler(
     function: Callable[..., Any], fixed: list[int], policy: RecomputePolicy | None, run: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Split `function` into a forward and a backward graph as torch.compile does; `run` makes each of them callable.
-
-    The first call traces it. `fixed`: indices of the parameters. Inductor's partitioner chooses the saved tensors. `policy`:
-    of selective checkpointing around the function, by which Dynamo tags its operators.
-    """
+    """Split `function` into forward and backward graphs like torch.compile."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
+    # Inductor's partitioner chooses the saved tensors. `fixed`: indices of the parameters. `policy`: selective checkpointing
+    # around the function, by which Dynamo tags its operators.
     def split(joint: Any, inputs: Any, **options: Any) -> Any:
         for node in joint.graph.nodes:
             if policy and node.meta.get("partitioner_tag") == "is_forward" and hasattr(node.target, "name"):
@@ -177,23 +176,27 @@ def split_by_compiler(
             joint, inputs, "inductor", **{**options, "static_lifetime_input_indices": fixed}
         )
 
+    # the first call traces `function`
     return aot_function(
+        # `run` makes each graph callable
         function, fw_compiler=lambda graph, _: run(graph), bw_compiler=lambda graph, _: run(graph), partition_fn=split,
         decompositions=select_decomp_table(),
     )  # fmt: skip
 
 
 def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:
-    """Continue a schedule with another base learning rate. `rates`: each group's rate, logged for the next step."""
+    """Continue a schedule with another base learning rate."""
     schedule.base_lrs = [rate] * len(schedule.base_lrs)
+    # logged for the next step
     schedule._last_lr = rates
 
 
 @cache
 def varlen_shares_keys() -> bool:
-    """Whether torch's variable-length attention supports grouped queries (`enable_gqa`, from 2.12 on)."""
+    """Return whether varlen attention supports grouped queries."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
 
+    # from torch 2.12 on
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

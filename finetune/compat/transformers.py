@@ -1,4 +1,4 @@
-"""Undocumented names of transformers that are patched or called."""
+"""Private names of transformers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ PRIVATE_NAMES = (
 
 
 def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str, Any]]:
-    """The class and arguments that `Trainer.get_optimizer_cls_and_kwargs` returns for `optim=name`, without weight decay."""
+    """Return Trainer's optimizer class and arguments for `optim=name`."""
     from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
     from transformers.training_args import OptimizerNames, TrainingArguments
 
@@ -100,15 +100,13 @@ def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str,
 
 
 def tokenizers_only() -> None:
-    """Keep transformers from importing torch in this process, which takes longer than reading a million prepared rows.
-
-    It then loads tokenizers and configurations, but no model. No effect if torch or transformers is imported already.
-    """
+    """Keep transformers from importing torch in this process."""
+    # importing torch takes longer than reading a million prepared rows
     if {"torch", "transformers"} & sys.modules.keys():
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
     try:
-        with _entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # about the missing torch
+        with _entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # hides the one about the missing torch
             from transformers.utils import is_torch_available
 
             is_torch_available()  # it caches the answer
@@ -129,39 +127,39 @@ def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None
 
 
 def keys_repeated() -> AbstractContextManager[None]:
-    """Inside, keys and values are repeated for each query head (no grouped queries in torch's kernels)."""
+    """Temporarily repeat keys and values for each query head."""
     return replaced(_GROUPED, lambda *_: False)
 
 
 def repeat_keys() -> None:
-    """Repeat keys and values for each query head from now on."""
+    """Repeat keys and values for each query head."""
     replace(_GROUPED, lambda *_: False)
 
 
 def without_packing_detection() -> AbstractContextManager[None]:
-    """Inside, rows count as not packed: transformers would read the position ids for each kind of mask to find out."""
+    """Temporarily count rows as unpacked."""
+    # transformers would read the position ids for each kind of mask to find out
     return replaced(_PACKED, lambda position_ids: None)
 
 
 def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, the router's auxiliary loss is computed by `around(function, *arguments)`."""
+    """Temporarily wrap the router's auxiliary loss."""
     return wrapped(_BALANCE, around)
 
 
 def fake_experts() -> AbstractContextManager[None]:
-    """Inside, experts in another dtype than bf16 use transformers' own grouped matmul, which has a fake form."""
+    """Temporarily run experts on fake tensors of any dtype."""
     import torch
 
+    # torch's grouped matmul has a fake form for bf16 only
     return wrapped(_EXPERTS, lambda usable, input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
 
 
 def keep_fsdp_wrap_policy() -> None:
-    """Make transformers' Trainer keep the FSDP wrap policy for a model with adapters.
+    """Keep the FSDP wrap policy of Trainer for models with adapters."""
 
-    PEFT's combines two policies, for which accelerate's FSDP2 would wrap no layer: every card would gather the whole model for
-    the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy).
-    """
-
+    # PEFT's policy combines two, for which accelerate's FSDP2 would wrap no layer: every GPU would gather the whole model for
+    # the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy)
     def updated(update: Callable[..., None], model: Any, accelerator: Any) -> None:
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.auto_wrap_policy
@@ -172,17 +170,15 @@ def keep_fsdp_wrap_policy() -> None:
 
 
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
-    """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights.
-
-    `quantiser` replaces transformers' 4-bit quantiser.
-    """
+    """Replace linear layers by bitsandbytes', without reading weights."""
     import torch
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
+    # the same replacement as in loading with this configuration
     quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # of biases, as from_pretrained has it
+    torch.set_default_dtype(dtype)  # the dtype of biases, as in from_pretrained
     try:
         quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     finally:
@@ -193,10 +189,7 @@ def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, qua
 
 @contextmanager
 def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
-    """Inside, weights are loaded one after another, without threads that read ahead and without allocator warm-up.
-
-    `loaded(model, module, name)` is called after each parameter.
-    """
+    """Temporarily load weights one by one, calling `loaded(model, module, name)` after each."""
 
     def set_and_notify(set_param: Callable[..., None], model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
         set_param(model, target_name, *arguments, **named)
@@ -204,6 +197,7 @@ def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None
         loaded(model, model.get_submodule(path), own)
 
     with (
+        # no threads that read ahead, and no allocator warm-up
         _entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
         wrapped(_SET, set_and_notify),
         replaced(_WARM_UP, lambda *_: None),
@@ -212,9 +206,10 @@ def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None
 
 
 def name_in_checkpoint(model: Any) -> Callable[[str], str]:
-    """Return a function: path of a module or weight -> its name in a checkpoint; for a fused weight its first part's."""
+    """Return a function from a module's path to its checkpoint name."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    # a fused weight gets its first part's name
     stored = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
     stored = {name: re.sub(r"[\\^]", "", source).replace("*", "0") for name, source in stored.items()}
     endings = {name: source for name, source in stored.items() if "experts" in name}
@@ -230,14 +225,14 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
 
 
 def loading_with(quantiser: type | None) -> AbstractContextManager[None]:
-    """Inside, 4-bit models are loaded by this quantiser; None: by transformers' own."""
+    """Temporarily load 4-bit models by `quantiser`, if any."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     return _entries(AUTO_QUANTIZER_MAPPING, **({"bitsandbytes_4bit": quantiser} if quantiser else {}))
 
 
 def quantised_on(device: Any) -> AbstractContextManager[None]:
-    """Inside, 4-bit weights of a model in host memory are quantised on `device`, one after another."""
+    """Temporarily quantise weights in host memory on `device`."""
     if device.type == "cpu":
         return nullcontext()
 
@@ -249,16 +244,12 @@ def quantised_on(device: Any) -> AbstractContextManager[None]:
 
 
 def _converted(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
-    """A conversion's tensors, single or in lists of one, in this dtype or on this device."""
     return {name: (value[0] if isinstance(value, list) else value).to(to) for name, value in inputs.items()}
 
 
 @cache
 def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
-    """Return a 4-bit quantiser of linear layers and experts: `pack(model, config, left_out)` makes the experts' parameters.
-
-    A layer's experts are merged, and dequantised from mxfp4, in host memory, then quantised on the card.
-    """
+    """Return a 4-bit quantiser that also packs experts by `pack(model, config, left_out)`."""
     import torch
     from bitsandbytes.nn import Params4bit
     from transformers.core_model_loading import WeightConverter
@@ -288,6 +279,7 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
         def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
             for converter in weight_conversions:
                 if isinstance(converter, WeightConverter):
+                    # a layer's experts are merged, and dequantised from mxfp4, in host memory, then quantised on the GPU
                     converter.force_cpu = True
             stored = [
                 WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Mxfp4Codes(self)], force_cpu=True)
@@ -302,7 +294,7 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
 
 def replace_grouped_linear(function: Callable[..., Any]) -> None:
-    """Let experts multiply with `function` of `_grouped_linear`'s arguments where it returns a result, not None."""
+    """Multiply experts by `function` where it returns a result."""
 
     def linear(usual: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         product = function(*inputs, **named)
@@ -312,25 +304,25 @@ def replace_grouped_linear(function: Callable[..., Any]) -> None:
 
 
 def apply_gate(experts: Any, gate_up: Any) -> Any:
-    """Apply a module's gate, or only its activation, to the experts' first product."""
+    """Apply experts' gate or activation to their first product."""
     return experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
 
 
 def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a module's checkpoint function by `wrapped(checkpoint)`; no effect on a module that isn't checkpointed."""
+    """Wrap a module's checkpoint function, if any."""
     if hasattr(module, "_gradient_checkpointing_func"):
         module._gradient_checkpointing_func = wrapped(module._gradient_checkpointing_func)
 
 
 def without_session_id() -> None:
-    """From now on transformers names itself to the hub by its version only."""
+    """Send only a version as user agent."""
     from transformers import __version__
 
     replace(_USER_AGENT, lambda user_agent=None: f"transformers/{__version__}; telemetry/off")
 
 
 def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Path, function and closure of each function of `model`'s files for which a package may have kernels."""
+    """Yield path, function and closure of each function with optional kernels."""
     for file in {type(module).__module__ for module in model.modules()}:
         for name, value in list(vars(sys.modules[file]).items()):
             function = getattr(value, "usual", value)
@@ -340,7 +332,7 @@ def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 @contextmanager
 def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `model` calls `call(function, closure, *arguments)` in place of each of these functions."""
+    """Temporarily run `call(function, closure, *arguments)` instead of `layer_kernels`."""
     with ExitStack() as stack:
         for path, function, closure in layer_kernels(model):
             stack.enter_context(replaced(path, partial(call, function, closure)))
@@ -348,11 +340,12 @@ def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def kernels_by_device(model: Any, takes_reference: Callable[[str, tuple[int, int] | None], bool]) -> None:
-    """Let `model` call transformers' reference where `takes_reference(package, compute capability)`, None on the CPU."""
+    """Let `model` run the reference where `takes_reference(package, compute capability)`."""
     import torch
 
     def choose(package: str, usual: Any, *inputs: Any, **named: Any) -> Any:
         device = next(value.device for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor))
+        # None on the CPU
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         is_packed = named.get("cu_seqlens") is not None or named.get("seq_idx") is not None  # the reference would mix rows
         return (usual.__wrapped__ if takes_reference(package, capability) and not is_packed else usual)(*inputs, **named)

@@ -1,4 +1,4 @@
-"""Triton's launcher, which a dry run replaces."""
+"""Private names of Triton."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ PRIVATE_NAMES = (
 
 @contextmanager
 def fake_launches() -> Iterator[None]:
-    """Inside, launching a Triton kernel with a fake tensor does nothing: Python code before it allocates the outputs."""
+    """Temporarily skip launches of Triton kernels with fake tensors."""
     with ExitStack() as stack:
         if "triton.runtime.jit" in sys.modules:
             stack.enter_context(wrapped(_LAUNCH, _unless_fake))
         if "mamba_ssm" in sys.modules:
             stack.enter_context(replaced(_DEVICE, lambda index: nullcontext()))
-            # an RTX 4090's: mamba-ssm makes two buffers of 16 MiB each in Granite 4 H micro, 2,048 tokens; of 10 by a 3090's 82
+            # an RTX 4090's: mamba-ssm takes two buffers of 16 MiB in Granite 4 H micro, 2,048 tokens; of 10 MiB by a 3090's 82
             card = SimpleNamespace(multi_processor_count=128)
             stack.enter_context(replaced(_PROPERTIES, lambda device: card))
         yield
@@ -43,6 +43,7 @@ def _unless_fake(launcher: Callable[[Any, Any], Any], kernel: Any, grid: Any) ->
         if not any(isinstance(value, FakeTensor) for value in (*inputs, *named.values())):
             return launcher(kernel, grid)(*inputs, **named)
         if configs := getattr(kernel, "configs", None):
+            # the Python code before the launch has allocated the outputs
             kernel.best_config = configs[0]  # mamba-ssm reads the tile of a kernel that was tuned
         return None
 
@@ -50,7 +51,8 @@ def _unless_fake(launcher: Callable[[Any, Any], Any], kernel: Any, grid: Any) ->
 
 
 def tune_without_buffer() -> None:
-    """Tune kernels without flushing the L2 cache, which takes a buffer of 256 MiB, until the process ends."""
+    """Tune kernels without flushing the L2 cache until the process ends."""
     import torch
 
+    # flushing takes a buffer of 256 MiB
     replace(_L2_FLUSH, lambda driver: torch.empty(0, device="cuda"))

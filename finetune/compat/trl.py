@@ -1,4 +1,4 @@
-"""Undocumented names of TRL that are patched or called. `finetune.run.training.RunTrainer` has the overrides."""
+"""Private names of TRL, some overridden in `finetune.run.training.RunTrainer`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PRIVATE_NAMES = (
 
 
 class _Distributions:
-    """Packages -> distributions. All are listed only for a package whose distribution has another name."""
+    """Packages -> distributions, listed only where the names differ."""
 
     def __init__(self, list_all: Callable[[], Mapping[str, list[str]]]) -> None:
         self._list_all = cache(list_all)
@@ -67,16 +67,17 @@ class _Distributions:
 
 
 def import_without_listing_packages() -> None:
-    """Import TRL, before anything else does, without listing all installed packages: 0.2 s of each start."""
+    """Import TRL without listing all installed packages."""
     if "trl" in sys.modules:
         return
+    # 0.2 s of each start
     with wrapped("importlib.metadata.packages_distributions", _Distributions):
         importlib.import_module("trl.import_utils")
 
 
 @contextmanager
 def cuda_loss() -> Iterator[None]:
-    """Inside, TRL's loss allocates as on CUDA; the tiles compute nothing."""
+    """Temporarily allocate TRL's loss as on CUDA, without computing."""
     with ExitStack() as stack:
         stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
@@ -85,12 +86,13 @@ def cuda_loss() -> Iterator[None]:
 
 
 def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[None]:
-    """Inside, a tile of TRL's loss on a CPU is at most as wide as the vocabulary; the values are the same."""
+    """Temporarily limit CPU tiles of TRL's loss to the vocabulary."""
+    # the values are the same
     return replaced(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()
 
 
 def compute_loss_without_triton() -> None:
-    """Replace the Triton kernels of TRL's loss by torch's operators, at the same peak memory, from now on."""
+    """Replace the Triton kernels of TRL's loss, at the same peak memory."""
     # tensors of a tile (4,096 tokens x 32,768 words) would take 0.5 GiB each, so the operators get _SLICE rows at a time
     replace("trl.trainer.utils._use_triton", lambda device: device.type == "cuda")  # on trained positions only, as with Triton
     replace(f"{_TILES}._use_triton", lambda device: False)

@@ -1,4 +1,4 @@
-"""Doctor: tries everything that a run needs on this machine, and says how to fix what fails."""
+"""Checks of this machine for runs, with fixes for failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ DEADLINE_S, STACK_DEADLINE_S, PROBE_MARGIN_S = 9.5, 180.0, 0.7
 
 
 def examine(recipe: Recipe | None, progress: Progress) -> list[Finding]:
-    """Return all findings, in a fixed order, with a recipe also on its model and data. `progress` gets the check that runs."""
+    """Return all findings in a fixed order, including the recipe's model and data."""
+    # findings keep this order, although the checks run in parallel
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,
         "stack": lambda: check_stack(STACK_DEADLINE_S - PROBE_MARGIN_S, progress),

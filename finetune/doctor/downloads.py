@@ -1,7 +1,4 @@
-"""Checks of the hub, the login, and whether a recipe's model and data are cached, so that it runs offline.
-
-Only cached files are read, nothing is downloaded. The token is sent to the hub only, and never shown or written.
-"""
+"""Checks of the hub, the login, and a recipe's cached files."""
 
 from __future__ import annotations
 
@@ -30,12 +27,13 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"
 
 
 def check_hub() -> Finding:
-    """Does the hub answer a small request? HF_ENDPOINT can change its address."""
+    """Check that the hub answers."""
     from huggingface_hub import constants
 
     if is_switched_off():
         return Finding("hub", "skip", "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
     began = time.monotonic()
+    # HF_ENDPOINT can change the address
     status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
     host = constants.ENDPOINT.rpartition("@")[2].removeprefix("https://")  # without user name and password
     if status is None:
@@ -47,7 +45,7 @@ def check_hub() -> Finding:
 
 
 def check_login() -> Finding:
-    """Is there a token, and does the hub accept it?"""
+    """Check that the hub accepts the token."""
     from huggingface_hub import constants, get_token
 
     token = get_token()
@@ -67,7 +65,7 @@ def check_login() -> Finding:
 
 
 def check_model(recipe: Recipe) -> Finding:
-    """Are configuration, tokenizer and every weight file complete, in the folder or in the hub's cache?"""
+    """Check that all files of a recipe's model are on this disk."""
     name, revision = recipe.model_name_or_path, recipe.model_revision
     try:
         source = resolve_model_path(recipe)
@@ -87,7 +85,7 @@ def check_model(recipe: Recipe) -> Finding:
 
 
 def check_data(recipe: Recipe) -> list[Finding]:
-    """Does each data file of the recipe exist, and is a hub dataset in the cache of `datasets`?"""
+    """Check that a recipe's data is on this disk."""
     try:
         training, held_out = sources_of(recipe.dataset)
     except FinetuneError as error:
@@ -96,9 +94,10 @@ def check_data(recipe: Recipe) -> list[Finding]:
 
 
 def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
-    """Status of a GET, or None and the reason. One attempt; the token is not sent to redirect targets."""
+    """Return a GET's status, or None and the reason."""
     request = urllib.request.Request(address, headers={"User-Agent": "finetune-doctor"})
     if token:
+        # the token goes to the hub only, not to redirect targets, and is never shown or written
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
@@ -130,6 +129,7 @@ def _source_finding(source: Source) -> Finding:
 
 
 def _missing(find: Callable[[str], Path | None]) -> list[str]:
+    # cached files only: nothing is downloaded
     missing = [] if find("config.json") else ["config.json is missing"]
     if not any(find(file) for file in _TOKENIZERS):
         missing.append("its tokenizer is missing")
@@ -148,10 +148,10 @@ def _missing(find: Callable[[str], Path | None]) -> list[str]:
 
 
 def _datasets_cache(name: str) -> Path:
-    """Where `datasets` caches a hub dataset: owner___name_in_snake_case."""
     from huggingface_hub import constants
 
     root = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    # `datasets` names the folder owner___name_in_snake_case
     *owner, last = name.split("/")
     snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
     return Path(root).expanduser() / "___".join([*owner, snake])

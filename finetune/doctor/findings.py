@@ -1,4 +1,4 @@
-"""The finding of a check as a value, and a runner of all checks in parallel within a deadline."""
+"""Findings of checks, and a parallel runner with a deadline."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ STATES = ("ok", "skip", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` the `check` found, and how to fix it (`fix`, empty when nothing needs fixing).
-
-    `facts` are the numbers behind it, with units in their names. Neither has a secret or the user's name.
-    """
+    """The result of a check."""
 
     check: str
     state: str
     what: str
+    #: Empty when nothing needs fixing.
     fix: str = ""
+    #: Numbers with units in their names. Neither they nor `what` has a secret or the user's name.
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
+        # the home folder has the user's name
         home = json.dumps(str(Path.home()))[1:-1]
         text = json.dumps(asdict(self))
         return json.loads(text.replace(home, "~") if len(home) > 1 else text)
@@ -42,16 +42,14 @@ def worst(findings: Iterable[Finding]) -> str:
 
 
 def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[str, float] = {}) -> list[Finding]:
-    """Run each check in a thread; a check that raises, or has no result by the deadline, is a finding as well.
-
-    `longer_s`: other deadlines, by check.
-    """
+    """Run each check in a thread; an exception or a missed deadline is a finding, too."""
     results: dict[str, list[Finding]] = {}
     threads = [threading.Thread(target=_run, args=(name, check, results), daemon=True) for name, check in checks.items()]
     deadlines_s, began_s = {name: longer_s.get(name, deadline_s) for name in checks}, time.monotonic()
     for thread in threads:
         thread.start()
     for name, thread in sorted(zip(checks, threads, strict=True), key=lambda check: deadlines_s[check[0]]):
+        # the shortest deadlines first, so that no check waits longer than its own
         thread.join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
     fix = "Run it again when the machine is less busy."
     return [

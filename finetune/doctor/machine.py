@@ -1,4 +1,4 @@
-"""Checks of the machine: GPU driver, memory of each GPU (nothing is allocated), host memory, disk, port."""
+"""Checks of GPUs, host memory, disk and port."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _NO_CARD_FIX = (
     "(finetune run tiny-cpu)."
 )
 _MAKERS = {"0x1002": "AMD", "0x8086": "Intel", "0x10de": "NVIDIA"}
-#: More than this share of a card's memory in use is worth a warning.
+#: A larger share of a GPU's memory in use is worth a warning.
 MOST_IN_USE = 0.15
-#: Below the first a warning; below the second the libraries and the bundled model hardly fit.
+#: Less than the first is a warning; with less than the second the libraries and the bundled model hardly fit.
 RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 #: The weights of a 7B model are 15 GB in 16 bit; checkpoints and the adapter come on top.
 RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
-#: Where `finetune ui` listens.
+#: Default port of `finetune ui`.
 PORT = 7860
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def check_driver() -> Finding:
-    """Does the driver answer, and which CUDA does it support?"""
+    """Check that the GPU driver answers."""
     try:
         driver, cuda = nvidia.driver_versions()
     except DriverError as error:
@@ -54,8 +54,9 @@ def check_driver() -> Finding:
 
 
 def check_cards() -> Iterator[Finding]:
-    """Free memory of each card, which processes use the rest, and whether this process may use it."""
+    """Check each GPU's free memory and visibility."""
     try:
+        # allocates nothing on any GPU
         devices, unresponsive = nvidia.read_devices()
     except DriverError:
         yield Finding("card memory", "skip", "no card")
@@ -88,7 +89,7 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Available host memory in bytes, within the container's limit if there is one."""
+    """Check host memory, within a container's limit."""
     host = find_card("cpu")
     what = f"{format_bytes(host.free_bytes)} of {format_bytes(host.total_bytes)} available"
     facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
@@ -101,7 +102,7 @@ def check_memory() -> Finding:
 
 
 def check_disk() -> Iterator[Finding]:
-    """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
+    """Check free space and write permission for runs and the hub cache."""
     from huggingface_hub import constants
 
     for use, folder in (("runs", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
@@ -122,7 +123,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_port() -> Finding:
-    """Can the page listen on its default port?"""
+    """Check that the page can listen on its default port."""
     with port_socket() as probe:
         try:
             probe.bind(("127.0.0.1", PORT))
@@ -133,10 +134,9 @@ def check_port() -> Finding:
 
 
 def check_spill() -> Finding:
-    """Does the driver fall back to system memory when the card is full, as on Windows and so under WSL?
-
-    Nothing then runs out of memory, and everything is 10 to 50 times slower. The driver's setting can't be read from here.
-    """
+    """Check whether the driver falls back to system memory when the GPU is full."""
+    # With the fallback, as on Windows and so under WSL, nothing runs out of memory and everything is 10 to 50 times slower.
+    # The driver's setting can't be read from here.
     wsl = "microsoft" in platform.release().lower()
     if platform.system() != "Windows" and not wsl:
         return Finding(
@@ -152,21 +152,21 @@ def check_spill() -> Finding:
 
 
 def _makers_of_cards() -> set[str]:
-    """Makers of the display and 3D controllers (class 0x03) on the PCI bus, by their vendor ids."""
     makers = set()
     for device in PCI_DEVICES.glob("*"):
         try:
             vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:
             continue
+        # class 0x03 on the PCI bus: display and 3D controllers
         if kind.startswith("0x03") and vendor in _MAKERS:
             makers.add(_MAKERS[vendor])
     return makers
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a file can be created; permission bits don't show read-only mounts and network shares."""
     try:
+        # permission bits don't show read-only mounts and network shares
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks of the software: installed versions, a C compiler for Triton, and torch, bitsandbytes and Triton in use (`probe`)."""
+"""Checks of package versions, the C compiler, and libraries in use."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _FIXES = {
     "optim=adamw_torch",
     "triton": "See the line `compiler`; then pip install --force-reinstall triton",
 }
-#: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Twice that is a fault.
+#: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Twice this error is a fault.
 MOST_QUANTISATION_ERROR = 0.18
 
 
 def check_packages() -> Finding:
-    """Are the dependencies, and the page's if installed, of supported versions?"""
+    """Check the versions of the dependencies."""
     try:
         every = packages(extra="ui")
     except PackageNotFoundError:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
+    # the page's dependencies count only where they are installed
     wanted = [package for package in every if package.installed or "extra" not in str(package.requirement.marker)]
     installed = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]
@@ -53,7 +54,7 @@ def check_packages() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Compile an extension as Triton does when a run starts."""
+    """Compile an extension as Triton does."""
     if WINDOWS:
         return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
     if problem := compiler_problem():
@@ -63,7 +64,7 @@ def check_compiler() -> Finding:
 
 
 def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
-    """Does torch see the card, does its wheel have the card's kernels, does bitsandbytes quantise, does Triton compile?"""
+    """Check torch, bitsandbytes and Triton in a separate process."""
     parts, problem = run_probe(deadline_s, progress)
     for name, (check, findings_of) in _PARTS.items():
         part = parts.get(name)
@@ -83,8 +84,8 @@ def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
 
 
 def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not). `progress` gets the
-    part that is tried, every second."""
+    """Run `probe`; return its parts, and the reason for an early end."""
+    # -P: a torch.py in the working directory must not be imported
     command, began_s = [sys.executable, "-P", "-m", "finetune.doctor.probe"], time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while True:
@@ -96,6 +97,7 @@ def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str
             if took_s >= deadline_s:
                 process.kill()
                 return _parts(process.communicate()[0]), f"no answer within {deadline_s:.0f} s"
+            # every second, because imports take long on a slow disk
             progress(f"trying {next((name for name in _PARTS if name not in reported), 'the libraries')}: {took_s:.0f} s")
 
 
@@ -122,9 +124,10 @@ def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
 
 
 def cuda_finding(part: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
-    """`part`: the probe's report on torch. `driver`: None without a driver."""
+    """Return a finding on CUDA from the probe's report on torch."""
     version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
     build = Build(part["version"], part["cuda"], part["hip"])
+    # such as ROCm
     if build.platform and not build.cuda:
         return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested", facts=facts)
     if part["devices"]:
@@ -141,7 +144,7 @@ def cuda_finding(part: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
 
 
 def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Finding:
-    """Does the torch wheel have kernels for this card?"""
+    """Check that the torch wheel has kernels for a GPU."""
     major, minor = device["capability"]
     facts = {"name": device["name"], "capability": device["capability"], "architectures": part["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"

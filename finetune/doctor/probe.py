@@ -1,8 +1,4 @@
-"""Tries torch, bitsandbytes and Triton: `python -m finetune.doctor.probe`, started by the doctor.
-
-A separate process, so that no CUDA context stays and a crashing library does not end the doctor. Prints one JSON object per
-part as soon as it is known: `{"part": name, ...}`, with `error` when it can't be used.
-"""
+"""Trials of torch, bitsandbytes and Triton: `python -m finetune.doctor.probe`."""
 
 from __future__ import annotations
 
@@ -20,16 +16,18 @@ from finetune.system import WINDOWS
 
 
 def main() -> None:
-    """Try each part in turn; Triton only where torch sees a card, and on Windows only where it is installed."""
+    """Try each part in turn, and print a JSON object for each."""
+    # a separate process, so that no CUDA context stays and a crashing library does not end the doctor
     torch_report = _report("torch", try_torch)
     if torch_report["error"] is None:
         _report("bitsandbytes", try_bitsandbytes)
+    # torch for Windows comes without Triton
     if torch_report.get("devices") and (not WINDOWS or importlib.util.find_spec("triton")):
         _report("triton", try_kernel)
 
 
 def try_torch() -> dict[str, Any]:
-    """What torch is built for, and the cards it sees."""
+    """Return torch's build and the GPUs that it sees."""
     import torch
 
     values: dict[str, Any] = {
@@ -49,7 +47,7 @@ def try_torch() -> dict[str, Any]:
 
 
 def try_bitsandbytes() -> dict[str, Any]:
-    """Quantise and use a layer as QLoRA does (NF4, double quantisation); on a card an 8-bit optimizer step, too."""
+    """Quantise and use a layer as QLoRA does, and on a GPU take an 8-bit optimizer step."""
     import torch
 
     import_without_compiler()
@@ -82,6 +80,7 @@ def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         traceback.print_exc()
         values = {"part": part, "error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"}
     sys.stdout.write(json.dumps(values) + "\n")
+    # the doctor reads the parts that were done before a crash
     sys.stdout.flush()
     return values
 

@@ -1,4 +1,4 @@
-"""`finetune doctor --measure`: what this machine's GPUs reach, or its CPU, for the forecast of speed; seconds for each."""
+"""`finetune doctor --measure`: speed of this machine's GPUs or CPU, for forecasts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from finetune.printable import Progress
 from finetune.serialise import to_json
 from finetune.units import MIB, format_bytes
 
-#: Seconds of each measurement; operators of one that measures the host, fewer than the 1,024 launches that a GPU queues.
+#: Seconds of each measurement; operators of the host's measurement, fewer than the 1,024 launches that a GPU queues.
 MEASURED_S, OPERATORS = 1.5, 500
-#: Measured rates may be so much above the catalogue's, as clocks differ; a GPU may be in use by so much, as by a desktop.
+#: Largest ratio of a measured to a catalogue rate, as clocks differ; largest utilisation by other programs, such as a desktop.
 MOST_OF_LISTED, MOST_BUSY = 1.1, 0.2
 _FIX = "Nothing is stored. A measurement needs an idle GPU and 1.5 GiB of its memory; finetune doctor tries everything else."
 
 
 def measure_rates(progress: Progress) -> list[Finding]:
-    """Measure every GPU that this process may use, else the CPU, and store plausible rates."""
+    """Measure every usable GPU, else the CPU, and store plausible rates."""
     os.environ.update([nvidia.DRIVER_ORDER])
     findings = []
     for number, device in enumerate(usable_devices() or [None]):
@@ -100,13 +100,13 @@ def _text(rates: Rates) -> str:
 
 
 def _attention_flops(where: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of causal attention of 32 heads of 128 over 4,096 tokens: 2 products forward and 5 backward, half of each."""
     query, key, value = (torch.randn(1, 32, 4096, 128, device=where, dtype=dtype, requires_grad=True) for _ in range(3))
 
     def forward_and_backward() -> None:
         answer = scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(answer, (query, key, value), answer)
 
+    # causal attention of 32 heads of 128 over 4,096 tokens: 2 products forward and 5 backward, half of each
     return 7 * 32 * 4096**2 * 128 / _seconds(where, forward_and_backward)
 
 
@@ -119,7 +119,6 @@ def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Ten
 
 
 def _seconds(where: torch.device, work: Callable[[], object]) -> float:
-    """Median seconds of a call in the second half of MEASURED_S, when clocks have settled."""
     times: list[float] = []
     while sum(times[1:]) < MEASURED_S:
         began_s = time.perf_counter()
@@ -127,4 +126,5 @@ def _seconds(where: torch.device, work: Callable[[], object]) -> float:
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         times.append(time.perf_counter() - began_s)
+    # the second half, when clocks have settled
     return statistics.median(times[len(times) // 2 :])

@@ -1,1 +1,1 @@
-"""Changes to a model's layers: lean, offloaded, recomputed, with routed experts. Nothing here knows a recipe's file."""
+"""Changes to a model's layers, independent of recipes."""

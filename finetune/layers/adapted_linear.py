@@ -1,8 +1,4 @@
-"""A frozen linear layer and its adapter as one operator, for compiled layers: torch's compiler fuses everything between them.
-
-Left to the compiler, an adapter's product and its sum are tensors of the layer's width, and a dequantised weight may be made
-long before it is used. Here cuBLAS adds the adapter's product to the layer's output, and weights live within an operator.
-"""
+"""A frozen linear layer and its adapter as one operator, for compiled layers."""
 
 from __future__ import annotations
 
@@ -25,18 +21,21 @@ _LIBRARY.define(
     "adapted_linear_backward(Tensor grad, Tensor x, Tensor lora_act, Tensor a, Tensor b, float scale, "
     f"{_WEIGHT}) -> (Tensor, Tensor, Tensor)"
 )
+# Left to the compiler, an adapter's product and its sum are tensors of the layer's width, and a dequantised weight may be
+# made long before its use. Here cuBLAS adds the adapter's product to the output, and weights live within an operator.
 _OPERATORS = torch.ops.finetune
 
 
 def adapter_input(x: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * x @ A.T for x (..., in): (tokens, rank). By itself, as a recomputed layer needs it without the output."""
+    """Return scale * x @ A.T, (tokens, rank), for x (..., in)."""
+    # an operator by itself, because a recomputed layer needs it without the output
     return scaled_product(x.reshape(-1, x.shape[-1]), a.to(x.dtype).t(), scale)
 
 
 def adapted_linear(
     x: torch.Tensor, lora_act: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: Any, *tables: Any
 ) -> torch.Tensor:
-    """x @ W.T + bias + lora_act @ B.T for x (..., in): (..., out)."""
+    """Return x @ W.T + bias + lora_act @ B.T, (..., out), for x (..., in)."""
     scales, flat = _tables(*tables), x.reshape(-1, x.shape[-1])
     out = F.linear(flat, weight, bias) if scales is None else product_4bit(flat, weight, scales, bias)
     return out.addmm_(lora_act, b.to(x.dtype).t()).view(*x.shape[:-1], -1)
@@ -46,7 +45,7 @@ def adapted_linear_backward(
     grad: torch.Tensor, x: torch.Tensor, lora_act: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
     weight: torch.Tensor, bias: Any, *tables: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Gradients of x, a and b."""
+    """Return the gradients of x, a and b."""
     linear = Linear(weight, bias, _tables(*tables), a, b, scale, True, True)
     (cast,), flat = cast_adapters([linear], grad.dtype), x.reshape(-1, x.shape[-1])
     dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
@@ -79,7 +78,7 @@ _BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
     adapted_linear: lambda x, _, b, *__: x.new_empty(*x.shape[:-1], b.shape[0]),
     adapted_linear_backward: lambda _, x, __, a, b, *___: tuple(map(torch.empty_like, (x, a, b))),
 }
-#: Operator -> what it does, step by step.
+#: Operator -> its Python body.
 BODIES: dict[Any, Callable[..., Any]] = {}
 for body, fake in _BODIES.items():
     _LIBRARY.impl(body.__name__, body, "CompositeExplicitAutograd")
@@ -88,14 +87,14 @@ for body, fake in _BODIES.items():
 
 
 def use_operators(layers: list[torch.nn.Module]) -> None:
-    """Give linear layers with plain adapters a forward of one operator; others, such as with dropout, keep theirs."""
+    """Set a forward of one operator on linear layers with plain adapters."""
     for module in (module for layer in layers for module in layer.modules()):
         if is_adapted(module) and "forward" not in vars(module):
             module.forward = MethodType(_linear_forward, module)
 
 
 def undo_operators(layers: list[torch.nn.Module]) -> None:
-    """Give linear layers their own forward again."""
+    """Restore the layers' own forward."""
     for module in (module for layer in layers for module in layer.modules()):
         if getattr(vars(module).get("forward"), "__func__", None) is _linear_forward:
             del module.forward

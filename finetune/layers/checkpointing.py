@@ -1,4 +1,4 @@
-"""Gradient checkpointing of decoder layers: all, every n-th, selective, and with layer inputs offloaded to host memory."""
+"""Gradient checkpointing of decoder layers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from finetune.layers.saved_activations import SavedActivations
 
 
 def base_of(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, or the model itself."""
+    """Return the transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, return-value]
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, which support gradient checkpointing, in order; a vision tower's are not among them."""
+    """Return the decoder layers in order."""
+    # a vision tower's layers are outside this path
     path = getattr(base_of(model), "decoder_path", "")
     decoder = base_of(model).get_submodule(path) if path else model
+    # transformers' class of every layer that supports gradient checkpointing
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules beside the stack of decoder layers, such as the last norm."""
+    """Return the modules beside the stack of decoder layers."""
     layers = set(decoder_layers(model))
     stacks = {module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and layers & set(module)}
     parents = [module for module in model.modules() if stacks & set(module.children())]
@@ -38,12 +40,13 @@ def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers whose forward pass is recomputed."""
+    """Return the decoder layers with gradient checkpointing."""
     return [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
 
 
 def require_gradient(hidden: torch.Tensor) -> None:
-    """Let the first layer's input have a gradient, which nobody reads: then all layers share one graph."""
+    """Make the first layer's input require a gradient."""
+    # nobody reads this gradient, but it joins all layers in one graph
     if torch.is_grad_enabled() and not hidden.requires_grad:
         hidden.requires_grad_()
 
@@ -58,20 +61,19 @@ def turn_off_checkpointing(model: torch.nn.Module) -> None:
 def recompute(
     model: torch.nn.Module, *, every_n_layers: int = 1, selective: bool = False, offload: bool = False, reentrant: bool = False
 ) -> None:
-    """Checkpoint every n-th decoder layer: save its inputs and recompute the rest in backward.
-
-    `selective` also saves outputs of attention kernels (no effect with eager attention). `offload` moves the saved inputs to
-    host memory. `reentrant` is needed for DeepSpeed ZeRO-3 and excludes the other two.
-    """
+    """Turn gradient checkpointing on for every n-th decoder layer."""
     base = base_of(model)
     base.disable_input_require_grads()  # enabling would add a second hook
+    # reentrant: for DeepSpeed ZeRO-3; excludes `selective` and `offload`
     arguments: dict[str, Any] = {"use_reentrant": reentrant}
+    # no effect with eager attention, which has no attention kernel
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention)
     try:
         base.activation_checkpointing_enable(arguments, every_n_layers)
-    except ValueError as error:  # of the few model types without it
+    except ValueError as error:  # the few model types without gradient checkpointing
         raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
+    # moves the saved layer inputs to CPU
     if offload:
         # transformers' own `offload` pins memory even without a CUDA device
         checkpoint = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
@@ -80,14 +82,14 @@ def recompute(
 
 
 def keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
-    """Policy of selective checkpointing: outputs of attention kernels are saved."""
+    """Return the policy of selective checkpointing: save outputs of attention kernels."""
     name = operation.name()
     is_attention = "attention" in name or "attn" in name  # aten's kernels, torch's varlen operator, flash-attn's own
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
-    # Inside the layer the checkpoint's own hooks are active: these see only the layer's inputs.
+    # Inside the layer the checkpoint's own hooks are active: the outer hooks see only the layer's inputs.
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     with SavedActivations(offload=offload_in_order(pinned=on_cuda)):
         return checkpoint(function, *inputs, **arguments)

@@ -1,4 +1,4 @@
-"""Compiled decoder layers: one graph for all layers of a kind and rows of any length, and what torch has compiled so far."""
+"""Compiled decoder layers: one graph for all layers of a kind and examples of any length, and torch's compilation counts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ _CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
-    """Compile the layers' forward in training. Equal layers share their code.
-
-    Layers in evaluation mode run uncompiled: generation and held-out rows have many shapes. Sets the compiler up for the
-    whole process.
-    """
+    """Compile the layers' forward in training, with shared code for equal layers. Configures torch for the whole process."""
     set_compiler()
-    torch._dynamo.reset()  # with few guards, code of another model's layers could be taken for these
+    torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers
     alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
     compiled = {kind: torch.compile(kind.forward, options=alike) for kind in {type(layer) for layer in layers}}
     for layer in layers:
@@ -34,26 +30,26 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
 
 
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """Everything that is fixed for the whole run but may differ between layers: modules, their types and attributes."""
+    # fixed for the whole run, but may differ between layers
     return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
 
 
 def _changing(guards: Sequence[Any]) -> list[bool]:
-    """Which guards of a layer are checked in each call: of inputs, tensors and plain values such as whether adapters are used.
-
-    Most others ask whether modules and functions are unchanged: nothing changes them in a run.
-    """
+    """Return which guards of a layer are checked in each call."""
+    # inputs, tensors and plain values, such as whether adapters are active. Most other guards ask whether modules and
+    # functions are unchanged: nothing changes them in a run.
     return [guard.guard_type in _CHANGING or not (guard.is_global or "self" in guard.name) for guard in guards]
 
 
 def undo_compiling(layers: list[torch.nn.Module]) -> None:
-    """Let the layers run uncompiled."""
+    """Restore the uncompiled forward."""
     for layer in layers:
         if getattr(vars(layer).get("forward"), "func", None) is _forward:
             del layer.forward
 
 
 def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # generation and held-out examples have too many shapes to compile
     if not layer.training:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     require_gradient(hidden)
@@ -65,7 +61,7 @@ def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch
 
 
 def _changing_dims(tensor: torch.Tensor, tokens: int) -> list[int]:
-    """Dimensions that differ between micro-batches: tokens, and the only dimension of boundaries and lengths."""
+    # row boundaries, and lengths as sizes of empty tensors
     if tensor.dim() == 1 or not tensor.numel():
         return [0]
     return [dim for dim, size in enumerate(tensor.shape) if size == tokens]
@@ -84,18 +80,17 @@ class _Reached(Exception):  # noqa: N818 - ends a forward pass
 
 
 def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> str:
-    """Compile the first recomputed layer and the first that is not, forward and backward; why that fails, or empty.
-
-    Both get the inputs that `run` gives the first layer. Leaves no gradients and no change of random states.
-    """
+    """Return why the layers can't be compiled, forward and backward; empty if they can."""
 
     def stop(_layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
         raise _Reached(args, kwargs)
 
+    # the first recomputed layer and the first other layer
     tried = {getattr(layer, "gradient_checkpointing", False): layer for layer in reversed(layers)}.values()
     hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     breaks = _graph_breaks()
     try:
+        # leaves no change of random states; `finally` leaves no gradients
         with torch.random.fork_rng(enabled=True):
             try:
                 run()
@@ -108,7 +103,7 @@ def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> st
                     out = out[0] if isinstance(out, tuple) else out
                     out.backward(torch.zeros_like(out))
     except Exception as error:  # noqa: BLE001 - whatever the compiler can't do, the run can without
-        error = getattr(error, "inner_exception", error)  # what a compiler behind Dynamo raised
+        error = getattr(error, "inner_exception", error)  # the error of a compiler behind Dynamo
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     finally:
         hook.remove()
@@ -126,23 +121,25 @@ def _graph_breaks() -> Counter[str]:
 
 @dataclass
 class Compilations:
-    """Counts of compiling in this process: graphs, graphs that were compiled again for other inputs, with
-    the reasons, places where a layer's graph had to be broken, and seconds."""
+    """Counts of torch's compilations in this process."""
 
     graphs: int = 0
+    #: Graphs compiled again for other inputs.
     recompiles: int = 0
     graph_breaks: int = 0
     compile_s: float = 0.0
+    #: Reasons of recompilations.
     reasons: tuple[str, ...] = ()
 
     def update(self) -> bool:
-        """Add compilations since the last call; returns whether there are any."""
+        """Add compilations since the last call, and return whether there are any."""
         from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
         graphs = get_compilation_metrics()
         clear_compilation_metrics()
         for graph in graphs:
-            is_new, reason = graph.co_name is not None, (graph.recompile_reason or "").strip()  # not a backward pass, later
+            # without a name: a backward pass, compiled later
+            is_new, reason = graph.co_name is not None, (graph.recompile_reason or "").strip()
             self.graphs += is_new
             self.recompiles += is_new and not str(graph.compile_id).endswith("/0")
             self.compile_s += graph.entire_frame_compile_time_s or 0.0

@@ -1,8 +1,4 @@
-"""4-bit experts: a mixture's fused 3-D weights as NF4 codes, which `routed_experts` computes.
-
-bitsandbytes quantises linear layers only, and autograd would keep the dequantised weights of every layer for backward. An
-adapter of an expert is computed as two small grouped matmuls beside it.
-"""
+"""4-bit experts: a mixture's fused 3-D weights as NF4 codes, computed by `routed_experts`."""
 
 from __future__ import annotations
 
@@ -23,20 +19,18 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Names that these weights had as layers of each expert -> the fused weight.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
-#: bitsandbytes' kernels count elements in 32 bits, and those of a CPU take whole blocks in each row.
+#: bitsandbytes' kernels count elements in 32 bits, and its CPU kernels need whole blocks in each row.
 MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a configuration is of a mixture."""
+    """Return whether a configuration is of a mixture."""
     return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
 def name_experts_for_trl(config: Any) -> None:
-    """Give a language model's configuration what TRL reads for the router's auxiliary loss: `num_experts`.
-
-    Some mixtures have another name for it. A dense model of a mixture's type (Granite 4, Doge) has no router, so no such loss.
-    """
+    """Set `num_experts`, which TRL reads for the router's auxiliary loss."""
+    # a dense model of a mixture's type (Granite 4, Doge) has no router, so no auxiliary loss
     dense = getattr(config, "is_moe", None) is False
     if not hasattr(config, "output_router_logits") or (hasattr(config, "num_experts") and not dense):
         return
@@ -48,13 +42,14 @@ def name_experts_for_trl(config: Any) -> None:
 
 
 def fused_experts(model: torch.nn.Module, config: Any) -> list[torch.nn.Parameter]:
-    """The 3-D weights of a mixture's experts that are not packed, of any class. A convolution's first dimension is channels."""
+    """Return the unpacked 3-D weights of a mixture's experts."""
     counts = {count for name in EXPERT_COUNTS if (count := getattr(config, name, None))}
+    # a convolution is 3-D, too, but its first dimension is channels
     return [weight for weight in model.parameters() if weight.dim() == 3 and weight.shape[0] in counts]
 
 
 def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Path, module and parameter name of each fused weight that can be 4-bit."""
+    """Yield path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
         for name, weight in _expert_weights(module):
             if weight.dim() == 3 and weight.numel() <= MOST_ELEMENTS and weight.shape[-1] % _BLOCK == 0:
@@ -62,6 +57,7 @@ def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    # transformers' decorator for grouped experts sets both attributes
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         for name in EXPERT_WEIGHTS:
             weight = module._parameters.get(name)
@@ -69,11 +65,10 @@ def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
                 yield name, weight
 
 
+# bitsandbytes quantises linear layers only, and autograd would keep the dequantised weights of every layer for backward. An
+# expert's adapter is two small grouped matmuls beside its weight.
 def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str]) -> None:
-    """Have each fused weight of a model on meta quantised when it is loaded.
-
-    `quantization`: the BitsAndBytesConfig. Modules named in `left_out` stay 16-bit.
-    """
+    """Let each fused weight of a model on meta be quantised on loading, except modules in `left_out`."""
     from bitsandbytes.nn import Params4bit
 
     replace_grouped_linear(_packed_linear)
@@ -94,8 +89,7 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
 
 
 def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of `target_modules` that are layers, and names of weights that no linear layer has, of experts and of routers:
-    PEFT's target_parameters."""
+    """Split `target_modules` into layers and PEFT's target_parameters."""
     named = [(path.rpartition(".")[2], module) for path, module in model.named_modules()]
     routers = {name: f"{name}.weight" for name, module in named if _is_router(module)}
     layers = {name for name, module in named if not _is_router(module)}
@@ -107,36 +101,36 @@ def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], 
 
 
 def _is_router(module: torch.nn.Module) -> bool:
-    """Whether a module has the scores' weight of a mixture itself, (experts, hidden), instead of a linear layer."""
+    # a router that has the weight of its scores itself, (experts, hidden), instead of a linear layer
     weight = module._parameters.get("weight")
     experts = getattr(module, "num_experts", None)
     return not isinstance(module, torch.nn.Linear) and weight is not None and weight.dim() == 2 and len(weight) == experts
 
 
 def adapts_experts(model: Any) -> bool:
-    """Whether a PeftModel has adapters on experts."""
+    """Return whether a PeftModel has adapters on experts."""
     targets = model.peft_config["default"].target_parameters or ()
     return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name in targets)
 
 
 def experts_quantiser() -> type:
-    """transformers' 4-bit quantiser, packing experts, too."""
+    """Return transformers' 4-bit quantiser with packing of experts."""
     return packing_quantiser(pack_experts)
 
 
 def logical_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A placeholder with the shape, dtype and device of the weight that was packed; any other weight itself."""
+    """Return a placeholder with the shape, dtype and device of a packed weight; any other weight unchanged."""
     state = getattr(weight, "quant_state", None)
+    # one element, expanded: PEFT reads its shape, not its values
     return weight if state is None else torch.empty(1, dtype=state.dtype, device=weight.device).expand(state.shape)
 
 
 def _packed_linear(
     inputs: torch.Tensor, weight: Any, offsets: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor | None:
-    """The product of each expert's rows with its packed weight; None for a weight that is not packed.
+    """Return each expert's rows times its packed weight, or None for an unpacked weight.
 
-    `inputs`: (rows, in), sorted by expert; `offsets`: where each expert's rows end. The weight is (experts, out, in), or
-    (experts, in, out) when `is_transposed`.
+    `inputs`: (rows, in), sorted by expert. `offsets`: the end of each expert's rows.
     """
     stack = _stack(weight, is_transposed)
     if stack is None:
@@ -146,18 +140,17 @@ def _packed_linear(
 
 
 def _stack(weight: Any, transposed: bool, bias: torch.Tensor | None = None) -> ExpertStack | None:
-    """A packed weight with its adapters of this forward; None for a weight that is not packed."""
     state = getattr(weight, "quant_state", None)
     return state and ExpertStack(weight, state, transposed, bias, tuple(getattr(weight, "lora_weights", ())))
 
 
 def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """transformers' grouped forward of experts; the lean one where layers are lean and it computes the same."""
     names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
     biases = [getattr(self, f"{name}_bias") if self.has_bias else None for name in names]
     stacks = [_stack(getattr(self, name), self.is_transposed, bias) for name, bias in zip(names, biases, strict=True)]
     trained = any(bias is not None and bias.requires_grad for bias in biases)
     quantised = [stack for stack in stacks if stack]
+    # cases that the lean forward does not compute
     other = trained or len(quantised) < len(stacks) or self.has_post_expert_norm or self._is_expert_parallel
     if other or not (is_lean(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return moe.grouped_mm_experts_forward(self, hidden, chosen, scores)
@@ -166,10 +159,10 @@ def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scor
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    """Whether a module is 4-bit experts, whose forward `pack_experts` has set."""
+    """Return whether a module is 4-bit experts."""
     return getattr(vars(module).get("forward"), "__func__", None) is _experts_forward
 
 
 def is_lean(module: torch.nn.Module) -> bool:
-    """Whether `make_lean` has chosen the lean forward of these experts."""
+    """Return whether `make_lean` has chosen the lean forward of these experts."""
     return "lean" in vars(module)

@@ -1,4 +1,4 @@
-"""The input embedding's table in host memory: a micro-batch's rows are looked up there and copied to the device."""
+"""The input embedding's table in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.layers.checkpointing import base_of
 
 
 def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """The input embedding, where its table is frozen and only lookups read it; None where the output layer shares it."""
+    """Return the input embedding if its table is frozen and not shared with the output layer, else None."""
     base = base_of(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or embedding.weight.requires_grad:
@@ -22,10 +22,7 @@ def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
 
 
 def offload_table(model: torch.nn.Module) -> None:
-    """Move the table to host memory, for good. Raises RecipeError for a model whose output layer shares it.
-
-    It is no parameter from then on: it stays where it is when the model is moved, and has no part in checkpoints.
-    """
+    """Move the table to host memory for good. Raises RecipeError for a trained or shared table."""
     embedding: Any = base_of(model).get_input_embeddings()
     if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):
         return  # it is in host memory already
@@ -35,6 +32,7 @@ def offload_table(model: torch.nn.Module) -> None:
             "offload_embeddings: this model's input embedding is trained, or its output layer reads it, too, on the card",
             "Set offload_embeddings=false.",
         )
+    # no parameter from here on: it stays where it is when the model is moved, and has no part in checkpoints
     weight = embedding._parameters.pop("weight").detach()
     table = host_memory.host_empty(weight, pinned=False)
     table.copy_(weight)
@@ -43,6 +41,7 @@ def offload_table(model: torch.nn.Module) -> None:
 
 def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
     embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
+    # pinned, so that the copy overlaps with computation
     pinned = ids.is_cuda and not host_memory.is_forecast(ids)
     rows, host_ids = host_memory.host_empty(embeddings, pinned=pinned), host_memory.host_empty(ids, pinned=False)
     host_ids.copy_(ids)

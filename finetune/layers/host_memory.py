@@ -1,4 +1,4 @@
-"""Tensors in host memory: pinned for copies to and from CUDA, and on meta in a forecast, where they are not device memory."""
+"""Tensors in host memory: pinned for copies to and from CUDA, on meta in a forecast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Offset of each tensor of a layer in the layer's bytes, and bytes of the whole, in whole pages."""
+    """Return each tensor's offset in a layer's bytes, and the layer's bytes in whole pages."""
     starts, end = [], 0
     for size in sizes:
         starts.append(round_up(end, ALIGN))
@@ -33,7 +33,7 @@ def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def round_up(size: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Return `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
@@ -44,31 +44,27 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def is_forecast(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is fake or on meta: one of a forecast, also while a layer is split."""
+    """Return whether `tensor` is fake, functional or on meta."""
+    # functional tensors: while a layer is split
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta"
 
 
 def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: bool) -> torch.Tensor:
-    """Uninitialised host memory of `like`'s shape. `pinned` needs CUDA and makes copies asynchronous.
-
-    On `meta` for a forecast's tensor, so that it is not counted as device memory.
-    """
+    """Return uninitialised host memory in the shape of `like`. `pinned` needs CUDA."""
     dtype = dtype or like.dtype
     if is_forecast(like):
+        # so that it is not counted as device memory
         return torch.empty(like.shape, dtype=dtype, device="meta")
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def host_buffer(size: int, like: torch.Tensor) -> torch.Tensor:
-    """`size` uninitialised bytes of host memory, whole pages, that are never freed; pinned for a CUDA tensor.
-
-    On `meta` for a forecast's tensor. torch's allocator of pinned memory would round 430 MB up to 512: these pages are
-    pinned directly. Raises RecipeError where the system refuses.
-    """
+    """Return `size` bytes that are never freed, pinned for CUDA. Raises RecipeError if the system refuses."""
     if is_forecast(like):
         return torch.empty(size, dtype=torch.uint8, device="meta")
     if not like.is_cuda:
         return torch.empty(size, dtype=torch.uint8)
+    # pinned directly: torch's allocator of pinned memory would round 430 MB up to 512
     pages = torch.empty(size + PAGE, dtype=torch.uint8)
     buffer = pages[-pages.data_ptr() % PAGE :][:size]
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)

@@ -1,10 +1,4 @@
-"""Frozen weights of decoder layers in host memory or in a file; a few layers of them are on the card at a time.
-
-The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. On the card are `BUFFERS`
-buffers, and the parameters of the i-th offloaded layer are always views of buffer i mod BUFFERS: only the buffer's content
-changes. A weight that autograd saves is a view of the buffer, which holds the layer again during its backward. That needs
-every offloaded layer to be recomputed; any other layer is refused when it runs.
-"""
+"""Layer offloading to CPU or to a file."""
 
 from __future__ import annotations
 
@@ -37,8 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Offset of one tensor in a layer's bytes, and the attribute of `owner` that holds it; `name`: in a file of the layer."""
+    """One tensor's place in a layer's bytes, and the attribute of `owner` with the tensor."""
 
+    #: Name in a file of the layer.
     name: str
     owner: Any
     attribute: str
@@ -48,22 +43,18 @@ class TensorSlot:
     size: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of a layer's bytes, with its dtype and shape."""
         return buffer[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The current tensor."""
         return getattr(self.owner, self.attribute)
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor; of a parameter its data."""
         setattr(self.owner, self.attribute, tensor)
 
 
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
-    """The offloaded tensors of a layer, with their offsets: frozen parameters of two dimensions and more, and the scales of
-    4-bit ones. Norms and biases stay. Raises RecipeError for int8 weights."""
+    """Return the slots of a layer's offloaded tensors. Raises RecipeError for int8 weights."""
     tensors = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in _frozen(layer)]
     starts, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
     return [
@@ -74,6 +65,7 @@ def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
 
 def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
     for name, parameter in layer.named_parameters():
+        # norms and biases stay on the GPU
         if parameter.requires_grad or parameter.dim() < 2:
             continue
         if parameter.dtype == torch.int8:
@@ -91,33 +83,33 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
-    """Bytes of a layer in storage: whole pages."""
+    """Return the bytes of a layer in storage, in whole pages."""
     return host_memory.tensor_offsets(slot.size for slot in slots)[1]
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:
-    """Return which of the layers are offloaded: spread evenly, so that the time of resident layers hides copies, too."""
+    """Return the numbers of the offloaded layers, spread evenly."""
+    # spread evenly, so that resident layers hide copies, too
     count = min(count, layers)
     return [number for number in range(layers) if (number + 1) * count // layers > number * count // layers]
 
 
 class HostStorage:
-    """The bytes of the offloaded layers, by their index among them, in host memory, pinned for CUDA."""
+    """Offloaded layers in host memory, pinned for CUDA."""
 
     def __init__(self) -> None:
         self._storage: dict[int, torch.Tensor] = {}
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
-        """Store a layer's bytes. Raises RecipeError if the memory can't be pinned."""
         self._storage[index] = host_memory.host_buffer(layout_bytes(slots), slots[0].tensor)
         _copy_layer(slots, self._storage[index])
 
     def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Any:
-        """Start to copy a layer to the card, after all work issued there; returns what `wait` takes."""
+        """Start to copy a layer to the GPU, and return a handle for `wait`."""
         return copies.copy(into[: len(self._storage[index])], self._storage[index])
 
     def wait(self, started: Any, copies: InOrder) -> None:
-        """Let all work issued from now on begin after that copy."""
+        """Make later work on the GPU wait for a copy."""
         copies.wait(started)
 
 
@@ -127,19 +119,18 @@ def _copy_layer(slots: list[TensorSlot], buffer: torch.Tensor) -> None:
 
 
 class FileSpan(NamedTuple):
-    """Bytes of an open file from `begin` that belong at `start` of a layer's bytes."""
+    """Bytes of an open file."""
 
     file: IO[bytes]
+    #: Offset in the file.
     begin: int
+    #: Offset in the layer's bytes.
     start: int
     size: int
 
 
 class FileStorage:
-    """Layers in a temporary file, which a thread reads into host memory, from where they are copied to the card.
-
-    The page cache keeps the file's pages: with enough free memory, the drive is read once.
-    """
+    """Offloaded layers in a temporary file, which a thread reads into host memory."""
 
     def __init__(self) -> None:
         self._end = 0
@@ -147,6 +138,8 @@ class FileStorage:
         self._sizes: dict[int, int] = {}
         self._staging: list[torch.Tensor] = []
         self._copied: list[Any] = []  # the last copy from each staging buffer
+        # one thread: reads stay in order. The page cache keeps the file's pages, so with enough free memory the drive is read
+        # once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
     @functools.cached_property
@@ -156,7 +149,6 @@ class FileStorage:
         return tempfile.TemporaryFile(dir=folder)  # open as long as the model lives
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
-        """Write a layer. Raises DiskFull."""
         size = self._stage(index, slots)
         staging = self._staging[0][:size]
         _copy_layer(slots, staging)
@@ -186,6 +178,7 @@ class FileStorage:
         copies.wait(started.result())
 
     def _read(self, index: int, into: torch.Tensor, copies: InOrder, free: Any) -> Any:
+        # the oldest staging buffer, whose last copy must end before it is overwritten
         self._staging.append(self._staging.pop(0))
         copied, size = self._copied.pop(0), self._sizes[index]
         staging = self._staging[-1][:size]
@@ -199,31 +192,33 @@ class FileStorage:
         return self._copied[-1]
 
 
+# The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. The GPU has `BUFFERS`
+# buffers, and the parameters of the i-th offloaded layer are always views of buffer i mod BUFFERS: only the buffer's content
+# changes. A weight that autograd saves is a view of the buffer, which holds the layer again during its backward. So every
+# offloaded layer must be recomputed; any other layer is refused when it runs.
 class LayerOffloading:
-    """The offloaded layers of one model: moves them to storage while the model is loaded, then fetches each before it is used.
-
-    `count`: how many of `layers` are offloaded, see `offloaded_numbers`. `copies`: how the buffers are filled; None: as is
-    usual on the device.
-    """
+    """The offloaded layers of one model: stored while the model loads, fetched before each use."""
 
     def __init__(
         self, layers: list[torch.nn.Module], storage: HostStorage | FileStorage, *, count: int, copies: InOrder | None = None
     ) -> None:
         self._layers = [layers[number] for number in offloaded_numbers(len(layers), count)]
+        # copies None: chosen by device in `finish`
         self._storage, self._copies = storage, copies
         self._layouts: dict[int, list[TensorSlot]] = {}
         self._index_of = {id(module): index for index, layer in enumerate(self._layers) for module in layer.modules()}
+        # parameters of each layer that are not loaded yet
         self._missing = {
             index: {(id(module), name) for module in layer.modules() for name, p in module._parameters.items() if p is not None}
             for index, layer in enumerate(self._layers)
         }
         self.buffers: list[torch.Tensor] = []
         self._buffered_layers: list[int | None] = []  # the index of the layer that a buffer holds or is about to hold
-        self._arriving: dict[int, Any] = {}  # the copy into a buffer, until it was waited for
+        self._arriving: dict[int, Any] = {}  # copies into buffers that nobody has waited for yet
         self._running: int | None = None
 
     def on_parameter_loaded(self, module: torch.nn.Module, name: str) -> None:
-        """Offload the layer of a parameter that was loaded, when it was the last one of the layer."""
+        """Offload the layer of `module` once all its parameters are loaded."""
         index = self._index_of.get(id(module))
         if index is not None and index not in self._layouts:
             self._missing[index].discard((id(module), name))
@@ -237,7 +232,7 @@ class LayerOffloading:
             tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
 
     def finish(self) -> None:
-        """After loading: allocate the buffers, and make the weights of every offloaded layer views of them."""
+        """Allocate the buffers, and make the offloaded weights views of them."""
         for index in set(self._missing) - set(self._layouts):
             self._offload(index)
         like, size = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
@@ -254,13 +249,12 @@ class LayerOffloading:
                     part.register_forward_pre_hook(functools.partial(self._before_part, index))
 
     def wrap_checkpoints(self) -> None:
-        """Fetch the weights of each layer before it is recomputed; call it once gradient checkpointing is on."""
+        """Fetch weights before each recomputation, once gradient checkpointing is on."""
         for index, layer in enumerate(self._layers):
             wrap_checkpoint(layer, functools.partial(functools.partial, self._checkpointed, index))
 
     def fetch_and_prefetch(self, index: int, step: int = 1) -> None:
-        """Before an offloaded layer runs: fetch its weights for the work issued next, and start to fetch the weights of the
-        layer `step` further."""
+        """Fetch a layer's weights, and prefetch the layer `step` further."""
         self.ensure_on_device(index)
         following = index + step
         if step > 0 and not torch.is_grad_enabled():  # evaluation and answers begin with the first layer again
@@ -274,8 +268,9 @@ class LayerOffloading:
         self._wait_for_copy(self._buffer_index(index))
 
     def ensure_module_on_device(self, module: torch.nn.Module) -> None:
-        """The same for the layer that contains a module, if that is offloaded. A forecast's has no weights yet."""
+        """Fetch the weights of the offloaded layer around `module`, if any."""
         index = self._index_of.get(id(module))
+        # a forecast has no buffers and no weights
         if index is not None and self.buffers:
             self.ensure_on_device(index)
 
@@ -294,7 +289,7 @@ class LayerOffloading:
             return
         assert self._copies is not None
         started, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
-        self._buffered_layers[buffer_index] = None  # stays so if the copy fails
+        self._buffered_layers[buffer_index] = None  # stays None if the copy fails
         with _disable_current_modes():
             self._storage.wait(started, self._copies)
         self._buffered_layers[buffer_index] = index
@@ -303,10 +298,9 @@ class LayerOffloading:
         return index % len(self.buffers)
 
     def _checkpointed(self, index: int, checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
-        """A layer's checkpoint function, with the layer's weights on the card in forward, recomputation and backward."""
-
         def run_layer(*layer_inputs: Any) -> Any:
             self.ensure_on_device(index)  # already there unless layers are recomputed in another order
+            # `_before_part` checks it: a part may only run inside its layer's recomputation
             before, self._running = self._running, index
             try:
                 return function(*layer_inputs)
@@ -316,12 +310,12 @@ class LayerOffloading:
         self.fetch_and_prefetch(index)
         outputs = checkpoint(run_layer, *inputs)
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-        if hidden.requires_grad:  # before all of the layer's backward: a 4-bit matmul's reads the weight, not what is saved
+        if hidden.requires_grad:  # before the layer's backward: a 4-bit matmul reads the weight, not a saved tensor
             hidden.register_hook(lambda _: self.fetch_and_prefetch(index, -1))
         return outputs
 
     def _before_layer(self, index: int, _layer: Any, _inputs: Any) -> None:
-        if not torch.is_grad_enabled():  # else its checkpoint function does
+        if not torch.is_grad_enabled():  # in training the checkpoint function fetches
             self.fetch_and_prefetch(index)
 
     def _before_part(self, index: int, _part: Any, _inputs: Any) -> None:
@@ -336,15 +330,15 @@ class LayerOffloading:
 
 
 class QuantisedFileStorage(FileStorage):
-    """Layers that are in the files of quantised weights already; nothing is written. `paths`: of the layers in the model."""
+    """Offloaded layers read from the files of a quantised model."""
 
     def __init__(self, store: Store, paths: list[str]) -> None:
         super().__init__()
         self._store, self._paths = store, paths
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
-        """Note where the layer's tensors are in its file."""
         self._stage(index, slots)
+        # nothing is written: the tensors are in the layer's file already
         stored = [self._store.tensors[f"{self._paths[index]}.{slot.name}"] for slot in slots]
         self._spans[index] = [
             FileSpan(tensor.file, tensor.begin, slot.start, tensor.size) for tensor, slot in zip(stored, slots, strict=True)
@@ -352,15 +346,12 @@ class QuantisedFileStorage(FileStorage):
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
-    """What `settings` offload of a model whose weights are not loaded yet. Raises RecipeError for settings that exclude it.
-
-    Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference. `store`: the folder
-    of the weights, where offloaded layers stay with `nvme`.
-    """
+    """Offload layers of a model that is not loaded yet. Raises RecipeError for incompatible settings."""
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
         raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
     layers, count = decoder_layers(model), settings.offloaded_layers
+    # a forecast (no `weights`) takes host memory: the GPU allocates the same
     storage: HostStorage | FileStorage = HostStorage()
     if settings.layer_offloading == "nvme" and store is not None:
         paths = {module: path for path, module in model.named_modules()}
@@ -371,14 +362,12 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
 
 
 def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
-    """Offload `count` layers (all by default) of a model that is loaded, with its adapters, to host memory.
-
-    Gradient checkpointing, which every offloaded layer needs, may be on already or be turned on later.
-    """
+    """Offload `count` layers (default: all) of a loaded model with adapters to CPU."""
     base: Any = base_of(model)
     layers = decoder_layers(model)
     offloading = LayerOffloading(layers, HostStorage(), count=len(layers) if count is None else count)
     offloading.finish()
+    # gradient checkpointing, which every offloaded layer needs, may be on already or be turned on later
     base.layer_offloading, enable = offloading, base.activation_checkpointing_enable
 
     def enable_and_wrap(*arguments: Any, **named: Any) -> None:
@@ -393,7 +382,7 @@ def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
 
 @contextmanager
 def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
-    """Inside, a model that transformers loads has its layers offloaded one by one; the yielded function finishes that."""
+    """Offload layers one by one while transformers loads a model; yield a function to call at the end."""
     offloadings: list[LayerOffloading] = []
 
     def loaded(model: Any, module: Any, name: str) -> None:
@@ -413,11 +402,12 @@ def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
 
 
 def offloading_of(model: torch.nn.Module) -> LayerOffloading | None:
-    """The layer offloading of a model, or of the base model inside a PeftModel; None without."""
+    """Return the layer offloading of a model or PeftModel, or None."""
     return getattr(base_of(model), "layer_offloading", None)
 
 
 def weights_for_magnitudes(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Inside, DoRA, which computes its magnitudes from the weights of one layer after another, finds them on the card."""
+    """Return a context in which DoRA finds offloaded weights on the GPU."""
+    # DoRA computes its magnitudes from the weights of one layer after another
     offloading = offloading_of(model)
     return contextlib.nullcontext() if offloading is None else before_magnitudes(offloading.ensure_module_on_device)

@@ -1,8 +1,4 @@
-"""Forward and backward of frozen layers with LoRA that save 16-bit tensors for backward, each once.
-
-Saving and recomputing as in Unsloth's and torchtune's kernels and "Reducing Activation Recomputation" (Korthikanti
-et al., 2022, arXiv 2205.05198), in plain torch operators: the same code on a card, on a CPU and on fake tensors.
-"""
+"""Autograd functions for frozen layers with LoRA that save each 16-bit tensor once."""
 
 from __future__ import annotations
 
@@ -19,66 +15,72 @@ from finetune.layers.nf4 import Tables, dequantised, product_4bit
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
 
+# plain torch operators below: the same code runs on a GPU, a CPU and fake tensors
 ReadInput = Callable[[], torch.Tensor]
 #: a and b in the dtype of computation.
 Cast = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Linear(NamedTuple):
-    """A frozen linear layer and its adapter, if any. `tables`: scales of a 4-bit weight. `trains_a`, `trains_b`: whether
-    a and b have a gradient; a's needs the layer's input."""
+    """A frozen linear layer and its adapter, if any."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    #: Scales of a 4-bit weight.
     tables: Tables | None
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scale: float = 1.0
+    #: Whether a and b have a gradient; a's gradient needs the layer's input.
     trains_a: bool = False
     trains_b: bool = False
 
 
 class Activation(NamedTuple):
-    """An activation function, and its backward (grad, input, grad_input=where to write)."""
+    """An activation function and its backward (grad, input, grad_input=output tensor)."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[..., torch.Tensor]
 
 
 class Mlp(NamedTuple):
-    """A gated MLP: gate, up and down; or gate and up in one (`swapped`: up first), and down."""
+    """A gated MLP: gate, up and down; or gate and up fused, and down."""
 
     linears: tuple[Linear, ...]
     act: Activation
+    #: Up is the first half of the fused layer.
     swapped: bool
 
 
 class NormForm(NamedTuple):
-    """How an RMSNorm rounds: `plus_one` to its weight; `late` multiplies by the weight in fp32, before it rounds. `gated`
-    multiplies by silu of a second input."""
+    """The rounding steps of an RMSNorm."""
 
+    #: Adds 1 to the weight.
     plus_one: bool
+    #: Multiplies by the weight in fp32, before rounding.
     late: bool
+    #: Multiplies by silu of a second input.
     gated: bool = False
 
 
+# Saving and recomputing as in Unsloth's and torchtune's kernels and in "Reducing Activation Recomputation" (Korthikanti et
+# al., 2022, arXiv 2205.05198).
 class LoraLinear(torch.autograd.Function):
-    """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in). Saves x, or only the norm that can recompute it."""
+    """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
-        """`norm`: the autograd node of the RMSNorm that computed x, or None. a and b are passed again for their gradients."""
+        # autograd returns gradients of arguments only, so a and b are passed again in _adapters
         (cast,) = cast_adapters([linear], x.dtype)
         out, lora_act = forward_of(_flat(x), linear, cast)
         ctx.linear, ctx.norm = linear, norm
         ctx.save_for_backward(_saved_input(x, norm, [linear]), lora_act)
-        # no view for autograd: Gemma 3n changes it in place
+        # no view for autograd: Gemma 3n changes the output in place
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of x, a and b."""
         x, lora_act = ctx.saved_tensors
         (cast,) = cast_adapters([ctx.linear], grad.dtype)
         needs_dx = ctx.needs_input_grad[0]
@@ -87,11 +89,10 @@ class LoraLinear(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """down(act(gate(x)) * up(x)) for `x` (..., hidden). Saves the outputs of gate and up."""
+    """down(act(gate(x)) * up(x)) for `x` (..., hidden), as (tokens, hidden)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
-        """(tokens, hidden). `norm`: as in LoraLinear."""
         casts = cast_adapters(mlp.linears, x.dtype)
         outs, lora_acts = _gate_and_up(_flat(x), mlp, casts)
         out, down_act = forward_of(_product(outs, mlp), mlp.linears[-1], casts[-1])
@@ -102,7 +103,6 @@ class GatedMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of x and of each layer's a and b."""
         count = len(ctx.mlp.linears) - 1
         x, *saved = ctx.saved_tensors
         outs, lora_acts, down_act = saved[:count], saved[count:-1], saved[-1]
@@ -112,15 +112,10 @@ class GatedMlp(torch.autograd.Function):
 
 
 class TiledMlp(torch.autograd.Function):
-    """GatedMlp for a layer that is recomputed, over tiles of `tile` tokens: backward recomputes gate and up of a tile.
-
-    After a norm it saves nothing, so recomputing its layer stops before it (torch's early stop): no matrix product is
-    computed more often than without tiles. Gradients of a and b are summed over the tiles in fp32.
-    """
+    """`GatedMlp` over tiles of tokens, for a layer that is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: torch.Tensor | None) -> torch.Tensor:
-        """(tokens, hidden). `norm`: as in LoraLinear."""
         casts = cast_adapters(mlp.linears, x.dtype)
 
         def tile_forward(part: torch.Tensor) -> torch.Tensor:
@@ -128,13 +123,14 @@ class TiledMlp(torch.autograd.Function):
 
         ctx.mlp, ctx.norm, ctx.shape, ctx.tile = mlp, norm, x.shape, tile
         if norm is None:
+            # after a norm nothing is saved: torch's early stop ends the layer's recomputation before this MLP, so no matrix
+            # product is computed more often than without tiles
             ctx.save_for_backward(x)
         return in_tiles(tile_forward, tile, _flat(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of x and of each layer's a and b."""
         mlp, needs_dx = ctx.mlp, ctx.needs_input_grad[0]
         x = _input_reader(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
         casts, flat = cast_adapters(mlp.linears, grad.dtype), _flat(grad)
@@ -150,13 +146,13 @@ class TiledMlp(torch.autograd.Function):
             for total, grad_part in zip(sums, grads, strict=True) if sums else ():
                 if total is not None:
                     total.add_(grad_part)
-            sums = sums or grads
+            sums = sums or grads  # in fp32, the dtype of a and b
             del outs, lora_acts, dx_part, grads, read_input
         return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
 
 
 def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """`function` of tensors (tokens, ...), computed on `tile` tokens at a time."""
+    """Apply `function` to `tile` tokens of the tensors (tokens, ...) at a time."""
     tokens = len(tensors[0])
     if tokens <= tile:
         return function(*tensors)
@@ -165,13 +161,12 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
         tile_out = function(*(tensor[start : start + tile] for tensor in tensors))
         out = tile_out.new_empty(tokens, *tile_out.shape[1:]) if out is None else out
         out[start : start + tile] = tile_out
-        del tile_out  # before the next one is computed
+        del tile_out  # before the next tile is computed
     assert out is not None
     return out
 
 
 def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
-    """Outputs of gate and up for `x` (tokens, hidden), and x @ A.T of each."""
     outs, lora_acts = zip(*(forward_of(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
     return outs, lora_acts
 
@@ -191,11 +186,12 @@ def _mlp_backward(
     read_input: ReadInput,
     needs_dx: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Gradients of x and of each layer's a and b, all (tokens, ...). `down_act` None: it was not saved."""
+    """Return the gradients of x and of each layer's a and b."""
     *entries, down = mlp.linears
     gate, up = _split_gate_up(outs, mlp.swapped)
     activated = mlp.act.forward(gate)
     product = activated * up  # the input of `down`, later overwritten by its gradient
+    # `TiledMlp` does not save it
     if down_act is None and casts[-1][0] is not None:
         down_act = scaled_product(product, casts[-1][0].t(), down.scale)
     _, *down_grads = backward_of(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
@@ -212,12 +208,12 @@ def _mlp_backward(
 
 
 class RmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension with a frozen weight. Saves its input and one fp32 number per row."""
+    """RMSNorm over the last dimension with a frozen weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
-        """The normalised x, in the dtype of x."""
         out, rstd = rms_norm(x, weight, eps, form)
+        # rstd is one fp32 number per row
         ctx.save_for_backward(x, rstd, weight)
         ctx.eps, ctx.form, ctx.norm_inputs, ctx.output = eps, form, None, None
         return out
@@ -225,7 +221,7 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradient of x. It runs after the backward of all readers of the output, so the output is freed here."""
+        # all readers of the output have run their backward, so the output can be freed
         x, rstd, weight = ctx.norm_inputs or ctx.saved_tensors
         ctx.norm_inputs = ctx.output = None
         weight32 = _weight32(weight, ctx.form)
@@ -240,19 +236,17 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """x normalised, and the reciprocal of its root mean square in fp32."""
+    """Return x normalised, and the fp32 reciprocal RMS."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return _normalised(x, rstd, weight, form), rstd
 
 
 class GatedRmsNorm(torch.autograd.Function):
-    """RMSNorm times silu of a gate, in gated delta nets, with a frozen weight. Saves x and the gate (..., width)."""
+    """RMSNorm times silu of a gate, in gated delta nets, for x and gate (..., width)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The gated, normalised x, in the dtype of x."""
-
         def tile_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             return torch.mul(x, _rstd(x, eps), out=torch.empty_like(x)).mul_(weight).mul_(F.silu(gate.float()))
 
@@ -263,11 +257,11 @@ class GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of x and the gate, rounded where transformers rounds."""
         x, gate, weight = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
 
         def tile_backward(x: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor) -> torch.Tensor:
+            # rounded where transformers rounds
             rstd, wide = _rstd(x, ctx.eps), gate.float()
             d_normed = torch.mul(grad, F.silu(wide), out=torch.empty_like(x)).mul_(weight)
             d_gate = torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight).float().mul_(grad)
@@ -286,14 +280,11 @@ def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class ShortConvolution(torch.autograd.Function):
-    """silu of a causal convolution of each channel by a frozen `weight` (channels, width), for x (batch, channels, tokens).
-
-    Saves the convolution's output, for silu's backward; the convolution's own needs the weight alone.
-    """
+    """silu of a causal depthwise convolution of x (batch, channels, tokens) by `weight` (channels, width)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, tokens)."""
+        # saved for silu's backward; the convolution's backward needs the weight alone
         padded = F.conv1d(x, weight.unsqueeze(1), padding=weight.shape[1] - 1, groups=len(weight))
         ctx.save_for_backward(padded, weight)
         return F.silu(padded[:, :, : x.shape[2]])
@@ -301,7 +292,6 @@ class ShortConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradient of x."""
         (padded, weight), tokens = ctx.saved_tensors, grad.shape[2]
         d_padded = torch.empty_like(padded)
         d_padded[:, :, tokens:] = 0.0
@@ -312,7 +302,7 @@ class ShortConvolution(torch.autograd.Function):
 
 
 def norm_of(x: torch.Tensor) -> Any:
-    """The autograd node of the RmsNorm whose output is `x`; None when it is not one's."""
+    """Return the autograd node of the `RmsNorm` whose output is `x`, or None."""
     return x.grad_fn if isinstance(x.grad_fn, RmsNorm._backward_cls) else None  # type: ignore[attr-defined]
 
 
@@ -327,16 +317,14 @@ def _weight32(weight: torch.Tensor, form: NormForm) -> torch.Tensor:
 
 
 def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
-    """Reads the flat input of a layer: the saved one, or the output of `norm`, recomputed once for all its readers.
-
-    Gradient checkpointing lets saved tensors be unpacked once, so the node also holds them for its own backward.
-    """
+    """Return a reader of `x`, or of the output of `norm`, recomputed once for all readers."""
 
     def read_input() -> torch.Tensor:
         if norm is None:
             assert x is not None
             return _flat(x)
         if norm.output is None:
+            # gradient checkpointing lets saved tensors be unpacked once: the node holds them for its own backward
             x_of_norm, rstd, weight = norm.norm_inputs = norm.saved_tensors
             norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
         return _flat(norm.output)
@@ -349,12 +337,14 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:
+    # only the gradient of a reads the input, and a norm's output is recomputed from the norm's own input
     return x if norm is None and any(reader.trains_a for reader in readers) else None
 
 
 def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
-    """The fp32 adapters in the dtype of computation, cast in one kernel. Backward casts them again: saving them would cost a
-    layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16."""
+    """Return the adapters in the dtype of computation."""
+    # backward casts again: saving the casts would cost a layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16
+    # one kernel for all adapters
     masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
     cast = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
     pairs = [(copy, master) for copy, master in zip(cast, masters, strict=True) if copy is not master]
@@ -364,13 +354,14 @@ def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
 
 
 def forward_of(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(tokens, in) -> (tokens, out), and scale * x @ A.T, which has only rank columns and is saved."""
+    """Return the output (tokens, out) for x (tokens, in), and scale * x @ A.T."""
     weight, bias, tables = linear[:3]
     out = F.linear(x, weight, bias) if tables is None else product_4bit(x, weight, tables, bias)
     a, b = cast
     if a is None or b is None:
         return out, None
     lora_act = scaled_product(x, a.t(), linear.scale)
+    # lora_act is saved: it has only rank columns
     return out.addmm_(lora_act, b.t()), lora_act
 
 
@@ -385,7 +376,7 @@ def backward_of(
     needs_dx: bool = True,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, a and b. `into`: a gradient of x that this one is added to; `out`: where it is written."""
+    """Return the gradients of x, a and b. `into`: accumulate the gradient of x there; `out`: write the gradient of x there."""
     (a, b), weight, da, db = cast, linear.weight, None, None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
@@ -402,7 +393,7 @@ def backward_of(
 
 
 def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * left @ right."""
+    """Return scale * left @ right."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
 

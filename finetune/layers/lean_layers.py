@@ -1,9 +1,4 @@
-"""Lean layers: single modules of a model with adapters get a forward that saves about half the bytes for backward.
-
-Recognised are RMSNorms, gated MLPs, linear layers with LoRA, RoPE and a gated delta net's convolution, by their parts and
-their results: the class's own forward is tried on small random values. Anything else, and a module in another state
-(merged, several adapters, another dtype, with hooks), runs as before.
-"""
+"""Lean forwards for modules of a model with adapters, which save about half the bytes for backward."""
 
 from __future__ import annotations
 
@@ -40,21 +35,23 @@ _ACTIVATIONS = {
 
 
 class GatedParts(NamedTuple):
-    """Names of a gated MLP's layers: gate, up and down; or both in one (`swapped`: up first), and down."""
+    """Names of a gated MLP's layers: gate, up and down; or gate and up fused, and down."""
 
     linears: tuple[str, ...]
     act: str
+    #: Up is the first half of the fused layer.
     swapped: bool
 
 
 def make_lean(layers: list[torch.nn.Module]) -> None:
-    """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` removes them."""
+    """Set lean forwards on modules of these decoder layers."""
     undo_lean(layers)
     with unset_fake_temporarily():
         for module in (module for layer in layers for module in layer.modules()):
             if is_packed(module):
+                # `experts.is_lean` reads it
                 vars(module)["lean"] = {"kind": "layer of 4-bit experts"}
-            elif "forward" not in vars(module):  # else it is someone else's
+            elif "forward" not in vars(module):  # another patch's forward stays
                 _make_lean(module)
 
 
@@ -74,20 +71,20 @@ def _make_lean(module: torch.nn.Module) -> None:
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
-    """Compute the lean gated MLPs of these layers over tiles of at most `tile` tokens. See `TiledMlp`."""
+    """Compute lean gated MLPs over tiles of at most `tile` tokens, by `TiledMlp`."""
     for module in (module for layer in layers for module in layer.modules() if "parts" in _lean(module)):
         _lean(module)["tile"] = tile
 
 
 def undo_lean(layers: list[torch.nn.Module]) -> None:
-    """Remove the forwards that `make_lean` has set."""
+    """Remove the forwards set by `make_lean`."""
     for module in (module for layer in layers for module in layer.modules()):
         if "forward" in vars(module).pop("lean", {}):
             del vars(module)["forward"]
 
 
 def lean_summary(layer: torch.nn.Module) -> str:
-    """Summary of a decoder layer's lean modules, and of its layers with adapters and norms that run as before."""
+    """Summarise a decoder layer's lean and ordinary modules."""
     lean: Counter[str] = Counter()
     before: Counter[str] = Counter()
     inside = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
@@ -141,6 +138,7 @@ def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.
 
 def _norm_forward(self: Any, x: torch.Tensor, *gate: Any, **named: Any) -> torch.Tensor:
     weight, form = self.weight, self.lean["form"]
+    # without a graph nothing is saved: the class's own forward is as good
     ordinary = len(gate) != form.gated or named or weight.requires_grad or not torch.is_grad_enabled()
     if ordinary or (weight.dtype != x.dtype and not form.late) or any(part.dtype != x.dtype for part in gate):
         return type(self).forward(self, x, *gate, **named)
@@ -152,13 +150,11 @@ def _normed(form: NormForm, *inputs: Any) -> torch.Tensor:
 
 
 def _delta_net_forward(module: torch.nn.Module) -> Any:
-    """The forward of this gated delta net's class with the lean convolution; None for other modules."""
     is_delta_net = any(form.gated for form in map(norm_form, module.children()) if form)
     return forward_with(module, "causal_conv1d_fn", _lean_convolution) if is_delta_net else None
 
 
 def _lean_convolution(theirs: Any) -> Any:
-    """A model's convolution, lean where its arguments allow it; None where it computes otherwise, or is a GPU's kernel."""
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(2, 6, 9, generator=random), torch.randn(6, 4, generator=random)
     try:
@@ -178,12 +174,12 @@ def _lean_convolution(theirs: Any) -> Any:
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer in 16 or 4 bit with adapters."""
+    """Return whether `module` is a 16-bit or 4-bit linear layer with adapters."""
     return type(module) in _ADAPTED and type(_base(module)) in (torch.nn.Linear, Linear4bit)
 
 
 def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
-    """`module` as a `Linear`; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
+    """Return `module` as a frozen `Linear` in the dtype of x, with at most one plain adapter, or None."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     if not torch.is_grad_enabled() or (autocast and x.dtype != torch.get_autocast_dtype(device)):
@@ -202,7 +198,7 @@ def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
 
 
 def is_plain(module: Any, name: str) -> bool:
-    """Whether an adapter is LoRA without dropout in use, bias, DoRA or another variant."""
+    """Return whether an adapter is LoRA without active dropout, bias or a variant such as DoRA."""
     drops = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
     odd = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
     return not (drops or odd)
@@ -222,14 +218,14 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     if type(base) is not Linear4bit:
         return None
     state = getattr(weight, "quant_state", None)
-    state = base.quant_state if state is None else state  # FSDP's parameter has lost its own
+    state = base.quant_state if state is None else state  # FSDP's parameter has lost its state
     tables = None if state is None or base.compute_dtype not in (None, dtype) else _tables_of(state)
     # as bitsandbytes does; its layers have an fp32 bias before their first forward, and so always in a forecast
     return None if tables is None else Linear(weight, None if bias is None else bias.to(dtype), tables)
 
 
 def _tables_of(state: Any) -> Tables | None:
-    """The tables of bitsandbytes' quantisation state; None for forms that its training kernels don't read."""
+    # forms that bitsandbytes' training kernels don't read
     if getattr(state, "packing_format_for_cpu", False) or (state.nested and state.state2.blocksize != NESTED_BLOCK):
         return None
     nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
@@ -237,9 +233,10 @@ def _tables_of(state: Any) -> Tables | None:
 
 
 def norm_form(module: torch.nn.Module) -> NormForm | None:
-    """How this RMSNorm computes; None for other modules, and for an RMSNorm that computes otherwise."""
+    """Return the form of an RMSNorm; None for another module."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    weight = module._parameters.get("weight")  # that of an embedding with trained rows would be computed
+    # not `module.weight`, which PEFT computes for an embedding with trained rows
+    weight = module._parameters.get("weight")
     if names != ["weight"] or weight is None or weight.dim() != 1 or next(module.children(), None) is not None:
         return None
     if next(module.buffers(recurse=False), None) is not None or not isinstance(_eps(module), float):
@@ -251,7 +248,7 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
 
 
 def gated_parts(module: torch.nn.Module) -> GatedParts | None:
-    """The parts of this gated MLP; None for other modules, and for an MLP that computes otherwise."""
+    """Return the parts of a gated MLP; None for another module."""
     children = dict(module.named_children())
     linears = {name: part for name, part in children.items() if type(_base(part)) in (torch.nn.Linear, Linear4bit)}
     others = [name for name in children if name not in linears]
@@ -268,6 +265,8 @@ def gated_parts(module: torch.nn.Module) -> GatedParts | None:
 
 
 #: Form or parts of a class with these shapes and settings: layers repeat, and a search forecasts the same model many times.
+# Modules are recognised by their parts and results: the class's own forward is tried on small random values. Anything else,
+# and a module in another state (merged, several adapters, another dtype, with hooks), keeps its forward.
 _RECOGNISED: dict[Any, Any] = {}
 
 
@@ -297,9 +296,10 @@ def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
 
 
 class _StandIn:
-    """A module with other parts, for its class's forward in training: a loaded model is not in train mode yet."""
+    """A training-mode module with other parts."""
 
     def __init__(self, module: torch.nn.Module, **parts: Any) -> None:
+        # a loaded model is not in training mode yet
         vars(self).update(parts, module=module, training=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -307,7 +307,7 @@ class _StandIn:
 
 
 def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor, *more: Any) -> torch.Tensor | None:
-    """Output of the class's forward for x, and a gate if any, with these parts; None when it needs anything else."""
+    """Return the class's output with other parts; None when it needs other inputs."""
     try:
         with torch.no_grad():
             out = type(module).forward(_StandIn(module, **parts), x, *more)  # type: ignore[arg-type]
@@ -317,11 +317,11 @@ def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tens
 
 
 def _computes_norm(module: Any, form: NormForm) -> bool:
-    """Whether its class computes this, in fp32 up to rounding, and in bf16 with the same roundings but for a few."""
     random = torch.Generator().manual_seed(0)
     size = module.weight.shape[0]
     x, weight = torch.randn(1 + form.gated, 4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
-    x[0, 2:] *= _eps(module) ** 0.5  # there eps counts
+    x[0, 2:] *= _eps(module) ** 0.5  # so small that eps counts
+    # fp32 must agree up to rounding; in bf16 at most 1 % of the values may round otherwise
     for dtype in (torch.float32, torch.bfloat16):
         inputs, scale = x.to(dtype), weight.to(dtype)
         theirs = _class_forward(module, {"weight": scale}, *inputs)
@@ -342,10 +342,12 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
 
     def layer(columns: int, rows: int) -> Any:
         weight = torch.randn(rows, columns, generator=random, dtype=torch.float64)
+        # float64, so that only another formula can exceed the tolerance
         return functools.partial(F.linear, weight=weight)
 
     *entries, down = parts.linears
     layers = {name: layer(6, 10 * (3 - len(entries))) for name in entries} | {down: layer(10, 6)}
+    # at 30 a clipped activation differs
     for size in (0.1, 30.0):
         x = size * torch.randn(2, 3, 6, generator=random, dtype=torch.float64)
         outs = [layers[name](x) for name in entries]

@@ -1,13 +1,13 @@
-"""SFTTrainer's loss on a model that has no trainer: for the dry run, and for checks of a model before training."""
+"""SFTTrainer's loss on a model that has no trainer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
+# for the dry run, and for checks of a model before training
 def add_loss(model: Any) -> None:
-    """Patch a transformers model, or a PeftModel of one, as SFTTrainer does: the fused head, and the router's auxiliary loss
-    for a mixture that has one."""
+    """Patch a transformers model or PeftModel with SFTTrainer's fused head and auxiliary router loss."""
     from finetune.compat.imports import fused_lm_head
     from finetune.compat.trl import import_without_listing_packages
 

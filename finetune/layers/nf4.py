@@ -1,4 +1,4 @@
-"""Dequantises 4-bit weights: one Triton kernel for NF4 on a GPU, bitsandbytes' operators elsewhere."""
+"""Dequantisation of 4-bit weights: a Triton kernel for NF4 on a GPU, bitsandbytes' operators elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 #: Scales in a block of nested scales, as bitsandbytes makes them.
 NESTED_BLOCK = 256
-#: Up to so many tokens bitsandbytes has a kernel that multiplies with large 4-bit weights
+#: Most tokens for which bitsandbytes has a kernel that multiplies with large 4-bit weights
 #: (bitsandbytes/backends/cuda/ops.py, _gemm_4bit_use_custom_cuda).
 _FEW_TOKENS = 512
 _OPERATORS, _OWN = torch.ops.bitsandbytes, torch.ops.finetune
@@ -24,23 +24,25 @@ _LIBRARY.define(f"product_of_few({_WEIGHT}, Tensor x, Tensor? bias) -> Tensor")
 
 
 class Tables(NamedTuple):
-    """Scales of a 4-bit weight. `tensors`: absmax; or with nested scales their 8-bit codes, and absmax, code book and offset of
-    these. `shape`: out, in, and weights in a block. `kind`: nf4 or fp4."""
+    """Scales of a 4-bit weight."""
 
+    #: absmax; with nested scales their 8-bit codes, and the absmax, code book and offset of these codes.
     tensors: tuple[torch.Tensor, ...]
+    #: out, in, and weights in a block.
     shape: tuple[int, ...]
+    #: nf4 or fp4.
     kind: str
 
 
 def product_4bit(x: torch.Tensor, weight: torch.Tensor, tables: Tables, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ W.T + bias for x (tokens, in) and a 4-bit W."""
+    """Return x @ W.T + bias for x (tokens, in) and a 4-bit W."""
     if x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantised(weight, tables, x.dtype), bias)
     return _OWN.product_of_few(*_arguments(weight, tables), x, bias)
 
 
 def dequantised(weight: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
-    """A 4-bit weight (out, in) in this dtype."""
+    """Return a 4-bit weight (out, in) in `dtype`."""
     first = tables.tensors[0]
     # not a forecast's tensor; an operator costs the host as much as the kernel does
     body: Callable[..., torch.Tensor] = _by_triton if type(first) is torch.Tensor and first.is_cuda else _OWN.dequantise_4bit
@@ -63,8 +65,8 @@ def _product_of_few(
 
 
 def product_of_many(*arguments: Any) -> torch.Tensor:
-    """What `product_of_few` computes, by way of the whole weight. Forecasts take it: an upper bound, and rows of all lengths
-    allocate alike."""
+    """Return the result of `product_of_few` by dequantising the whole weight."""
+    # for forecasts: an upper bound, and examples of all lengths allocate alike
     *weight, x, bias = arguments
     return F.linear(x, _OWN.dequantise_4bit(*weight, x.dtype), bias)
 
@@ -103,7 +105,7 @@ def _fake_product(*arguments: Any) -> torch.Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    """The Triton kernel; None where there is no Triton, or it can't compile."""
+    """Return the Triton kernel; None where Triton is missing or can't compile."""
     try:
         kernel = importlib.import_module("finetune.layers.nf4_kernel").dequantise
         device = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""The Triton kernel that dequantises NF4 weights with nested scales. Importing this needs Triton."""
+"""The Triton kernel that dequantises NF4 weights. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-#: Bytes of packed weights of a program.
+#: Bytes of packed weights for each program.
 _BYTES = 1024
+# no fused products and sums: rounds as bitsandbytes does
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-#: Triton compiles a kernel of its own for pointers that are multiples of this.
+#: Triton compiles a separate kernel for pointers that are multiples of this.
 _ALIGNED = 16
-#: Compiled kernels by what they were compiled for: Triton's own search for one takes longer than the launch.
+#: Compiled kernels by device, dtypes and constants: Triton's own lookup takes longer than the launch.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -23,10 +24,11 @@ def _dequantise(  # noqa: ANN202 - Triton compiles it
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     packed = tl.load(weight + at, mask=at < n_bytes, other=0).to(tl.int32)
-    number = at * 2 // block  # of the block
+    number = at * 2 // block  # the block's number
     inside = at < n_bytes
     if nested:
         scale = tl.load(code + tl.load(absmax + number, mask=inside, other=0).to(tl.int32))
+        # 256: `NESTED_BLOCK`
         scale = scale * tl.load(scales + number // 256, mask=inside, other=0.0) + tl.load(offset)
     else:
         scale = tl.load(absmax + number, mask=inside, other=0.0)
@@ -39,16 +41,16 @@ def dequantise(
     weight: torch.Tensor, absmax: torch.Tensor, nested: tuple[torch.Tensor, ...], levels: torch.Tensor, out: torch.Tensor,
     block: int,
 ) -> None:  # fmt: skip
-    """Write the weights to `out`. `weight`: two in a byte, the first in its upper half. `nested`: scales, code book and offset
-    of `absmax` where that is in 8 bit. `levels`: the 16 values of NF4.
+    """Write the weights to `out`, for packed weights with the first of each two in the upper half of a byte.
 
-    Rounds as bitsandbytes does: products and sums are not fused.
+    `nested`: scales, code book and offset of an 8-bit `absmax`.
     """
     n_bytes = out.numel() // 2
     scales, code, offset = nested or (absmax, absmax, absmax)
     tensors = (weight, absmax, scales, code, offset, levels, out)
     arguments = (*tensors, n_bytes, block, bool(nested), _BYTES)
     grid, key = (-(-n_bytes // _BYTES), 1, 1), (out.device, absmax.dtype, out.dtype, *arguments[7:10])
+    # the compiled kernels below assume aligned pointers
     if sum([tensor.data_ptr() % _ALIGNED for tensor in tensors]):
         _dequantise[grid](*arguments, **_OPTIONS)
     elif kernel := _compiled.get(key):

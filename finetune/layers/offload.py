@@ -1,9 +1,4 @@
-"""Moves tensors to host memory and back, on CUDA by a second stream that overlaps with the computation.
-
-Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the card until the computation has
-waited for its copy. Backward: while one tensor is in use, those needed next are prefetched. `WINDOW` limits how far the copies
-may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
-"""
+"""Copies of tensors to host memory and back, beside the computation."""
 
 from __future__ import annotations
 
@@ -21,25 +16,28 @@ from finetune.layers.host_memory import host_empty
 WINDOW = 2
 
 
+# Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the GPU until the computation has
+# waited for its copy. Backward: while one tensor is in use, the next ones are prefetched. `WINDOW` limits how far the copies
+# may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
 class InOrder:
-    """Copies in order with the computation: on its stream, or directly on a CPU and in a forecast."""
+    """Copies in order with the computation, on its stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        """Copy after all computation issued so far, or before the mark `after`; returns what `wait` takes."""
+        """Copy after the computation issued so far, or issued before the mark `after`; return a handle for `wait`."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """The current point in the computation."""
+        """Return the current point in the computation."""
 
     def wait(self, copied: Any) -> None:
-        """Let all computation issued from now on begin after that copy."""
+        """Make later computation wait for a copy."""
 
     def finish(self, copied: Any) -> None:
-        """Block the host until that copy ends."""
+        """Block the host until a copy ends."""
 
 
 class SideStream(InOrder):
-    """Copies on a second CUDA stream, which overlap with computation on the current stream. `cuda` is torch.cuda."""
+    """Copies on a second CUDA stream, beside the current stream."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
@@ -66,13 +64,13 @@ class SideStream(InOrder):
 
 @functools.cache
 def side_stream(device: torch.device) -> SideStream:
-    """The process's copy stream of a CUDA device."""
+    """Return the process's copy stream of a CUDA device."""
     return SideStream(device)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedTensor:
-    """One tensor in host memory; from its first use in backward on, on its device again."""
+    """A tensor in host memory, and on its device again from its first use in backward."""
 
     host: torch.Tensor | None
     device: torch.device
@@ -82,25 +80,26 @@ class OffloadedTensor:
 
 
 def offload_beside(device: torch.device) -> Offload:
-    """Offload from a device, overlapping its computation; for a forecast and a CPU the same memory, copied synchronously."""
+    """Return an offload that overlaps with a device's computation."""
     on_cuda = device.type == "cuda"
+    # a forecast and a CPU copy synchronously, in the same memory
     return Offload(side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
 
 
 def offload_in_order(*, pinned: bool) -> Offload:
-    """Offload by the compute stream itself, with nothing in flight: for a few tensors, whose copies take little time."""
+    """Return an offload on the compute stream, with nothing in flight."""
+    # for a few tensors, whose copies take little time
     return Offload(InOrder(), pinned=pinned, window=0)
 
 
 class Offload:
-    """Tensors of one micro-batch in host memory. `copies` makes the copies; `window` 0 keeps none in flight.
-
-    Pinned host memory is reused: torch's caching host allocator gives a freed block out again once the events of the copies
-    that it took part in have passed (aten/src/ATen/core/CachingHostAllocator.h).
-    """
+    """Tensors of one micro-batch in host memory."""
 
     def __init__(self, copies: InOrder, *, pinned: bool, window: int = WINDOW) -> None:
+        # pinned memory is reused: torch's caching host allocator gives a freed block out again once the events of its copies
+        # have passed (aten/src/ATen/core/CachingHostAllocator.h)
         self._copies, self._pinned, self._window = copies, pinned, window
+        # window 0 keeps no copy in flight
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()
         self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by last use in forward, which is the first in backward
@@ -116,13 +115,13 @@ class Offload:
         return moved
 
     def note_use(self, parts: tuple[OffloadedTensor, ...]) -> None:
-        """Record a use in forward: backward needs the last used first."""
+        # backward needs the last used first
         for moved in parts:
             self._offloaded.pop(id(moved), None)
             self._offloaded[id(moved)] = weakref.ref(moved)
 
     def load(self, moved: OffloadedTensor) -> torch.Tensor:
-        """The tensor on its device, for computation issued from now on; prefetches those needed next."""
+        """Return the tensor on its device, and prefetch the tensors needed next."""
         self._free_copied(0)
         if moved.on_device is None:
             self._fetch(moved)
@@ -133,8 +132,9 @@ class Offload:
         return moved.on_device
 
     def close(self) -> None:
-        """Wait for all copies, so that memory freed after this is not written to."""
+        """Wait for all copies."""
         self._free_copied(0)
+        # so that no copy writes to memory that is freed after this
         for moved in list(self._prefetching.values()):
             self._wait_for(moved)
         self._offloaded.clear()

@@ -1,4 +1,4 @@
-"""Whether a model keeps the rows of a packed sequence apart; some model types let a row see the one before."""
+"""Check that a model keeps the examples of a packed sequence apart."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from peft import PeftModel
 from finetune.errors import RecipeError
 from finetune.layers.experts import has_experts
 
-#: Tokens of the row that changes, and of those after it: fewer than a convolution's taps, as many as a delta rule's chunk, and
-#: a usual row.
+#: Tokens of the example that changes, and of the later examples: fewer than a convolution's taps, a delta rule's chunk, and a
+#: usual example.
 _TOKENS, _LATER = 16, (1, 3, 64, 16)
-#: Most that any token may change, relative. Both batches have the same shapes, so the same kernels run in the same order, and
-#: what is masked adds exactly 0: a dense model gives 0 in 16 bit and with NF4 weights, too, on a GPU as on the CPU.
+#: Largest relative change of any token. Both batches have the same shapes, so the same kernels run in the same order, and
+#: masked tokens add exactly 0: a dense model gives 0 in 16 bit and with NF4 weights, too, on a GPU as on the CPU.
 MOST_CHANGE = 1e-6
-#: The same where tokens meet in more than attention, for the median of the first tokens after the row. A mixture's experts get
+#: Largest median change of the first tokens after it, where tokens meet outside attention, too. A mixture's experts get
 #: other numbers of rows, so 16-bit products round otherwise and a few tokens get other experts; int8 looks for outlier columns
 #: in the whole batch. A toy model whose state leaked changed by 3.5 %.
 MOST_SHARED_CHANGE = 0.02
 
 
 def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> None:
-    """Raise RecipeError where a packed row sees another row: attention masks or a layer's state cross its boundary.
-
-    The base model is tried, without its adapters. `collate` is the run's own collator, which packs rows.
-    """
+    """Raise RecipeError where a packed example sees another example. `collate`: the run's packing collator."""
     base: Any = model.get_base_model()
+    # attention masks or a layer's state may cross the boundary in the base model
     with model.disable_adapter():
         changes = changes_with_other_row(base, collate)
     shared = has_experts(base.config.get_text_config(decoder=True)) or getattr(base, "is_loaded_in_8bit", False)
@@ -43,7 +41,7 @@ def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> No
 
 @torch.no_grad()
 def changes_with_other_row(model: Any, collate: Callable[[Any], Any]) -> torch.Tensor:
-    """Relative change of the last hidden states of all later tokens of a packed sequence with its first row."""
+    """Return the relative change of all later tokens' last hidden states with the first example."""
     was_training = model.training
     model.eval()
     try:

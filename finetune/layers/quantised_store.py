@@ -1,8 +1,4 @@
-"""A base model with its 4-bit weights: a sealed folder with a safetensors file for each decoder layer.
-
-A file has parameters by their names, and a 4-bit weight's tables, as bitsandbytes packs them, as `WEIGHT:absmax` and so on.
-`outside.safetensors` has the rest. The manifest has each file's SHA-256.
-"""
+"""A base model with 4-bit weights, as a sealed folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -22,11 +18,13 @@ from finetune.layers.host_memory import DTYPE_NAMES, DTYPES, bytes_of
 from finetune.manifest import MANIFEST, changes_in
 from finetune.system import read_at
 
-#: Raised when the layout changes: folders of other versions are not read.
+#: Incremented when the layout changes: folders of other versions are not read.
 FORMAT = "finetune-2"
+#: The part beside the decoder layers. A file has parameters by their names, and a 4-bit weight's tables, as bitsandbytes packs
+#: them, as `WEIGHT:absmax` and so on. The manifest has each file's SHA-256.
 OUTSIDE = "outside"
 _SUFFIX = ".safetensors"
-#: At most, in bytes: a tensor's entry in a header; code books, the packed state and six entries of a 4-bit weight; a manifest.
+#: Bytes at most: a tensor's entry in a header; code books, the packed state and six entries of a 4-bit weight; a manifest.
 _ENTRY, _BOOKS, _MANIFEST = 256, 4096, 4096
 #: Part of a model (`layers.0`, ..., `outside`) -> its tensors by their names.
 Parts = dict[str, dict[str, torch.Tensor]]
@@ -41,8 +39,9 @@ class Damaged(LayoutMismatch):
 
 
 def parts_of(model: torch.nn.Module) -> Parts:
-    """Return the parts of a base model: its decoder layers in order, then the rest; tied weights once."""
+    """Return the parts of a base model: decoder layers in order, then the rest."""
     paths = {module: path for path, module in model.named_modules()}
+    # tied weights are written once
     taken: set[int] = set()
 
     def new(prefix: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,7 +64,7 @@ def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def needed_bytes(parts: Parts) -> int:
-    """Return the bytes, at most, of the folder of a model on meta."""
+    """Return an upper bound of the bytes of a model's folder."""
     values = [value for part in parts.values() for value in part.values()]
     return sum(_ENTRY + _stored_bytes(value) for value in values) + _MANIFEST
 
@@ -80,7 +79,7 @@ def _stored_bytes(value: torch.Tensor) -> int:
 
 
 def write_part(folder: Path, part: str, values: Mapping[str, torch.Tensor]) -> None:
-    """Write a part's parameters and buffers by their names, as loaded. Raises OSError when the disk is full, LayoutMismatch."""
+    """Write a part's tensors. Raises OSError, LayoutMismatch."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         tensors[name] = value.detach()
@@ -97,7 +96,7 @@ def write_part(folder: Path, part: str, values: Mapping[str, torch.Tensor]) -> N
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open file, from the byte `begin`."""
+    """A tensor in an open file."""
 
     file: BinaryIO
     begin: int
@@ -107,10 +106,7 @@ class StoredTensor:
 
 
 class Store:
-    """A complete folder, open for reading. Raises FileNotFoundError without one, Damaged for an incomplete folder.
-
-    Open files stay readable when another process replaces them.
-    """
+    """A complete folder, open for reading. Raises FileNotFoundError, Damaged."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -131,7 +127,8 @@ class Store:
         self._verified_stat = self._stat()
 
     def _open(self, path: Path) -> None:
-        file = path.open("rb")  # stays open
+        # readable also when another process replaces the folder
+        file = path.open("rb")
         self._files.append(file)
         header, data_begin = read_safetensors_header(file)
         header.pop("__metadata__", None)
@@ -146,13 +143,13 @@ class Store:
                 self.parts.setdefault(path.name.removesuffix(_SUFFIX), []).append(name)
 
     def verify(self) -> None:
-        """Hash every file. Raises Damaged, which names the first file that is not as it was written."""
+        """Hash every file. Raises Damaged."""
         self._verified_stat = self._stat()
         if changes := changes_in(self.path):
             raise Damaged(f"{self.path}: {changes[0]}")
 
     def require_unchanged(self) -> None:
-        """Hash every file if somebody has written to one since it was opened or verified. Raises Damaged."""
+        """Hash every file if one was written to since the last check. Raises Damaged."""
         if self._stat() != self._verified_stat:
             self.verify()
 
@@ -161,7 +158,7 @@ class Store:
         return [(stat.st_size, stat.st_mtime_ns) for stat in about]
 
     def rows(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Read `count` rows of a tensor, or all, into new memory. Nothing else of the file is read."""
+        """Read `count` rows of a tensor, or all, into new memory."""
         tensor = self.tensors[name]
         rows = torch.empty(tensor.shape if count is None else (count, *tensor.shape[1:]), dtype=tensor.dtype)
         if rows.numel():
@@ -172,8 +169,9 @@ class Store:
         return rows
 
     def quant_state(self, name: str, device: torch.device | str | int) -> Any:
-        """Return bitsandbytes' QuantState of a weight; None for a weight that is not quantised."""
+        """Return bitsandbytes' QuantState of a weight; None for an unquantised weight."""
         if name not in self.tables:
             return None
+        # only `LayerOffloading` reads the offset: the packed state has it, too
         tables = {table: self.rows(f"{name}:{table}") for table in self.tables[name] if table != "offset"}
         return QuantState.from_dict(tables, torch.device(device))

@@ -1,8 +1,4 @@
-"""Rotary position embedding (RoPE; Su et al., 2021, arXiv 2104.09864) as one autograd function, for lean layers.
-
-In transformers it is a function in each model's file, of twice as many operators, which attention calls by its name. A function
-that computes RoPE on random values is replaced: attention gets its class's forward with this one under that name.
-"""
+"""Rotary position embedding (RoPE; Su et al., 2021, arXiv 2104.09864) as one autograd function."""
 
 from __future__ import annotations
 
@@ -14,38 +10,41 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-#: The name under which attention calls it, and the parameters that it may have; the last one has a default.
+#: The name of RoPE in a model's file, and its possible parameters; the last parameter has a default.
 _NAME = "apply_rotary_pos_emb"
 _PARAMETERS = (["q", "k", "cos", "sin", "unsqueeze_dim"], ["x", "cos", "sin", "unsqueeze_dim"])
 _HALF = (torch.bfloat16, torch.float16)
-#: Width of a head that a function is tried on.
+#: Width of the head in trials of a function.
 _WIDTH = 8
 
 
 class Form(NamedTuple):
-    """How a model's function is called, and what else it does: `partly` rotates the first part of a head by a narrower cos,
-    `casts` computes in fp32 where cos is, and gives the dtype of its input."""
+    """How a model's RoPE function is called, and its variants."""
 
     names: list[str]
+    #: Rotates the first part of a head by a narrower cos, and copies the rest.
     partly: bool
+    #: Computes in the fp32 of cos, and returns the dtype of its input.
     casts: bool
 
 
+# transformers has RoPE as a function in each model's file, of twice as many operators, which attention calls by its name. A
+# function that computes RoPE on random values is replaced: attention gets its class's forward with this class under that
+# name.
 class Rotary(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin for `x` (batch, heads, tokens, head) or (batch, tokens, heads, head), and cos and sin that
-    broadcast to it but for the last dimension: what x has beyond theirs is copied. Keeps cos and sin."""
+    """x * cos + rotate_half(x) * sin for cos and sin that broadcast to x, (batch, heads, tokens, head) or with heads and
+    tokens swapped."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The rotated x, in its dtype."""
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin.chunk(2, -1), 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradient of x: the rotation back."""
         cos, sin = ctx.saved_tensors
+        # backward is the rotation back
         return _rotated(grad, cos, sin.chunk(2, -1)[::-1], -1.0), None, None
 
 
@@ -62,15 +61,14 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sins: Any, sign: float) -> torc
 
 
 def rotary_forward(module: Any) -> Any:
-    """The forward of this module's class with lean RoPE; None where it calls no RoPE, or RoPE that computes otherwise."""
-    if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
+    """Return the class's forward with lean RoPE, or None."""
+    if getattr(getattr(module, "config", None), "rope_interleave", False):  # attention calls another function
         return None
     return forward_with(module, _NAME, _lean)
 
 
 def forward_with(module: Any, name: str, lean: Callable[[Any], Any]) -> Any:
-    """The forward of this module's class with `lean(function)` in place of the function that it calls by a name; None where it
-    calls none, or `lean` gives None."""
+    """Return the class's forward with `lean(function)` in place of the function `name`, or None where either is missing."""
     forward: Any = type(module).forward
     undecorated: Any = inspect.unwrap(forward)
     if not isinstance(undecorated, FunctionType) or name not in undecorated.__code__.co_names:
@@ -81,15 +79,13 @@ def forward_with(module: Any, name: str, lean: Callable[[Any], Any]) -> Any:
     return None if _REPLACEMENTS[theirs] is None else _calling(forward, name, _REPLACEMENTS[theirs])
 
 
-#: The lean form of a model's function, which its layers share; None for one that computes otherwise.
+#: The lean form of a model's function, shared by its layers; None for a function that is not RoPE.
 _REPLACEMENTS: dict[Any, Any] = {}
 
 
 def _calling(forward: Any, name: str, function: Callable[..., Any]) -> Any:
-    """`forward`, calling `function` in place of `name`: its file gets another name, so that it sees all else as it is then.
-
-    transformers 5.24 decorates forwards: their decorators stay, around that. None where one does not keep it in its closure.
-    """
+    # transformers 5.24 decorates forwards: the decorators stay around the new forward, unless one does not keep it in its
+    # closure
     if (decorated := getattr(forward, "__wrapped__", None)) is not None:
         replacement, cells = _calling(decorated, name, function), forward.__closure__ or ()
         if replacement is None or not any(cell.cell_contents is decorated for cell in cells):
@@ -99,6 +95,7 @@ def _calling(forward: Any, name: str, function: Callable[..., Any]) -> Any:
         decorator.__wrapped__ = replacement
         return decorator
     lean_name, code = f"_lean_{name}", forward.__code__
+    # the module gets another name, so that the forward sees all other globals unchanged
     forward.__globals__[lean_name] = function
     code = code.replace(co_names=tuple(lean_name if used == name else used for used in code.co_names))
     return _copy(forward, code, forward.__closure__)
@@ -111,7 +108,7 @@ def _copy(function: Any, code: CodeType, closure: tuple[CellType, ...] | None) -
 
 
 def _lean(model_rope: Any) -> Callable[..., Any] | None:
-    """A model's RoPE, with lean rotation where its arguments allow it; None where it computes otherwise."""
+    """Return a model's RoPE with lean rotation, or None for another function."""
     if (form := _form(model_rope)) is None:
         return None
 
@@ -131,7 +128,6 @@ def _lean(model_rope: Any) -> Callable[..., Any] | None:
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> bool:
-    """Whether autograd records it, cos and sin broadcast to x, and their dtypes and width are some that the function takes."""
     if not torch.is_grad_enabled() or cos.requires_grad or sin.requires_grad:
         return False
     if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.dim() != x.dim() or cos.shape[-1] % 2:
@@ -142,9 +138,9 @@ def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> 
 
 
 def _form(theirs: Any) -> Form | None:
-    """How it computes RoPE; None when it does not, or takes other parameters."""
+    """Return the form of a model's RoPE, or None for another function."""
     try:
-        # the package `kernels` makes a module of it, whose forward has its parameters
+        # the package `kernels` turns the function into a module with the same parameters
         parameters = inspect.signature(type(theirs).forward if isinstance(theirs, torch.nn.Module) else theirs).parameters
     except (TypeError, ValueError):
         return None

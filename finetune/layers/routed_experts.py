@@ -1,10 +1,4 @@
-"""Forward and backward of a mixture's 4-bit experts: only experts with rows are dequantised, and little is saved.
-
-A forward pass dequantises a fused weight, multiplies each expert's rows and frees it; the backward pass dequantises it again.
-Which experts got rows is read once in a forward pass, which waits for the device; a forecast assumes that all of them did. The
-lean forward saves only what gate and up give: the product of a row's gradient with the down projection gives the gradient of
-its score, too, since d(s * W p)/ds = g . W p = (g W) . p.
-"""
+"""Forward and backward of a mixture's 4-bit experts: only experts with rows are dequantised."""
 
 from __future__ import annotations
 
@@ -23,56 +17,64 @@ from transformers.integrations import moe
 from finetune.compat.transformers import apply_gate
 from finetune.layers.host_memory import is_forecast
 
-#: Share of the experts from which on a CPU dequantises them all.
+#: Share of used experts above which a CPU dequantises all experts.
 _WORTH_COPYING = 0.75
-#: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
+#: Elements of 16 bits to which a grouped matmul aligns the rows of its operands.
 _ALIGNED = 8
 
 
 class UsedExperts(NamedTuple):
-    """Experts that got rows, as ranges of neighbours (first, end), and where the rows of each of them end."""
+    """Experts that got rows."""
 
+    #: Ranges of neighbouring experts (first, end).
     ranges: tuple[tuple[int, int], ...]
+    #: End of the rows of each used expert.
     offsets: torch.Tensor
 
 
 class ExpertStack(NamedTuple):
-    """A fused 4-bit weight of all experts, (experts, out, in) or transposed, its bias (experts, out), and its adapters."""
+    """A fused 4-bit weight of all experts."""
 
+    #: NF4 codes of (experts, out, in), or of (experts, in, out) when transposed.
     codes: torch.Tensor
     state: Any
     transposed: bool
+    #: (experts, out).
     bias: torch.Tensor | None = None
     adapters: tuple[tuple[torch.Tensor, torch.Tensor, float], ...] = ()
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert: `order` is the row's position in (token, choice), `offsets` where each expert's rows end, which
-    `ends` says on the host. All are saved for backward, so that a recomputed layer has its own."""
+    """Rows sorted by expert, all saved for backward."""
 
+    #: Expert of each row.
     experts: torch.Tensor
+    #: Position of each row in (token, choice).
     order: torch.Tensor
+    #: End of each expert's rows.
     offsets: torch.Tensor
+    #: The offsets on the host. Saved, too, so that a recomputed layer keeps its routing.
     ends: torch.Tensor | None
 
     @property
     def used(self) -> UsedExperts | None:
-        """The experts that got rows."""
         return used_experts(self.offsets, self.ends)
 
 
 def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
-    """Where each expert's rows end, on the host; None in a forecast and in a compiled graph, where nobody can know."""
+    """Return the end of each expert's rows on the host; None in a forecast and in a compiled graph."""
+    # read once per forward pass, because reading waits for the device
     return None if is_forecast(offsets) or torch.compiler.is_compiling() else offsets.cpu()
 
 
 def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
-    """The experts that got rows; None when all did, or nobody knows."""
+    """Return the experts that got rows; None when all did, or when that is unknown."""
+    # a forecast assumes that all experts got rows
     if host_ends is None:
         return None
     ends = host_ends.tolist()
     used = [end > start for start, end in pairwise([0, *ends])]
-    # bitsandbytes writes into a given tensor on a card only; elsewhere copies would take longer than a few experts more
+    # bitsandbytes writes into a given tensor on a GPU only; elsewhere copies would take longer than a few experts more
     worth = len(used) if offsets.is_cuda else len(used) * _WORTH_COPYING
     if not 0 < sum(used) < worth:
         return None
@@ -82,7 +84,7 @@ def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedE
 
 
 def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> torch.Tensor:
-    """The weights of the used experts, (used experts, ...); `used` None: of all."""
+    """Return the weights of the used experts, (used experts, ...); of all experts for None."""
     if used is None:
         return dequantize_4bit(codes.data, state)
     absmax = state.absmax
@@ -111,7 +113,7 @@ def _parts(first: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
 
 
 def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows of `inputs` (rows, in) times its weight, with adapters, without bias: (rows, out)."""
+    """Return each expert's rows of `inputs` (rows, in) times its weight with adapters, without bias: (rows, out)."""
     out = PackedMatmul.apply(inputs, stack, offsets)
     for a, b, scaling in stack.adapters:
         out = torch.add(out, _adapter_product(inputs, a, b, offsets), alpha=scaling)
@@ -119,33 +121,31 @@ def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> 
 
 
 class PackedMatmul(torch.autograd.Function):
-    """Saves codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
+    """Grouped matmul with a frozen 4-bit weight, saving its codes and the offsets."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
-        """(rows, in) -> (rows, out)."""
         ends = read_ends(offsets)
         ctx.stack = stack
         ctx.save_for_backward(offsets, ends)
+        # neither inputs nor dequantised weight are saved: the weight is frozen, and backward dequantises again
         return _multiply(inputs, stack, offsets, used_experts(offsets, ends))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Gradient of the inputs."""
         offsets, ends = ctx.saved_tensors
         used = used_experts(offsets, ends)
         return _multiply(grad.contiguous(), ctx.stack, offsets, used, backward=True), None, None
 
 
 class RoutedExperts(torch.autograd.Function):
-    """sum of score * down(gate(up(x))) over each token's experts, for x (tokens, hidden). Saves what gate and up give."""
+    """sum of score * down(gate(up(x))) over each token's experts, for x (tokens, hidden)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, module: Any,
         stacks: tuple[ExpertStack, ExpertStack], *_adapters: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """(tokens, hidden). `chosen`, `scores`: (tokens, experts of a token). The adapters are passed again for gradients."""
         up, down = stacks
         routing, top_k = _routing(chosen, up.state.shape[0]), chosen.shape[-1]
         gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
@@ -153,13 +153,14 @@ class RoutedExperts(torch.autograd.Function):
         out = out * _sorted_scores(scores, routing)
         ctx.module, ctx.stacks, ctx.top_k = module, stacks, top_k
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        # only the outputs of gate and up: since d(s * W p)/ds = g . W p = (g W) . p, the product of a row's gradient with the
+        # down projection also gives the gradient of its score
         ctx.save_for_backward(x if up.adapters else None, scores, gate_up, *routing)
         return _summed(out, routing, top_k).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of x, the scores, and the adapters' a and b."""
         x, scores, gate_up, *routed = ctx.saved_tensors
         (up, down), routing = ctx.stacks, Routing(*routed)
         token = routing.order // ctx.top_k
@@ -168,7 +169,7 @@ class RoutedExperts(torch.autograd.Function):
             gate_up = gate_up.detach().requires_grad_()
             gated = apply_gate(ctx.module, gate_up)
         values = gated.detach()
-        # an adapter gets the rows times their scores: then its gradients are right, and that of the rows lacks the scores
+        # the adapter gets rows times scores: its gradients are right, and the rows' gradient lacks the scores
         weighted = functools.partial(_times, values, sorted_scores)
         d_gated, down_grads = _stack_backward(grad_rows, down, routing, weighted, needs_dx=True)
         assert d_gated is not None
@@ -197,7 +198,7 @@ def _sorted_scores(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _unsorted(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Sorted rows in the order of tokens. Without atomic additions: the same result each time."""
+    # without atomic additions: the same result each time
     position = torch.empty_like(routing.order)
     position[routing.order] = torch.arange(len(position), device=position.device)
     return rows[position]
@@ -213,8 +214,8 @@ def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _own_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
-    """Inside a backward pass: a graph as the forward pass had it, whose tensors no hook offloads or compresses."""
     enabled, dtype = autocast
+    # a graph as in the forward pass, whose tensors no hook of the run offloads or compresses
     hooks = torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
     with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled), hooks:
         yield
@@ -242,7 +243,7 @@ def _stack_forward(rows: torch.Tensor, stack: ExpertStack, routing: Routing) -> 
 def _stack_backward(
     grad: torch.Tensor, stack: ExpertStack, routing: Routing, read_rows: Callable[[], torch.Tensor], *, needs_dx: bool
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Gradients of the rows and of each adapter's a and b."""
+    """Return the gradients of the rows and of each adapter's a and b."""
     dx = _multiply(grad, stack, routing.offsets, routing.used, backward=True) if needs_dx else None
     grads = []
     for a, b, scaling in stack.adapters:
@@ -256,8 +257,8 @@ def _stack_backward(
 
 
 def _adapter_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The adapter's product: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
     experts = len(offsets)
+    # PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)
     a = a.to(rows.dtype).reshape(experts, -1, a.shape[-1])
     b = b.to(rows.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     padding = -a.shape[1] % _ALIGNED

@@ -1,8 +1,4 @@
-"""Offload to host memory, or quantise to int8, the activations that autograd saves for backward; once per storage.
-
-The int8 blocks are like GACT's (Liu et al., 2022, arXiv 2206.11357): half the bytes of 16 bit and slightly inexact gradients.
-Here a block has 128 values, and rounding is to nearest, so that steps are reproducible to the bit.
-"""
+"""Offload of saved activations to host memory, or their quantisation to int8, once per storage."""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ from finetune.layers.offload import Offload, OffloadedTensor
 
 #: Smaller tensors are not moved: a copy would cost more than it frees.
 _MIN_BYTES = 4096
-#: Values per fp32 scale: 1.03 bytes a value in all.
+#: Values per fp32 scale: 1.03 bytes a value in all. GACT (Liu et al., 2022, arXiv 2206.11357) has blocks of int8, too: half the
+#: bytes of 16 bit, and slightly inexact gradients. Here rounding is to nearest, so that steps are reproducible to the bit.
 BLOCK = 128
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -28,16 +25,19 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Int8Blocks:
-    """`codes` int8 (blocks, BLOCK) and `scales` fp32 (blocks,); `count` values of `dtype`, the rest of the last block is 0."""
+    """Flat values as int8 codes with a scale per block."""
 
+    #: (blocks, BLOCK).
     codes: torch.Tensor
+    #: fp32 (blocks,).
     scales: torch.Tensor
+    #: Values without the zeros at the end of the last block.
     count: int
     dtype: torch.dtype
 
 
 def quantise(values: torch.Tensor) -> Int8Blocks:
-    """Flat floating-point values as int8; each error is at most 1/254 of the block's largest magnitude."""
+    """Return flat values as int8; each error is at most 1/254 of the block's largest magnitude."""
     count = values.numel()
     if count % BLOCK:
         values = torch.nn.functional.pad(values, (0, -count % BLOCK))
@@ -49,16 +49,14 @@ def quantise(values: torch.Tensor) -> Int8Blocks:
 
 
 def dequantise(blocks: Int8Blocks) -> torch.Tensor:
-    """The flat values, in their original dtype."""
+    """Return the flat values in their original dtype."""
     return (blocks.codes * blocks.scales.unsqueeze(1)).to(blocks.dtype).view(-1)[: blocks.count]
 
 
 def is_compressible(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` can be quantised with only small errors in the gradients.
-
-    True for large inputs that need a gradient. Tensors without one (masks, rotary embeddings, attention's log-sum-exp) and
-    per-token statistics stay exact: an error there would scale whole rows.
-    """
+    """Return whether quantising `tensor` causes only small errors in the gradients."""
+    # tensors without a gradient (masks, rotary embeddings, attention's log-sum-exp) and per-token statistics stay exact: an
+    # error there would scale whole rows
     if not (tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= 4096):
         return False
     return tensor.shape[-1] >= 32 and (tensor.dtype != torch.float32 or tensor.dim() > 2)
@@ -66,12 +64,11 @@ def is_compressible(tensor: torch.Tensor) -> bool:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Stored:
-    """The stored form of one storage (or one view of it) until backward; `restore` returns its values, flat.
+    """The stored form of a storage, or of one view, until backward."""
 
-    `moved` are the parts in host memory.
-    """
-
+    #: Returns the values, flat.
     restore: Callable[[], torch.Tensor]
+    #: Parts in host memory.
     moved: tuple[OffloadedTensor, ...] = ()
 
 
@@ -83,15 +80,11 @@ class _Handle:
 
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Context manager around forward and backward. `offload` moves every saved tensor to host memory, exactly; `int8`
-    quantises compressible tensors. With both, the int8 values are moved.
-
-    Parameters, quantised weights and casts of them are untouched. A storage that several operations save (the input of q, k
-    and v) is stored once.
-    """
+    """Context manager around forward and backward that offloads saved activations, quantises them to int8, or both."""
 
     def __init__(self, *, offload: Offload | None = None, int8: bool = False) -> None:
         self._offload, self._int8 = offload, int8
+        # a storage that several operations save (the input of q, k and v) is stored once
         self._stored: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
         super().__init__(self._pack, self._unpack)
 
@@ -114,7 +107,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
 
     def _handle(self, tensor: torch.Tensor, compress: bool) -> _Handle:
         storage = tensor.untyped_storage()
-        # Views of a whole storage differ only in shape and share one copy. Any other view gets a copy of its own.
+        # Views of a whole storage differ only in shape and share one copy. Any other view gets a separate copy.
         whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_dense(tensor)
         view = () if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         reference = StorageWeakRef(storage)
@@ -150,17 +143,18 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
-    """True for large tensors that are no parameter, view of one, or cast of one (autocast keeps casts anyway)."""
+    """Return whether `tensor` is large and no parameter, view of one, or cast of one."""
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _MIN_BYTES:
         return False
     root = tensor if tensor._base is None else tensor._base
     sources = root.grad_fn.next_functions if root.grad_fn is not None else ()
+    # autocast keeps casts of parameters anyway
     made_from = getattr(sources[0][0], "variable", None) if len(sources) == 1 else None
     return not isinstance(root, torch.nn.Parameter) and not isinstance(made_from, torch.nn.Parameter)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones: no overlap, no gaps."""
+    """Return whether the strides have no overlap and no gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,9 +1,4 @@
-"""`attn_implementation: torch_varlen`: packed rows through torch's own variable-length flash attention.
-
-`sdpa` is correct on packed rows, but needs a dense tokens x tokens mask, which excludes the flash kernel. This passes the row
-boundaries (`cu_seq_lens_q`, from TRL's collator) to `torch.nn.attention.varlen`. Without CUDA, in fp32 or on cards older than
-Ampere, scaled dot product attention runs once per row; padded batches and generation use `sdpa`.
-"""
+"""`attn_implementation: torch_varlen`: packed examples through torch's variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -22,11 +17,14 @@ from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
 from finetune.layers.host_memory import is_forecast
 
+# `sdpa` is correct on packed examples, but needs a dense tokens x tokens mask, which excludes the flash kernel. This passes
+# the boundaries (`cu_seq_lens_q`, from TRL's collator) to `torch.nn.attention.varlen`. Without CUDA, in fp32 or on GPUs older
+# than Ampere, scaled dot product attention runs once per example; padded batches and generation use `sdpa`.
 NAME = "torch_varlen"
 
 
 def register() -> None:
-    """Register the attention with transformers, before a model is built; may be called again."""
+    """Register the attention with transformers, before a model is built."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
@@ -34,7 +32,7 @@ def register() -> None:
 def varlen_mask(
     batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None, **arguments: Any
 ) -> torch.Tensor | None:
-    """None for a batch without padding, packed or not; else sdpa's mask (batch, 1, q_length, kv_length)."""
+    """Return None for a batch without padding, else sdpa's mask (batch, 1, q_length, kv_length)."""
     if attention_mask is None and q_length == kv_length:
         return None
     return sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **arguments)
@@ -50,9 +48,9 @@ def varlen_attention(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each row. query, key, value (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim).
+    """Return causal attention within each example, (batch, tokens, heads, head_dim), for (batch, heads, tokens, head_dim).
 
-    Raises RecipeError for settings that the kernel does not support: dropout, soft caps, attention sinks.
+    Raises RecipeError for dropout, soft caps and attention sinks, which the kernel does not support.
     """
     _refuse_unsupported(dropout, arguments)
     batch, _, tokens, _ = query.shape
@@ -74,7 +72,8 @@ def varlen_attention(
 
 
 def lengths_as_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with each length as the size of an empty tensor: numbers would be constants of a compiled layer."""
+    """Return the arguments with each length as the size of an empty tensor."""
+    # numbers would be constants of a compiled layer
     lengths = {name: torch.empty(arguments[name], 0) for name in ("max_length_q", "max_length_k") if arguments.get(name)}
     return {**arguments, **lengths}
 
@@ -95,7 +94,7 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
 
 
 def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Offsets of the rows (rows + 1, int32) in the flattened batch, and the longest row's tokens."""
+    """Return the offsets of the examples (examples + 1, int32) in the flattened batch, and the longest length."""
     batch, _, tokens, _ = query.shape
     boundaries = arguments.get("cu_seq_lens_q")
     if boundaries is not None:
@@ -107,13 +106,13 @@ def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
 
 
-#: What the host has read of a micro-batch, for the other layers: reading waits for all computation so far.
+#: Boundaries of a micro-batch on the host, shared by all layers: reading waits for all computation so far.
 _BOUNDARIES, _OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Boundaries by the zeros of the position ids, read once."""
     if positions not in _BOUNDARIES:
+        # position ids restart at 0 in each example
         offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
         starts = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
         _BOUNDARIES[positions] = starts, max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
@@ -122,8 +121,8 @@ def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
-    """`starts` as numbers, read once; in a forecast, whose tensors have no values, rows of equal length."""
     if is_forecast(starts):
+        # a forecast's tensors have no values: examples of equal length
         rows = len(starts) - 1
         return [row * tokens // rows for row in range(rows + 1)]
     if starts not in _OFFSETS:
@@ -132,13 +131,13 @@ def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
 
 
 _NO_CARD = (0, 0)
-#: Compute capability of the card that a forecast is for: the innermost `forecast_for`, else Ampere.
+#: Compute capability of the GPU of a forecast: the innermost `forecast_for`, else Ampere.
 _FORECAST_FOR = [(8, 0)]
 
 
 @contextmanager
 def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, a forecast is for a card of this compute capability; None for a run on the CPU."""
+    """Forecast for a GPU of this compute capability; None for the CPU."""
     _FORECAST_FOR.append(capability or _NO_CARD)
     try:
         yield
@@ -147,14 +146,11 @@ def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether flash attention has a kernel: 16 bit, one head_dim, a multiple of 8 up to 256, compute capability 8.0 or higher.
-
-    A forecast is for the card of `forecast_for`.
-    """
     head_dim = query.shape[-1]
+    # flash attention's limits: 16 bit, one head_dim, a multiple of 8 up to 256, compute capability 8.0
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
         return False
-    if value.shape[-1] != head_dim:  # of latent attention (DeepSeek)
+    if value.shape[-1] != head_dim:  # latent attention (DeepSeek)
         return False
     if is_forecast(query):
         capability = _FORECAST_FOR[-1]
@@ -164,17 +160,16 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU; None for the CPU, and for ROCm, whose numbers in torch mean something else."""
+    """Return the compute capability of an NVIDIA GPU; None for CPU and ROCm."""
+    # ROCm's numbers in torch mean something else
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
 def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
-    """Whether flash attention's backward, without dropout, supports `head_dim` (at most 256) at this compute capability.
-
-    Widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a kernel of its own
-    for these (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120; flash_attn/flash_api.cpp, mha_varlen_bwd).
-    """
+    """Return whether flash attention's backward, without dropout, supports `head_dim` (at most 256)."""
+    # widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a separate
+    # kernel for these (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120; flash_attn/flash_api.cpp, mha_varlen_bwd)
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     return not (small and 192 < head_dim <= 224)
 
@@ -182,7 +177,6 @@ def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
 def _row_by_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attention over (tokens, heads, head_dim) by one scaled dot product attention per row."""
     rows = []
     for start, end in zip(starts, starts[1:], strict=False):
         q, k, v = (heads[start:end].transpose(0, 1).unsqueeze(0) for heads in (query, key, value))

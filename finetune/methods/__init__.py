@@ -1,7 +1,4 @@
-"""A training method: its batches, the loss that the worker and the dry run call, and its metrics.
-
-finetune/settings/methods.py has the table, with what data, forecast and planner must know of each.
-"""
+"""Training methods: batches, losses and metrics."""
 
 from __future__ import annotations
 
@@ -13,5 +10,6 @@ from finetune.settings.methods import METHODS
 
 
 def method_of(settings: Settings) -> TrainingMethod:
-    """The method of a recipe, with its settings."""
+    """Return the training method of a recipe."""
+    # finetune/settings/methods.py has the facts that data, forecast and planner need of each method
     return pkgutil.resolve_name(METHODS[settings.method].implementation)(settings)

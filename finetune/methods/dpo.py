@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al., 2023): learn to prefer the chosen of two answers."""
+"""Direct preference optimisation (Rafailov et al., 2023)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.nn.functional import logsigmoid
 
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
 
-#: beta of the paper, TRL, LLaMA-Factory and Axolotl.
+#: beta in the paper, TRL, LLaMA-Factory and Axolotl.
 USUAL_BETA = 0.1
 
 
-#: Columns of rows whose reference is precomputed: log-probabilities of the chosen and of the rejected answer.
+#: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
 REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
 _REFERENCE = REFERENCE_COLUMNS[0]
 
 
 class PairCollator:
-    """A batch with the chosen answer of each row, and after these the rejected ones."""
+    """Batches of all chosen answers, then all rejected answers."""
 
     def __init__(self, answers: Collator) -> None:
         self._answers = answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """input_ids, labels and attention_mask of 2 x rows sequences; `reference_log_probs` of rows that have them."""
+        """Return 2 x rows sequences, with `reference_log_probs` if precomputed."""
         columns = ("input_ids", "labels")
         batch = self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
         if REFERENCE_COLUMNS[0] in rows[0]:
@@ -35,26 +35,23 @@ class PairCollator:
 
 
 class Dpo(TrainingMethod):
-    """Losses on pairs, as TRL's DPOTrainer. The reference is the model before the training: no second model.
-
-    Its forward pass comes first, when no activations of the training pass are in memory.
-    """
+    """Losses on pairs, as in TRL's DPOTrainer."""
 
     counts_items = False
 
     def collator(self, answers: Collator) -> Collator:
-        """Pairs."""
         return PairCollator(answers)
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """The precomputed reference."""
         return {_REFERENCE: torch.zeros(rows)} if self.settings.precompute_ref_log_probs is True else {}
 
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
-        """A mean over the pairs. Rewards are beta times how much likelier an answer is than for the reference, in nats."""
+        """Return the mean loss of the pairs, with rewards in nats times beta."""
         reference, inputs = inputs.get(_REFERENCE), {name: value for name, value in inputs.items() if name != _REFERENCE}
+        # The reference is the model before training: no second model. Its forward pass comes first, when no activations of
+        # the training pass are in memory.
         if reference is None:
             reference = self.reference_log_probs(model, inputs)
         outputs = forward(model, inputs, routed=routed)
@@ -75,7 +72,7 @@ class Dpo(TrainingMethod):
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Means over the pairs, by TRL's names."""
+        """Return means over the pairs, by TRL's names."""
         pairs = counts.get("pairs")
         if not pairs:
             return {}
@@ -83,7 +80,7 @@ class Dpo(TrainingMethod):
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
     def collapse(self, counts: dict[str, Any]) -> str | None:
-        """Not of `apo_down`, which is to make them less likely."""
+        # `apo_down` makes the chosen answers less likely on purpose
         if not counts.get("pairs") or self.settings.loss_type == "apo_down":
             return None
         return collapse_of(
@@ -96,13 +93,13 @@ def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
 
 
 def _robust(beta: float, chosen: Any, rejected: Any, _: Any, __: Any, swapped: float) -> torch.Tensor:
-    """The sigmoid loss, unbiased where a share `swapped` of the pairs is in the wrong order (Chowdhury et al., 2024)."""
+    # unbiased where a share `swapped` of the pairs is in the wrong order (Chowdhury et al., 2024)
     in_order, in_wrong_order = (-logsigmoid(sign * beta * (chosen - rejected)) for sign in (1, -1))
     return ((1 - swapped) * in_order - swapped * in_wrong_order) / (1 - 2 * swapped)
 
 
 def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any, *_: Any) -> torch.Tensor:
-    """Equation 17 of IPO, of means over the tokens of an answer."""
+    # equation 17 of IPO, with means over the tokens of an answer
     return (chosen / chosen_tokens - rejected / rejected_tokens - 1 / (2 * beta)) ** 2
 
 

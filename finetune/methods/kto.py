@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024): learn from single answers that are marked good or bad."""
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024) on single answers labelled good or bad."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _KL = "kl_"
 
 
 class LabelledCollator:
-    """A batch of answers with their labels, and with `has_kl` the KL batch: each prompt with the answer of the row before it,
-    as TRL's, truncated to `max_length` tokens."""
+    """Batches of labelled answers and, with `has_kl`, their KL batch."""
 
     def __init__(self, answers: Collator, max_length: int | None, *, has_kl: bool = True) -> None:
         self._answers, self._max_length, self._has_kl = answers, max_length, has_kl
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """input_ids, labels and attention_mask; the same with the prefix `kl_`; `desirable`, a bool for each row."""
+        """Return the answers' batch, `desirable` for each example, and the KL batch with the prefix `kl_`."""
         batch = self._answers([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
         batch["desirable"] = torch.tensor([bool(row["desirable"]) for row in rows])
         if not self._has_kl:
             return batch
+        # each prompt with the answer of the row before, as in TRL
         mismatched = [self._mismatched(row, rows[index - 1]) for index, row in enumerate(rows)]
         return batch | {f"{_KL}{name}": value for name, value in self._answers(mismatched).items()}
 
@@ -42,16 +42,12 @@ class LabelledCollator:
 
 
 def _answer_start(row: dict[str, Any]) -> int:
-    """Index of the first trained token; a row without one is all prompt."""
+    """Return the index of the first trained token, or the end of an example without an answer."""
     return next((index for index, label in enumerate(row["labels"]) if label != _NOT_TRAINED), len(row["labels"]))
 
 
 class Kto(TrainingMethod):
-    """KTO's loss, as TRL's KTOTrainer, and its `apo_zero_unpaired`.
-
-    The reference point of KTO's, `kl`, is not trained: the mean of how much likelier the KL batch is than for the reference, at
-    least 0. A micro-batch of one row, which only the end of an epoch may have, has no other answer; its `kl` is 0.
-    """
+    """KTO's loss as in TRL's KTOTrainer, and its `apo_zero_unpaired`."""
 
     counts_items = False
 
@@ -60,11 +56,9 @@ class Kto(TrainingMethod):
         return has_kl(self.settings.method, self.settings.loss_type)
 
     def collator(self, answers: Collator) -> Collator:
-        """Labelled answers and their KL batch."""
         return LabelledCollator(answers, self.settings.max_length, has_kl=self._has_kl)
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """The labels and the KL batch."""
         batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}
         names = ("input_ids", "labels", "attention_mask") if self._has_kl else ()
         return batch | {f"{_KL}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
@@ -72,13 +66,16 @@ class Kto(TrainingMethod):
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
-        """A mean over the rows. The passes without gradients come first, when no activations are in memory."""
+        """Return the mean loss of the examples."""
         desirable = inputs["desirable"]
         kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
         batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}
+        # the passes without gradients come first, when no activations are in memory
         with torch.no_grad():
             with self.as_reference(model):
                 reference, *kl_reference = (_log_probs(model, sequences) for sequences in (batch, kl_batch) if sequences)
+            # KTO's reference point is not trained: the mean log-ratio of the KL batch to the reference, at least 0. A
+            # micro-batch of one row, which only the end of an epoch may have, has no other answer: its `kl` is 0.
             kl = reference.new_zeros(())
             if kl_batch:
                 kl = (_log_probs(model, kl_batch) - kl_reference[0]).mean() if len(desirable) > 1 else kl
@@ -93,6 +90,7 @@ class Kto(TrainingMethod):
         rewards = beta * log_ratios.detach()
         counts = {
             "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "desirable": desirable.sum(),
+            # rows on the side of `kl` that their label demands
             "rewards/accuracies": (margins.detach() > 0).sum(), "rewards/chosen": (rewards * desirable).sum(),
             "rewards/rejected": (rewards * ~desirable).sum(), "kl": kl * len(rewards),
             "chosen_tokens": ((batch["labels"] != _NOT_TRAINED).sum(dim=1) * desirable).sum(),
@@ -100,21 +98,21 @@ class Kto(TrainingMethod):
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Means over the rows, by TRL's names; no margin without answers of both labels. Accuracy: the share of the rows that
-        are on the side of `kl` that their label asks for."""
+        """Return means over the examples, by TRL's names."""
         rows, chosen = counts.get("rows"), counts.get("desirable")
         if not rows or chosen is None:
             return {}
         sizes = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
         means = {name: counts[name] / size for name, size in (sizes | {"kl": rows} if self._has_kl else sizes).items() if size}
+        # no margin without answers of both labels
         if chosen and rows > chosen:
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
     def collapse(self, counts: dict[str, Any]) -> str | None:
-        """Of the good answers."""
         if not counts.get("desirable"):
             return None
+        # of the good answers only
         log_ratios = counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
         return collapse_of(log_ratios, counts["desirable"], counts["chosen_tokens"])
 

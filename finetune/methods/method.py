@@ -17,23 +17,23 @@ from finetune.settings.methods import METHODS
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
-#: Chosen answers have collapsed where they are this much less likely than for the reference, in nats: an answer on average, and
-#: a token of it.
+#: Nats by which collapsed answers are less likely than under the reference: an answer on average, and a token.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """The loss of a micro-batch, and a mixture's auxiliary loss (None without one). `counts` are sums over its rows or tokens,
-    as tensors on the device, which are added over an optimizer step and all ranks."""
+    """The loss of a micro-batch."""
 
     loss: torch.Tensor
+    #: A mixture's auxiliary loss.
     auxiliary: torch.Tensor | None
+    #: Sums over rows or tokens, on the device, which are added over an optimizer step and all ranks.
     counts: dict[str, torch.Tensor]
 
 
 class TrainingMethod(ABC):
-    """A training method with the settings of a recipe. The same object is used by the trainer and by the dry run."""
+    """A training method with the settings of a recipe, used by the trainer and by the dry run."""
 
     #: Whether the loss is divided by the trained tokens of the whole step; else it is a mean over a micro-batch.
     counts_items = True
@@ -42,23 +42,24 @@ class TrainingMethod(ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        #: Copies of the adapter that training goes on from, in the order of the trainable parameters.
+        #: Copies of the adapter that training continues from, in the order of the trainable parameters.
         self.reference_copies: list[torch.Tensor] = []
 
     def keep_reference(self, model: Any) -> None:
-        """Before the first step: copy the adapter that training goes on from, which each step is compared with, if any."""
+        """Copy the adapter that training continues from, before the first step, if the method needs a reference."""
         continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
         if METHODS[self.settings.method].reference_passes and continues:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
 
     @contextmanager
     def as_reference(self, model: Any) -> Iterator[None]:
-        """The model as it was before the training: without its adapter, or with the weights that training went on from. For
-        passes without gradients; where the reference is precomputed, only before the first step."""
+        """Temporarily restore the model from before training, for passes without gradients."""
+        # precomputed before the first step, when the adapter is still the reference
         if not self.reference_copies and self.settings.adapter_name_or_path is not None:
             yield
             return
         if not self.reference_copies:
+            # a new adapter: the base model is the reference
             with getattr(model, "module", model).disable_adapter():
                 yield
             return
@@ -71,40 +72,39 @@ class TrainingMethod(ABC):
             _set_data(parameters, trained)
 
     def collator(self, answers: Collator) -> Collator | None:
-        """Makes a batch of rows, with the collator of rows that have one answer; None for that one itself."""
+        """Return a collator based on the collator of single answers; None for that collator itself."""
         return None
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """Tensors that a dry run adds to a batch of `rows` sequences: of the same shapes and dtypes as the collator's."""
+        """Return tensors that a dry run adds to a batch of `rows` sequences, shaped as the collator's."""
         return {}
 
     @abstractmethod
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
-        """Forward passes and loss. `model` is a PeftModel with the fused head (`add_loss`), perhaps inside DDP.
+        """Return the loss of a PeftModel with the fused head (`add_loss`), perhaps inside DDP.
 
-        `items`: trained tokens of the whole step; None: of the micro-batch. `routed`: ask for a mixture's auxiliary loss;
-        None: as the model is configured.
+        `items`: trained tokens of the whole step; None: of the micro-batch. `routed`: compute a mixture's auxiliary loss;
+        None: as configured.
         """
 
     def reference_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Log-probabilities of each sequence for the reference, without gradients."""
+        """Return each sequence's log-probability under the reference."""
         with torch.no_grad(), self.as_reference(model):
             return forward(model, inputs, routed=False).log_probs.sum(dim=1)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Metrics of this method only, from the sums of its counts."""
+        """Return this method's metrics from the sums of its counts."""
         return {}
 
     def collapse(self, counts: dict[str, Any]) -> str | None:
-        """In words, how unlikely the chosen answers have become, where they have collapsed; None where they have not."""
+        """Return a sentence on collapsed chosen answers, or None."""
         return None
 
 
 def collapse_of(log_ratios: float, answers: float, tokens: float) -> str | None:
-    """`TrainingMethod.collapse` of chosen answers, from the sum of their log-ratios to the reference, their number and their
-    tokens."""
+    """Return a sentence on collapsed answers, from sums of log-ratios to the reference, answers and tokens."""
     if not answers or log_ratios > -max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
         return None
     return (
@@ -123,21 +123,20 @@ def _set_data(parameters: list[Any], values: list[torch.Tensor]) -> None:
 
 
 def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
-    """Log-probabilities of the labels, without logits. `routed`: with a mixture's auxiliary loss; None: as configured."""
+    """Return log-probabilities of the labels, without logits. `routed`: as in `TrainingMethod.loss`."""
     is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
     router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
 
 
 class Sft(TrainingMethod):
-    """Mean negative log-likelihood of the trained tokens, as TRL's SFTTrainer."""
+    """Mean negative log-likelihood of the trained tokens, as in TRL's SFTTrainer."""
 
     evaluates_as_sft = True
 
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
-        """`correct`: trained tokens that are the likeliest."""
         outputs = forward(model, inputs, routed=routed)
         tokens = outputs.label_mask.sum() if items is None else items
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Which rows are in a step, and in what order: the longest early, a step's rows by length."""
+"""The order of examples in a run: the longest early, each step sorted by length."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from finetune.data.tokens import NOT_TRAINED
 
 
 def row_lengths(rows: Any) -> list[int]:
-    """Tokens of each row (of its longest answer), from the offsets: a million rows as lists of integers would take minutes and
-    gigabytes."""
+    """Return the tokens of each example, or of its longest answer."""
+    # from the offsets: a million rows as lists of integers would take minutes and gigabytes
     columns = _columns(rows, "input_ids")
     return np.max([compute.list_value_length(ids).to_numpy(zero_copy_only=False) for ids in columns], axis=0).tolist()
 
 
 def trained_counts(rows: Any) -> list[int]:
-    """Tokens of each row that count in the loss; the mean of several answers."""
+    """Return the tokens of each example that count in the loss, as a mean of several answers."""
     return (
         np.ceil(np.mean([_trained(labels.combine_chunks()) for labels in _columns(rows, "labels")], axis=0))
         .astype(int)
@@ -41,25 +41,20 @@ def _trained(labels: Any) -> np.ndarray:
     return np.diff(counts[ends], prepend=0)
 
 
+# The two longest rows train in the first two optimizer steps, so that out of memory happens there and not at step 2,321. The
+# second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
+# gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak of the forecast. The row with
+# most pixel values is in step 2, too, or, where step 2 has a single row, in step 1 in place of the second longest. They are
+# swapped with the rows in these places, so each row still trains once an epoch.
 class LongestEarly(Sampler[int]):
-    """Random order by seed and epoch, except that the two longest rows train in the first two optimizer steps, so that out of
-    memory happens there and not at step 2,321, and that a step's rows are sorted by length, so that its micro-batches have
-    little padding. Which rows are in a step is not changed by the sorting, and so neither is the step's gradient.
-
-    The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
-    gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
-    are swapped with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
-    the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps. `pixel_values`: of
-    each row's pictures; the row with most is in step 2, too, or where that has a single row in step 1 in place of the second
-    longest.
-    """
+    """Random order by seed and epoch, with the longest examples in the first two steps and each step sorted by length."""
 
     def __init__(self, lengths: list[int], seed: int, batch: int, steps: int, pixel_values: Sequence[int] = ()) -> None:
+        # `batch`, the effective batch size, is independent of an out-of-memory retry: so is the order
         self._lengths, self._seed, self._batch, self._steps, self._epoch = lengths, seed, batch, steps, 0
         self._pixel_values = pixel_values
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which selects the order."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -73,17 +68,17 @@ class LongestEarly(Sampler[int]):
             order[index], order[other] = row, order[index]
         for start in range(0, len(order), self._batch):  # the first step's rows from the longest down, others up
             rows = order[start : start + self._batch]
+            # micro-batches with little padding; the step's gradient stays the same
             yield from sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
 
     def _early_rows(self) -> dict[int, int]:
-        """Index in this epoch -> the row that stands there: the longest ones, and that with most pixel values."""
         indices = self._longest_indices()
         longest = heapq.nlargest(len(indices), range(len(self)), key=self._lengths.__getitem__)
         early = dict(zip(indices, longest, strict=True))
         if not early or not any(self._pixel_values):
             return early
         largest = max(range(len(self)), key=self._pixel_values.__getitem__)
-        if largest not in early.values():  # beside the longest one, if need be in place of the second longest
+        if largest not in early.values():  # beside the longest row, or in place of the second longest
             early[indices[0] - 1 if indices[0] else 1] = largest
         return early
 
@@ -91,4 +86,4 @@ class LongestEarly(Sampler[int]):
         rows = len(self._lengths)
         if self._epoch == 0:
             return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)
-        return (rows - 1,) if self._epoch == 1 and 0 < rows <= self._batch else ()  # one step an epoch
+        return (rows - 1,) if self._epoch == 1 and 0 < rows <= self._batch else ()  # an epoch of one step

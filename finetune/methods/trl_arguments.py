@@ -13,14 +13,11 @@ from finetune.settings.methods import METHODS
 def trl_arguments(
     settings: Settings, *, output_dir: str, total_steps: int | None, evaluates: bool, on_cpu: bool
 ) -> dict[str, Any]:
-    """Fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32).
-
-    `total_steps`: of the run; `evaluates`: whether there are held-out rows.
-    """
+    """Return fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
     warmup_steps = settings.warmup_steps
     return dict(
         output_dir=output_dir,
-        dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
+        dataset_kwargs={"skip_prepare_dataset": True},  # examples come tokenised, with labels, none over max_length
         max_length=None,
         packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
         padding_free=settings.packing,
@@ -41,7 +38,7 @@ def trl_arguments(
         fp16=settings.dtype == "float16",
         use_cpu=on_cpu,
         ddp_find_unused_parameters=False,
-        save_on_each_node=settings.launch.num_machines > 1,  # each machine has a run directory of its own
+        save_on_each_node=settings.launch.num_machines > 1,  # each machine has its run directory
         logging_strategy="steps",
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would replace a NaN by the last finite loss

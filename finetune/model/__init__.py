@@ -1,1 +1,1 @@
-"""Model: builds base model and adapters for training and forecast, and applies the memory techniques."""
+"""Base models and adapters for training and forecast, and their memory techniques."""

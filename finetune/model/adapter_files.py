@@ -1,4 +1,4 @@
-"""An adapter's folder, checked by its configuration and the header of its weights, before a library reads either."""
+"""Checks of an adapter's folder before a library reads it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def adapter_problems(folder: Path) -> list[str]:
-    """Return the problems of an adapter, one line each. Weights are read from safetensors only: other formats run code."""
+    """Return the problems of an adapter, one line each."""
     try:
         config = read_json(folder / ADAPTER_CONFIG, dict)
     except (OSError, ValueError) as error:
         return [f"{ADAPTER_CONFIG} can't be read: {error}"]
     problems = config_problems(config)
     if problem := file_problem(folder / ADAPTER_WEIGHTS):
+        # without a readable header there are no tensors to check
         return [*problems, f"{ADAPTER_WEIGHTS} {problem}"]
+    # safetensors only: other formats run code
     with (folder / ADAPTER_WEIGHTS).open("rb") as file:
         tensors = {name: entry for name, entry in read_safetensors_header(file)[0].items() if name != "__metadata__"}
     return problems or [problem for name, entry in tensors.items() if (problem := _tensor_problem(name, entry, config))][:5]
 
 
 def config_problems(config: dict[str, Any]) -> list[str]:
-    """Values of adapter_config.json that no adapter has."""
+    """Return the invalid values of adapter_config.json."""
     problems = []
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if rank is not None and not (type(rank) is int and 0 < rank <= _MAX_RANK):

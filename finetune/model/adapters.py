@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters: which layers get one, and the fp32 parameters that are trained."""
+"""LoRA and DoRA adapters, and the parameters that are trained."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from finetune.model.language_model import outside_language_model, text_config, u
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
 from finetune.settings import Settings
 
-#: PEFT refuses adapters on two layers of these, with kernels or without.
+#: Model types in which PEFT refuses adapters on two layers, with kernels or without.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None) -> PeftModel:
-    """Add LoRA (DoRA, rsLoRA) adapters in `adapter_dtype`, and the rows of new tokens; nothing else is trainable.
-
-    `tokenizer`: the run's, with its new tokens; a model on meta needs none. Raises RecipeError for unknown `target_modules`.
-    """
+    """Add adapters and the rows of new tokens, and freeze all other parameters. Raises RecipeError for unknown
+    `target_modules`."""
+    # `tokenizer` has the run's new tokens; a model on meta needs none
     grow_vocabulary(model, settings, tokenizer)
     targets = settings.target_modules
     layers, expert_weights = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
@@ -40,7 +39,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         trainable_token_indices=token_indices(model, settings),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
+    for target in layers if isinstance(layers, list) else []:  # PEFT raises only when no target exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             raise RecipeError(f"target_modules: this model has no layer {target}", _linear_layers(model))
     from finetune.layers.layer_offloading import weights_for_magnitudes
@@ -62,7 +61,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         peft_model.enable_input_require_grads()
     cast_adapters(peft_model, settings)
     name_experts_for_trl(text_config(model.config))
-    # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: these keep PEFT's cast.
+    # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: both keep PEFT's cast.
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
     return peft_model
@@ -80,13 +79,12 @@ def _why_ends_have_none(model: PreTrainedModel) -> str:
 
 def _linear_layers(model: torch.nn.Module) -> str:
     linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    # without the adapters that PEFT has added already
     names = sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name})
     return f"Linear layers of this model: {', '.join(names)}"
 
 
 def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
-    """PEFT's `exclude_modules`: modules outside the language model that aren't trained, and linear layers whose result isn't
-    their product."""
     patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
     odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})
     odd += without_adapters(text_config(model.config).model_type)
@@ -97,11 +95,12 @@ def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
 
 
 def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
-    """Whether a module inherits from Linear but returns something else: a mixture's router, or a product in groups."""
+    """Return whether a module inherits from Linear but computes something else."""
     if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
         return False
     if type(module).__module__.startswith("bitsandbytes."):
         return False
+    # such as a mixture's router, or a product in groups: found by the type and shape of its output
     with fake_tensor_mode():
         inner = copy.copy(module)
         inner._parameters = {
@@ -116,27 +115,26 @@ def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
 
 
 def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
-    """Set train mode, the adapters' dtype, and no repacking of 4-bit weights.
-
-    On a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good.
-    """
+    """Set train mode and the adapters' dtype, and disable repacking of 4-bit weights."""
+    # on a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good
     disable_cpu_repacking(model)
     cast_adapters(model, settings)
     model.train()
 
 
 def cast_adapters(model: torch.nn.Module, settings: Settings) -> None:
-    """Cast trainable parameters to `adapter_dtype`, usually fp32: TRL casts adapters of a quantised model to bf16."""
+    """Cast trainable parameters to `adapter_dtype`."""
+    # TRL casts adapters of a quantised model to bf16
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
 
 
 def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast trainable parameters."""
+    """Cast trainable parameters to `dtype`."""
     for _, parameter in trainable_parameters(model):
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Name and parameter of each trainable parameter."""
+    """Return name and parameter of each trainable parameter."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Builds the base model: loaded onto a device for training, on meta for the forecast."""
+"""The base model: loaded onto a device for training, built on meta for the forecast."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ from finetune.model.quantisation import model_dtype, quantiser_of, quantization_
 from finetune.model.weights import check_weights
 from finetune.settings import Settings
 
-#: In torch's errors about values of a model's files.
+#: Texts in torch's errors about a model's files.
 _OF_FILES = ("mismatch", "cannot be converted", "negative dimension", "infer dtype")
 
 
 def build_base(
     settings: Settings, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool, offloads: bool = False
 ) -> PreTrainedModel:
-    """The base model in the recipe's dtype and quantisation.
+    """Return the base model in the recipe's dtype and quantisation, on meta without `weights`.
 
-    With `weights` the safetensors files are loaded onto `device`; without, the same modules are built on `meta`.
-    `offloads`: decoder layers leave the device while they are loaded, as the recipe has it, and are there only when they run.
-    Raises RecipeError when the checkpoint's own quantisation and the recipe's don't agree.
+    Raises RecipeError when the quantisation of the checkpoint contradicts the recipe.
     """
+    # decoder layers leave the device as they are loaded, and return only to run
     offloads = offloads and settings.layer_offloading is not False
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
@@ -80,7 +79,7 @@ def build_base(
 
 
 def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """Raise RecipeError for missing tensors, which would be random, and for extra layers, which would be dropped."""
+    # missing tensors would be random, and extra layers would be dropped
     missing = sorted(loading_info["missing_keys"])
     outside = re.compile(outside_language_model(model) or "(?!)")
     unexpected = [key for key in loading_info["unexpected_keys"] if not outside.fullmatch(key)]
@@ -97,11 +96,9 @@ def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_inf
 
 
 def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
-    """Whether grouped-query attention needs keys and values repeated per query head at this compute capability.
-
-    Only flash attention (16 bit, Ampere or newer) has grouped queries. Otherwise torch 2.13 would fall back to the math kernel
-    with fp32 scores; with repeated keys it uses the memory-efficient kernel (sdp_utils.cpp, pytorch#191085).
-    """
+    """Return whether grouped-query attention needs keys and values repeated for each query head on this GPU."""
+    # Only flash attention (16 bit, Ampere or newer) has grouped queries. Otherwise torch 2.13 would fall back to the math
+    # kernel with fp32 scores; with repeated keys it uses the memory-efficient kernel (sdp_utils.cpp, pytorch#191085).
     return dtype == torch.float32 or (capability is not None and capability < (8, 0))
 
 
@@ -113,7 +110,7 @@ def build_on_meta(
     config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False,
     quantiser: type | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
+    """Return the modules of a loaded model on meta, with bitsandbytes' layers."""
     bare = _without_quantization(config)
     with _build_errors(config), torch.device("meta"):
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
@@ -131,7 +128,7 @@ def build_on_meta(
 
 
 def _class_to_build(config: PretrainedConfig) -> Any:
-    """AutoModelForCausalLM for remote code, which it finds and checks; else the class itself."""
+    # AutoModelForCausalLM finds and checks remote code
     return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
 
 
@@ -152,8 +149,8 @@ def _build_errors(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _attention(settings: Settings, weights: bool) -> str:
-    """The attention kernels. A forecast without flash-attn takes torch's, which save the same tensors."""
     attention: str = settings.attn_implementation
+    # a forecast without flash-attn takes torch's kernels, which save the same tensors
     if attention == "flash_attention_2" and not weights and not is_flash_attn_2_available():
         attention = varlen_attention.NAME if settings.packing else "sdpa"
     if attention == varlen_attention.NAME:
@@ -163,7 +160,7 @@ def _attention(settings: Settings, weights: bool) -> str:
 
 @contextmanager
 def load_errors(path: str) -> Iterator[None]:
-    """Turn errors of transformers and the hub about the files of a model into a RecipeError with the damaged file."""
+    """Turn errors about a model's files into a RecipeError that names the damaged file."""
     try:
         yield
     except (

@@ -1,4 +1,4 @@
-"""The packaged catalogue of models: dimensions as in config.json, and the published number of parameters."""
+"""The packaged catalogue of models."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ _FILE = Path(__file__).resolve().parent / "configurations.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of the catalogue. `parameters`: as published, of the language model alone.
-
-    `first`: no earlier entry has the same values. `pretrained`: there is no chat model of this size. `source`: keys of
-    `sources` in configurations.json. `date`: when the values were read; None for rows older than that field.
-    """
+    """A model of the catalogue."""
 
     config: dict[str, Any]
+    #: As published, for the language model alone.
     parameters: float
+    #: No earlier entry has the same values.
     first: bool
+    #: No chat model of this size exists.
     pretrained: bool
+    #: Key in `sources()`.
     source: str
+    #: Date of reading the values; None for rows older than this field.
     date: str | None
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Hub id -> content of config.json, the fields that planning needs."""
+    """Return the planning fields of config.json by hub id."""
     return {name: entry.config for name, entry in entries().items()}
 
 
@@ -45,7 +46,7 @@ def _file() -> dict[str, Any]:
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Hub id -> entry, for every model of the catalogue."""
+    """Return every entry by hub id."""
     rows = _file()["models"]
     by_name: dict[str, Entry] = {}
     for name, row in rows.items():

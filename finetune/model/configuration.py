@@ -1,4 +1,4 @@
-"""Finds a model and reads its config.json from a folder, the hub or the packaged catalogue, without importing torch."""
+"""A model's config.json from a folder, the hub or the catalogue."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _EAGER_ONLY = {
     "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 _CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-#: Of what is built one by one.
+#: Upper bounds of parts that are built one by one.
 _MOST = {"num_hidden_layers": 10_000, "num_labels": 100_000}
-#: Of config.json and of a README that are read.
+#: Bytes read of a config.json or README.
 _MAX_BYTES = 4_000_000
 DOWNLOAD_AGAIN = f"Download the model again, or give another folder. (Files of git-lfs: {LFS_FIX})"
-#: How a model that nothing here knows is planned.
+#: Fix for a model that is unknown here.
 FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/folder"
 
 
 def resolve_model_path(settings: Recipe) -> str:
-    """The folder or hub id to load. Raises RecipeError when it is neither, or a folder without config.json."""
+    """Return the folder or hub id of the model. Raises RecipeError."""
     name = settings.model_name_or_path
     if bundled := model_path(name):
         return str(bundled)
@@ -58,7 +58,7 @@ def resolve_model_path(settings: Recipe) -> str:
 
 
 def refuse_no_model(path: Path, name: str) -> None:
-    """Raise ModelError for a file or folder that can't be a model: its kind, and the fix."""
+    """Raise ModelError for a path that can't be a model."""
     run = next((folder for folder in (path, path.parent) if (folder / "plan.json").is_file()), None)
     fix = f"Make a model of it: finetune merge {run}. " if run else ""
     if path.suffix.lower() == ".gguf":
@@ -79,7 +79,7 @@ def refuse_no_model(path: Path, name: str) -> None:
 
 
 def read_config(settings: Recipe) -> dict[str, Any]:
-    """The content of config.json from the folder, the hub's cache, the hub or the catalogue. Raises RecipeError."""
+    """Return the content of config.json. Raises RecipeError."""
     path = resolve_model_path(settings)
     if file := _on_disk(path, _CONFIG, settings.model_revision):
         return _parsed(file, path)
@@ -90,7 +90,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     if path in models:
         return dict(models[path])
     problem = f"{problem}, and it is not in the catalogue"
-    if Path(path).parent.is_dir():  # of a hub id, that is its owner
+    if Path(path).parent.is_dir():  # the parent of a hub id is its owner
         problem = f"there is no folder {Path(path).absolute()}, and as a hub id: {problem}"
     raise ModelError(
         f"model_name_or_path {path}: {problem}", f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
@@ -98,15 +98,16 @@ def read_config(settings: Recipe) -> dict[str, Any]:
 
 
 def vocabulary_size(settings: Recipe) -> int | None:
-    """Rows of the model's embedding by its config.json; None where that lacks it. Raises RecipeError."""
+    """Return the rows of the model's embedding, if config.json has them. Raises RecipeError."""
     values = read_config(settings)
     parts = [values, *(values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict))]
     sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
+    # a multimodal model's text part is last
     return sizes[-1] if sizes else None
 
 
 def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | None:
-    """The first value of a key in the header of the model's README; None if it can't be read."""
+    """Return a key's first value in the header of the model's README, or None."""
     # by its line: other values may be nested too deeply for a parser
     try:
         path, revision = resolve_model_path(settings), settings.model_revision
@@ -121,13 +122,11 @@ def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | N
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the model's hub id in place of a name like it, and a sentence that says so, or nothing.
-
-    A folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
-    """
+    """Return the recipe with a hub id for an informal model name, and a note."""
     from finetune.settings import resolved
 
     typed, revision = recipe.model_name_or_path, recipe.model_revision
+    # a folder, and an id that this machine or the hub has, stay
     if model_path(typed) or revision or typed in catalogue() or expanded(typed).exists():
         return recipe, ""
     match = resolve(typed)
@@ -144,7 +143,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def default_attention(values: dict[str, Any]) -> str:
-    """Default `attn_implementation` for a config.json: sdpa where the model type supports it, else eager."""
+    """Return a config.json's default `attn_implementation`."""
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
 
 
@@ -165,7 +164,7 @@ def _parsed(source: str | Path, path: str) -> dict[str, Any]:
 
 
 def _with_floats(values: dict[str, Any]) -> Any:
-    """transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`."""
+    # transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`
     return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
@@ -174,16 +173,17 @@ def _on_disk(path: str, name: str, revision: str | None) -> Path | None:
 
 
 def _fetch(repo: str, revision: str, name: str = _CONFIG) -> tuple[str | None, str]:
-    """A file from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():
         return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
     if not hub.is_reachable():
         return None, "not in the local cache and the hub can't be reached"
+    # a file and no problem, or None and the problem; one attempt: the hub client's retries take 20 s without a network
     request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
     token = get_token()
     if token:
+        # not sent to redirect targets
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as answer:

@@ -1,8 +1,4 @@
-"""AdamW with fp32 master weights and moments in host memory: only weights and gradients stay on the card.
-
-Gradients are copied to the host in `step()`, not in backward, so clipping, gradient accumulation, loss scaling and schedules
-work as with any other optimizer. Master weights are always fp32, so small updates of 16-bit adapters add up.
-"""
+"""AdamW with fp32 master weights and moments in host memory."""
 
 from __future__ import annotations
 
@@ -18,12 +14,11 @@ from finetune.layers.host_memory import host_empty
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+# Gradients are copied to the host in `step()`, not in backward, so clipping, gradient accumulation, loss scaling and
+# schedules work as with any other optimizer. Host memory: 12 bytes of state per parameter, allocated at the first step, and a
+# staging buffer in the weights' dtype.
 class CpuAdamW(torch.optim.Optimizer):
-    """AdamW by torch's fused CPU kernel; bit-identical to `torch.optim.AdamW` for fp32 weights.
-
-    Host memory: 12 bytes of state per parameter, allocated at the first step, and a staging buffer in the weights' dtype.
-    `state_dict` has the state alone; loading keeps it on the host and sets the weights to their master weights.
-    """
+    """AdamW by torch's fused CPU kernel; bit-identical to `torch.optim.AdamW` for fp32 weights."""
 
     def __init__(
         self,
@@ -42,7 +37,6 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -52,10 +46,11 @@ class CpuAdamW(torch.optim.Optimizer):
         for parameter in touched:
             self._stage(parameter).copy_(parameter.grad, non_blocking=True)
             if not self.state[parameter]:
+                # fp32 masters, so that small updates of 16-bit adapters add up
                 self.state[parameter] = {"step": _step_count(parameter), "master": _host(parameter).copy_(parameter)}
                 self.state[parameter] |= {name: _host(parameter).zero_() for name in _MOMENTS}
         for device in {parameter.device for parameter in touched if parameter.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # until the gradients are here
+            torch.cuda.current_stream(device).synchronize()  # until the gradients have arrived
         for group, parameters in groups:
             if parameters:
                 self._update(group, parameters)
@@ -65,10 +60,8 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, on the host and in fp32; torch would move it to the weights' device and dtype.
-
-        Raises ValueError when the groups don't match.
-        """
+        """Load a state into host memory. Raises ValueError when the groups don't match."""
+        # torch would move the state to the weights' device and dtype
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]

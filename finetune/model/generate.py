@@ -1,4 +1,4 @@
-"""Answers of a loaded model: greedy answers to a batch of prompts, and a sampled answer that is streamed and can be stopped."""
+"""Answers of a loaded model: greedy for a batch, or sampled and streamed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 takes the likeliest; the same `seed` draws the same random numbers."""
+    """Settings of sampling."""
 
+    #: 0 takes the likeliest token.
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
@@ -27,17 +28,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer: its text, tokens and seconds, whether it was stopped before its end, and whether a stop token ended it."""
+    """A streamed answer."""
 
     text: str
     tokens: int
     seconds: float
+    #: Whether `stopped()` ended it.
     stopped: bool
+    #: Whether a stop token ended it.
     ended: bool = False
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second with the prompt's computation; None without tokens."""
+        """Tokens per second including the prompt's computation; None without tokens."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
@@ -52,13 +55,8 @@ def greedy_answers(
     with_special_tokens: bool = False,
     more_inputs: MoreInputs | None = None,
 ) -> list[tuple[str, bool]]:
-    """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`.
-
-    Returns each text, and whether it was cut at `max_new_tokens`.
-
-    Prompts are padded on the left. The model should be in evaluation mode. No random numbers are drawn.
-    `more_inputs`: makes the inputs beside the tokens, such as pictures.
-    """
+    """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
+    # padded on the left, so that all prompts end at the same position
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
@@ -91,10 +89,7 @@ def streamed_answer(
     with_special_tokens: bool = False,
     more_inputs: MoreInputs | None = None,
 ) -> Streamed:
-    """Continue a tokenised prompt, passing each new piece of text to `on_text`; ends early once `stopped()`.
-
-    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here.
-    """
+    """Continue a tokenised prompt, passing each new piece of text to `on_text`, until `stopped()`."""
     from transformers import StoppingCriteriaList
 
     pieces, began, stop_requested = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter(), [False]
@@ -106,6 +101,7 @@ def streamed_answer(
     ids = torch.tensor([question], device=model.device)
     sampled: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature > 0:
+        # transformers draws from the global random numbers
         torch.manual_seed(sampling.seed)
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
@@ -135,7 +131,7 @@ def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
 
 
 class _Pieces:
-    """transformers' streamer interface: decodes tokens as they arrive and emits text that later tokens can't change."""
+    """transformers' streamer interface, which emits only text that later tokens can't change."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], with_special: bool) -> None:
         self._tokenizer, self._on_text, self._with_special = tokenizer, on_text, with_special
@@ -148,14 +144,14 @@ class _Pieces:
             return
         self._ids += value.reshape(-1).tolist()
         text = self._text(self._ids)
-        if not text.endswith("\ufffd"):  # the first bytes of a character
+        if not text.endswith("\ufffd"):  # ends with an incomplete character
             self._emit(text)
 
     def end(self) -> None:
         """Called after the last token."""
 
     def finish(self, ids: list[int]) -> str:
-        """Emit the remaining text; returns the whole text, which begins with all that was emitted."""
+        """Emit the remaining text, and return the whole text."""
         text = self._text(ids)
         self._emit(text)
         return text if text.startswith(self._emitted) else self._emitted

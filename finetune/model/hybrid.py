@@ -1,4 +1,4 @@
-"""Model types with delta nets or Mamba mixers: the package that has their kernels, and whether it can be used."""
+"""Kernel packages of model types with delta nets or Mamba mixers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from finetune.requirements import installed_version
 
 
 class KernelPackage(NamedTuple):
-    """A package that transformers imports for a layer. `costs`: of the reference in PyTorch that runs without it."""
+    """A package with kernels for a layer of transformers."""
 
     name: str
+    #: Cost of the PyTorch reference, which runs without the package.
     costs: str
     install: str
 
@@ -37,7 +38,7 @@ _MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code read
 _READ_OUTSIDE = {
     "mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS, "gemma3n_text": ("prediction_coefs", "correction_coefs"),
 }  # fmt: skip
-#: Layers whose weights transformers reads past an adapter in training; and those that a kernel of mamba-ssm reads.
+#: Layers whose weights transformers reads past an adapter in training; and layers that a kernel of mamba-ssm reads.
 _NO_ADAPTER = {**dict.fromkeys(("mamba", "falcon_mamba", "jamba"), ("dt_proj",)), "gemma3n_text": ("correction_coefs",)}
 _FUSED: dict[str, tuple[str, ...]] = {"mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS}
 _FUSED |= dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2"), ("out_proj",))
@@ -45,7 +46,7 @@ _FUSED |= dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"
 
 @cache
 def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple[str, str] | None:
-    """Why a GPU of this compute capability takes the reference, and what to type where that helps."""
+    """Return why a GPU takes the PyTorch reference, and the fix."""
     if package is FLA and capability < (8, 0):
         return f"{package.name} has not been tried on GPUs without bfloat16", ""
     if installed_version(package.name) is None:
@@ -59,24 +60,24 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
 
 
 def takes_reference(module: str, capability: tuple[int, int] | None) -> bool:
-    """Whether a layer takes the reference on this GPU, or on the CPU, though `module` can be imported."""
+    """Return whether a layer takes the reference despite an importable `module`."""
     return capability is None or (module == "fla" and kernel_problem(FLA, capability) is not None)
 
 
 def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """One line on the reference that layers of a model type take on a GPU; none where they take a package, or on the CPU."""
+    """Return a line on the reference that a model type takes on a GPU."""
     package = PACKAGES.get(model_type.removesuffix("_text"))
     problem = kernel_problem(package, capability) if package and capability else None
     return ("reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; "),) if package and problem else ()
 
 
 def read_outside(model_type: str) -> tuple[str, ...]:
-    """Names of layers that are not quantised because other modules or kernels read or change their weights."""
+    """Return layers that stay 16-bit because other modules or kernels read their weights."""
     return _READ_OUTSIDE.get(model_type) or _read_by_kernel(model_type)
 
 
 def without_adapters(model_type: str) -> tuple[str, ...]:
-    """Names of layers whose adapters would get no gradient."""
+    """Return layers whose adapters would get no gradient."""
     return _NO_ADAPTER.get(model_type, ()) + _read_by_kernel(model_type)
 
 

@@ -1,7 +1,4 @@
-"""The language model of a multimodal checkpoint: the checkpoint's own class, without the parts for images, video and sound.
-
-Its parameters keep the names they have in the whole model, so that weights load as usual and an adapter fits the whole model.
-"""
+"""The language model of a multimodal checkpoint, without image, video and sound parts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-#: Names of projectors in transformers' models: those beside the tower, and those at its end.
+#: Names of projectors in transformers' models, beside the tower or at its end.
 _PROJECTORS = (
     "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
     "patch_merger",
@@ -23,12 +20,12 @@ _OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache", "input
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a configuration that describes the language model; the configuration itself where it has no parts."""
+    """Return the configuration of the language model."""
     return config.get_text_config(decoder=True)
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Whether the configuration is of a model with a language model among other parts."""
+    """Return whether a configuration has a language model among other parts."""
     return _image_text_class(config) is not None and text_config(config) is not config
 
 
@@ -39,20 +36,19 @@ def _image_text_class(config: PretrainedConfig) -> Any:
 
 
 def mark_vision(config: PretrainedConfig) -> None:
-    """Have the whole model built from this configuration, with its vision tower. Raises ValueError for one without."""
+    """Mark a configuration to build the vision tower, too. Raises ValueError without a vision tower."""
     if not is_multimodal(config):
         raise ValueError("it has no vision tower")
     config.loads_vision = True
 
 
 def loads_vision(config: PretrainedConfig) -> bool:
-    """Whether the whole model is built from this configuration."""
+    """Return whether a configuration is marked by `mark_vision`."""
     return bool(getattr(config, "loads_vision", False))
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class to build: a causal language model, or a multimodal model, without its other parts unless the configuration is
-    marked; None when neither."""
+    """Return the class to build: a causal or multimodal model, or None."""
     from transformers import AutoModelForCausalLM
 
     whole = _image_text_class(config)
@@ -63,9 +59,10 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
-    """`attn_implementation` for building: the parts that are left out may not support the language model's kernel."""
+    """Return `attn_implementation` for building, by part of a multimodal model."""
     if attention is None or not is_multimodal(config) or loads_vision(config):
         return attention
+    # parts that are left out may not support the language model's kernel
     text = text_config(config)
     return {"": attention} | {
         name: attention if getattr(config, name, None) is text else "eager" for name in config.sub_configs
@@ -73,14 +70,13 @@ def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | 
 
 
 def outside_language_model(model: Any) -> str | None:
-    """PEFT's `exclude_modules`: a pattern of the modules that the whole model has beside these; None for a model of text."""
+    """Return PEFT's `exclude_modules` for modules outside the language model; None for a text model."""
     path = getattr(model, "language_model_path", None)
     return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
 
 
 def untrained_vision(model: Any, trained: str) -> str | None:
-    """PEFT's `exclude_modules` for what of the vision part is not trained: all with `none`, all but the projector with
-    `projector`, nothing with `all`. None for a model of text."""
+    """Return PEFT's `exclude_modules` for vision parts that are not trained; None for a text model."""
     path = getattr(model, "decoder_path", "")
     if not path:
         return None
@@ -94,8 +90,7 @@ def untrained_vision(model: Any, trained: str) -> str | None:
 
 
 def _unread_layers(model: Any) -> str | None:
-    """A pattern of the tower's last layers, where the model reads an earlier one's output, as LLaVA does: they would get no
-    gradient."""
+    # where the model reads an earlier layer's output, as LLaVA does, the tower's last layers get no gradient
     read = getattr(model.config, "vision_feature_layer", None)
     count = getattr(getattr(model.config, "vision_config", None), "num_hidden_layers", None)
     if read is None or not count:
@@ -108,7 +103,7 @@ def _unread_layers(model: Any) -> str | None:
 
 @cache
 def _subclass(whole: type[PreTrainedModel], vision: bool) -> type[PreTrainedModel]:
-    """A subclass of the same name, by which transformers looks up how a checkpoint's tensors are renamed."""
+    # the same class name, by which transformers looks up how a checkpoint's tensors are renamed
     members = {} if vision else {"base_model": property(_body), "get_output_embeddings": _head}
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
@@ -132,7 +127,7 @@ def _body(model: Any) -> Any:
     decoder = _decoder(model)
     if decoder is None:
         return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-    if _has_head(decoder):  # Llama 4's names a prefix that it doesn't have
+    if _has_head(decoder):  # Llama 4 names a prefix that its decoder lacks
         return decoder.model if decoder.base_model is decoder else decoder.base_model
     return model.get_submodule(model.language_model_path.rpartition(".")[0])
 
@@ -148,6 +143,7 @@ def _has_head(decoder: Any) -> bool:
     return decoder.get_output_embeddings() is not None
 
 
+# parameters keep their names in the whole model, so that weights load as usual and an adapter fits the whole model
 def _keep_language_model(model: Any) -> None:
     decoder_path, decoder = _find_decoder(model)
     parent = decoder_path.rpartition(".")[0]
@@ -179,21 +175,21 @@ def _kept_modules(model: Any) -> list[str]:
 
 
 def _text_forward(decoder: Any, whole: Any) -> Any:
-    """A forward of `whole` that calls only its language model, without the arguments that concern its other parts."""
     of_whole = inspect.signature(type(whole).forward)
+    # arguments of images and sound
     others = set(of_whole.parameters) - set(inspect.signature(decoder.forward).parameters) - _OF_TEXT
 
     def forward(*arguments: Any, **named: Any) -> Any:
         call_arguments = of_whole.bind(whole, *arguments).arguments | named
         call_arguments = {name: value for name, value in call_arguments.items() if name not in others and value is not whole}
         output = decoder(**call_arguments)
-        return _TextOutput(output) if isinstance(output, ModelOutput) else output  # tuples stay as they are
+        return _TextOutput(output) if isinstance(output, ModelOutput) else output  # tuples stay tuples
 
     return forward
 
 
 class _TextOutput:
-    """A language model's output; the fields that only the whole model's body has are None."""
+    """A language model's output, with None for fields of the whole model."""
 
     def __init__(self, output: ModelOutput):
         self._output = output

@@ -1,4 +1,4 @@
-"""Hides the libraries' progress bars and the warnings that the user can do nothing about."""
+"""Libraries' progress bars and warnings that a user can't act on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """Switch off transformers' and datasets' progress bars, FutureWarnings, and bitsandbytes' warnings, in this process."""
+    """Hide progress bars, FutureWarnings and bitsandbytes' warnings in this process."""
     from datasets import disable_progress_bars
     from transformers.utils import logging as transformers_logging
 

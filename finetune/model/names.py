@@ -1,8 +1,4 @@
-"""Names of models as people type them: the hub id in the catalogue, similar ids, or the reason why a model is not there.
-
-A name is known if it is an id, an id without its account, a packed copy (GGUF, AWQ, bnb-4bit) of a model, or in names.json.
-Case, spaces and punctuation do not count, nor how a name says that it is a chat model. Never another model.
-"""
+"""Informal model names, resolved to hub ids of the catalogue."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ _PACKING = re.compile(
     r"(?<![a-z0-9])(?:gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
     r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16)(?![a-z0-9])"
 )
-#: What can be done where the named model can't be trained at all.
+#: Fix where the named model can't be trained at all.
 OTHER_MODELS = "Open models that are trained here: `finetune recipes`, or a model of the hub by its id."
 _OFFLINE = "is not in the offline catalogue"
 _LARGE = "has more than a hundred billion parameters and is not in the offline catalogue"
-#: Pattern of a name that the catalogue lacks, the reason, and its id on the hub, or what else can be done.
+#: Pattern of a name that the catalogue lacks, the reason, and its id on the hub, or another fix.
 _OTHERS = (
     (r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
      "has no published weights", OTHER_MODELS),
@@ -63,14 +59,16 @@ _OTHERS = (
 
 
 class Match(NamedTuple):
-    """A hub id for a typed name, and how they differ, as a sentence."""
+    """A hub id for a typed name, with a note on the difference."""
 
     name: str
     note: str
 
 
+# A name is known if it is an id, an id without its account, a packed copy (GGUF, AWQ, bnb-4bit) of a model, or in names.json.
+# Case, spaces, punctuation and the spelling of "chat" do not count. Never another model.
 def resolve(typed: str) -> Match | None:
-    """Return the catalogue's id for `typed`; None if it is the name of no model."""
+    """Return the catalogue's id for `typed`, or None."""
     account, _, name = _cleaned(typed).rpartition("/")
     hub_id = _by_last_part().get(name)
     if hub_id is None or account not in ("", hub_id.partition("/")[0].lower()):
@@ -83,7 +81,8 @@ def resolve(typed: str) -> Match | None:
 
 
 def suggestions(typed: str, most: int = 4) -> list[str]:
-    """Return ids that begin with the name, or else similar ones; none for a model that is known not to be in the catalogue."""
+    """Return ids that begin with the name, or else similar ids."""
+    # known not to be in the catalogue
     if why_unknown(typed):
         return []
     ids = _by_last_part()
@@ -94,7 +93,7 @@ def suggestions(typed: str, most: int = 4) -> list[str]:
 
 
 def why_unknown(typed: str) -> tuple[str, str] | None:
-    """Return a predicate on a model that the catalogue lacks, and the fix; None for an unknown model."""
+    """Return a predicate on a model that is known but not in the catalogue, and the fix."""
     for pattern, reason, fix in _OTHERS:
         if re.search(pattern, typed.strip().lower()):
             is_sentence = " " in fix
@@ -108,9 +107,9 @@ def _cleaned(typed: str) -> str:
 
 
 def _like(account: str, name: str) -> str | None:
-    """Return the id for a name that is spelt otherwise; a copy's account may stand before it, and the owner's in it."""
     account = _table()["accounts"].get(account, account)
     is_copy = not account or account in _table()["copies"]
+    # a copy's account may stand before the name, and the owner's account in it
     owners = {hub_id.partition("/")[0].lower() for hub_id in entries()}
     owner, _, own_name = name.partition("_")  # bartowski/Qwen_Qwen3-8B-GGUF
     hub_id = _by_key().get(_key(own_name if own_name and owner in owners else name))
@@ -118,7 +117,7 @@ def _like(account: str, name: str) -> str | None:
 
 
 def _key(name: str) -> str:
-    """Return the name without packing and punctuation; `+chat` or `+base` in place of a last word that says so."""
+    """Return the name without packing and punctuation, with `+chat` or `+base` for a last word like `instruct` or `pt`."""
     chat = re.compile(r"(instruct|instruction|inst|chat|it)$")
     family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
     if tag not in ("", "latest"):

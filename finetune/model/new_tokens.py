@@ -1,4 +1,4 @@
-"""Rows of the embedding for new tokens: the model grows by them, and only they are trained, by PEFT's trainable tokens."""
+"""Trained embedding rows for new tokens, by PEFT's trainable tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ LOADED_ROWS = "_loaded_rows"
 
 
 def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Give a base model the rows of its new tokens, if it has any: each the mean of the rows of the text that it stands for,
-    or of all earlier rows.
-
-    Both tables grow, or the tied table. Without a `tokenizer`, on meta, rows have no values. Raises RecipeError for a
-    model whose vocabulary can't grow.
-    """
+    """Add the rows of new tokens to a base model. Raises RecipeError for a vocabulary that can't grow."""
     if not settings.trained_embedding_rows:
         return
     first, end = settings.trained_embedding_rows
@@ -34,6 +29,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     tied = head.weight is embedding.weight
     if end > embedding.num_embeddings:
         _require_one_table(model, embedding)
+    # each row is the mean of the rows of its text, or of all earlier rows; on meta, without a tokenizer, rows have no values
     sources = {} if tokenizer is None else _sources(settings, tokenizer)
     grown = functools.partial(_grown, first=first, end=end, added=len(settings.new_tokens), sources=sources)
     weight = grown(embedding.weight)
@@ -43,7 +39,6 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
 
 
 def _tables(model: Any) -> tuple[Any, Any]:
-    """The input embedding and the output layer. Raises RecipeError where they are of other classes, or have a bias."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_plain = isinstance(embedding, torch.nn.Embedding) and type(head) is torch.nn.Linear and head.bias is None
     if not is_plain:
@@ -53,6 +48,7 @@ def _tables(model: Any) -> tuple[Any, Any]:
 
 def _require_one_table(model: Any, embedding: Any) -> None:
     others = [part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not embedding]
+    # per-layer embeddings by token, as in Gemma 3n
     if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
         raise RecipeError(f"new_tokens: a {model.config.model_type} model looks its tokens up in several tables")
 
@@ -67,15 +63,13 @@ def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int
 def _grown(
     weight: torch.nn.Parameter, *, first: int, end: int, added: int, sources: dict[int, list[int]]
 ) -> torch.nn.Parameter:
-    """A copy of a table with rows up to `end`, trained from `first` on.
-
-    New values have the rows that it lacks, and the last `added` ones, which may have been padding. A mean is computed in fp32.
-    """
+    """Return a copy of a table with rows up to `end`, trained from `first` on."""
     rows, width = weight.shape
     grown = weight.new_empty(max(rows, end), width)
     grown[:rows] = weight
     if not weight.is_meta:
         earlier_rows = min(first, rows)
+        # the last `added` rows may have been padding; the mean in fp32
         grown[min(rows, end - added) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32).to(weight.dtype)
         for row, tokens in sources.items():
             if tokens := [token for token in tokens if token < earlier_rows]:
@@ -86,7 +80,7 @@ def _grown(
 
 
 def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices`: rows by the name of their table; None without new tokens."""
+    """Return PEFT's `trainable_token_indices`: rows by table name."""
     if not settings.trained_embedding_rows:
         return None
     embedding, head = _tables(model)
@@ -96,14 +90,14 @@ def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None
 
 
 def check_wrapped(model: Any) -> None:
-    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError where PEFT has not wrapped it."""
+    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError."""
     head = model.get_output_embeddings()
     if not hasattr(head, "token_adapter"):
         raise RecipeError(f"new_tokens: PEFT does not tie the rows of a {model.config.model_type} model's output layer")
-    head.bias = None  # which TRL's loss reads, and the wrapper lacks
+    head.bias = None  # TRL's loss reads it, and the wrapper lacks it
 
 
 def embedding_rows(model: Any) -> int:
-    """Rows of the input embedding, also of one some of whose rows are trained."""
+    """Return the rows of the input embedding, also when PEFT has wrapped it."""
     embedding = model.get_input_embeddings()
     return getattr(embedding, "original_module", embedding).num_embeddings

@@ -1,8 +1,4 @@
-"""Whether rows padded on the right need an attention mask: only where something else than causal attention reads it.
-
-In causal attention no token sees what follows it, so the mask of such padding changes no real token. Without it torch computes
-flash attention, and a mask of tokens x tokens for each row is saved.
-"""
+"""Whether right-padded batches need an attention mask."""
 
 from __future__ import annotations
 
@@ -25,13 +21,10 @@ _ROWS, _TOKENS = 2, 8
 _ANSWERS: dict[str, bool] = {}
 
 
+# In causal attention no token sees later tokens, so the mask of right padding changes no real token. Without a mask torch
+# computes flash attention, and a mask of tokens x tokens for each row is saved.
 def needs_padding_mask(config: PretrainedConfig) -> bool:
-    """Whether the mask of a batch padded on the right may change the loss of its real tokens.
-
-    A model without weights computes a loss of fake tokens, with a mask whose values only transformers' causal masks can read.
-    Any other reader needs it: positions counted from it, a state or convolution that skips padding, the balance loss of
-    a mixture's router. So does a model of which this can't be seen.
-    """
+    """Return whether the mask of a right-padded batch may change the loss of its real tokens."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _ANSWERS:
         _ANSWERS[key] = _reads_mask(config)
@@ -39,13 +32,15 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
 
 
 def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch for a model that needs no mask."""
+    """Return the batch without attention masks."""
     return {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
 
 
 def _reads_mask(config: PretrainedConfig) -> bool:
     AttentionInterface.register(_NAME, _no_attention)
     AttentionMaskInterface.register(_NAME, _causal_mask)
+    # Only transformers' causal masks can read this mask. With any other reader a batch needs its mask: positions counted from
+    # the mask, a state or convolution that skips padding, the balance loss of a mixture's router.
     mask = torch.ones(_ROWS, _TOKENS, dtype=torch.long).as_subclass(_UnreadMask)
     remote_code = hasattr(config, "auto_map")
     try:
@@ -57,11 +52,12 @@ def _reads_mask(config: PretrainedConfig) -> bool:
             model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)
     except Exception:  # noqa: BLE001 - code of hundreds of model types
         return True
+    # a model that can't be examined above needs the mask
     return not mask.reached_attention
 
 
 class _UnreadMask(torch.Tensor):
-    """A mask whose shape can be seen; reading its values raises an error."""
+    """A mask that raises an error when its values are read."""
 
     reached_attention = False
 
@@ -78,7 +74,7 @@ def _causal_mask(
     batch_size: int, q_length: int, kv_length: int, *, attention_mask: Any = None, device: Any = None,
     allow_is_causal_skip: bool = True, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Take note of a mask that has come through unread. Raises ValueError where a token would see one that follows it."""
+    """Mark a mask that has arrived unread. Raises ValueError for attention to later tokens."""
     with unset_fake_temporarily():
         mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=None, allow_is_causal_skip=False, **arguments)
         if mask is None or mask.triu(1).any():

@@ -1,4 +1,4 @@
-"""Checkpoints that are stored quantised: in which formats they can be trained, and which model they were made from."""
+"""Checkpoints that are stored quantised, and their trainable formats."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ DEQUANTISED = ("mxfp4", "fp8")
 
 
 def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The `quantization_config` in a config.json's content, with its `quant_method`; empty for a 16-bit model.
-
-    bitsandbytes' first versions wrote no method. Raises RecipeError for another type.
-    """
+    """Return config.json's `quantization_config`; empty for a 16-bit model. Raises RecipeError for another type."""
     own = values.get("quantization_config")
     if own is None or own == {}:
         return {}
@@ -33,44 +30,42 @@ def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
             "Give the model as it was published.",
         )
     method = own.get("quant_method")
+    # bitsandbytes' first versions wrote no method
     if method is None and (own.get("load_in_4bit") or own.get("load_in_8bit")):
         method = BITSANDBYTES
     return {**own, "quant_method": getattr(method, "value", method)}
 
 
 def stored_format(own: dict[str, Any]) -> BaseFormat:
-    """The format of a checkpoint that bitsandbytes stored."""
+    """Return the format of a checkpoint that bitsandbytes stored."""
     return NF4 if own.get("load_in_4bit") else INT8
 
 
 def stored_notes(own: dict[str, Any]) -> tuple[str, ...]:
-    """Return notes on weights that bitsandbytes stored: its default, FP4, is trained without conversion."""
+    """Return notes on weights that bitsandbytes stored."""
     if own.get("quant_method") != BITSANDBYTES or stored_format(own) is not NF4 or own.get("bnb_4bit_quant_type") == "nf4":
         return ()
+    # FP4, bitsandbytes' default, is trained without conversion
     return ("the checkpoint's 4-bit weights are FP4: as many bytes as NF4's, but further from the 16-bit weights",)
 
 
 def trainable_formats(own: dict[str, Any]) -> tuple[BaseFormat, ...]:
-    """Formats that a checkpoint stored so can be trained in; empty when it is not quantised.
-
-    bitsandbytes' are trained as stored. Others are dequantised while loading, and mxfp4 can be quantised again to NF4.
-    """
+    """Return the formats that a checkpoint can be trained in; empty when it is not quantised."""
     if not own:
         return ()
     if own["quant_method"] == BITSANDBYTES:
         return (stored_format(own),)
+    # dequantised while loading; mxfp4 can be quantised again to NF4
     return (BITS_16, NF4) if own["quant_method"] == "mxfp4" else (BITS_16,)
 
 
 def original_of(recipe: Recipe) -> str:
-    """The 16-bit model that a quantised one was made from, by name; in general words where nothing says it.
-
-    The catalogue knows it by its name, or the checkpoint's README names it as `base_model`.
-    """
+    """Return the 16-bit model behind a quantised checkpoint, in general words when unknown."""
     name = recipe.model_name_or_path
+    # the catalogue knows it by its name, or the checkpoint's README names it
     original = _original(name) or _original(name.rstrip("/").rpartition("/")[2])
     base = original or card_value(recipe, "base_model", download=True) or ""
-    # a copy of a quantised copy names that one
+    # a copy of a quantised copy names the quantised copy
     return (_original(base) or base) if REPO_ID.fullmatch(base) and base != name else "the 16-bit model"
 
 

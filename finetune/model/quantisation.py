@@ -1,4 +1,4 @@
-"""Dtype and quantisation of the base weights: NF4, int8, 16 bit, or as the checkpoint is stored."""
+"""Dtype and quantisation of the base weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from finetune.settings.compatibility import shards_weights
 
 
 def model_dtype(settings: Settings) -> torch.dtype:
-    """The recipe's dtype as a torch.dtype."""
+    """Return the recipe's dtype."""
     return getattr(torch, settings.dtype)
 
 
 def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
-    """transformers' `quantization_config`: NF4 with double quantisation, int8, or None for 16 bit.
-
-    A quantised checkpoint keeps its own configuration. Raises RecipeError where that can't be trained.
-    """
+    """Return transformers' `quantization_config`, or None for 16 bit. Raises RecipeError for an untrainable checkpoint."""
     if own := stored_quantisation(vars(config), settings.model_name_or_path):
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     loader = _CONFIGURATIONS.get(base_format_of(settings))
     quantization = loader(settings) if loader else None
     if quantization is not None and (names := read_outside(text_config(config).model_type)):
-        quantization.llm_int8_skip_modules = [*names, "lm_head"]  # of 4 bits, too
+        quantization.llm_int8_skip_modules = [*names, "lm_head"]  # bitsandbytes reads this setting for 4 bits, too
     return quantization
 
 
@@ -52,18 +49,16 @@ _CONFIGURATIONS = {NF4: _nf4, INT8: lambda settings: BitsAndBytesConfig(load_in_
 
 
 def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
-    """The quantiser of experts; None where they stay 16-bit: not 4-bit, sharded over cards, or stored by bitsandbytes."""
+    """Return the quantiser of experts, or None where experts stay 16-bit."""
     own = stored_quantisation(vars(config), settings.model_name_or_path)
     stored = own.get("quant_method") == BITSANDBYTES
+    # bitsandbytes stores each expert by itself, and FSDP2 and ZeRO-3 shard floating-point parameters only
     packs = base_format_of(settings).experts and not shards_weights(settings.launch) and not stored
     return experts_quantiser() if packs else None
 
 
 def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
-    """Why a mixture's experts have 16 bits in a model that is quantised; None where they are quantised, and for dense models.
-
-    `config`: of the language model.
-    """
+    """Return why a mixture's experts stay 16-bit in a quantised model. `config`: of the language model."""
     experts = fused_experts(model, config)
     if not experts:
         return None
@@ -84,6 +79,7 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
                 f"model_name_or_path {name} is stored in {bits}",
                 f"Set {stored_in.setting}=true, or give {original_of(settings)}.",
             )
+        # transformers 5 fuses a mixture's experts into 3-D weights
         if fused_experts:
             raise RecipeError(
                 f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "

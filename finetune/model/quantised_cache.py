@@ -1,7 +1,4 @@
-"""A base model loaded from a folder of its quantised weights, which the first start writes layer by layer.
-
-Neither holds the whole model in memory: the first start writes each decoder layer when it is complete, and frees it.
-"""
+"""Base models loaded from folders of quantised weights."""
 
 from __future__ import annotations
 
@@ -54,16 +51,13 @@ _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
 def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> Store:
-    """Return the model's folder, with every file verified; written first where it is missing or damaged.
-
-    `device` quantises. One process of a machine writes, others that need the same folder wait for it. Raises DiskFull when
-    it can't be written and LayoutMismatch when it can't store this model; then no folder is left.
-    """
+    """Return the model's verified folder, written first if missing. Raises DiskFull, LayoutMismatch."""
     parts = parts_of(build.build_base(settings, config, device="cpu", weights=False))
     facts = facts_of(settings, config, torch.device(device).type)
     name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder() / f"{name}-{key}{SUFFIX}"
+    # one process of a machine writes, others that need the same folder wait
     with _locked(path):
         try:
             return _open(path, parts)
@@ -79,6 +73,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
             raise DiskFull(problem, f"Free some space: {_FREE_SPACE_HINT}.")
         with _disk_errors(path), _unfinished(path) as writing:
             write_layer = _LayerWriter(writing, parts)
+            # no process ever holds the whole model: each layer is written and freed when it is complete
             with quantised_on(torch.device(device)), sequential_loading(write_layer):
                 base = build.build_base(settings, config, device="cpu", weights=True)
             for part in parts.keys() - write_layer.written:
@@ -95,7 +90,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
     writing = path.with_name(f"{path.name}.partial")
-    delete(writing)  # of a process that was killed
+    delete(writing)  # left by a killed process
     writing.mkdir()
     try:
         yield writing
@@ -121,7 +116,7 @@ def _open(path: Path, parts: Parts, *, is_verified: bool = False) -> Store:
 
 
 def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> dict[str, Any]:
-    """What decides the bytes of a model's file: the content of its weights, quantisation, dtype, and what computes it."""
+    """Return the facts that decide the bytes of a model's folder."""
     quantization = quantization_config(settings, config)
     return {
         "format": FORMAT, "model": settings.model_name_or_path, "weights": _fingerprint(settings),
@@ -136,6 +131,7 @@ def _fingerprint(settings: Settings) -> str:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.safetensors", "*.json", "*.py"]
+        # the fingerprint needs the files on this disk
         snapshot_download(resolve_model_path(settings), revision=settings.model_revision, allow_patterns=patterns)
         fingerprint = weights_fingerprint(settings)
     return str(fingerprint)
@@ -143,7 +139,6 @@ def _fingerprint(settings: Settings) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock the folder for this process. Raises DiskFull where the cache can't be used."""
     with _disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         while (lock := take_lock(lock_of(path), 0.5)) is None:
@@ -156,18 +151,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk into DiskFull, errors of an unexpected model into LayoutMismatch: transformers would report both
-    as errors of the checkpoint."""
     try:
         yield
     except OSError as error:
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
+    # transformers would report both as errors of the checkpoint
     except (KeyError, AttributeError) as error:
         raise LayoutMismatch(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
 
 
 class _LayerWriter:
-    """Called for each loaded parameter: writes a layer once it is complete, and frees its memory."""
+    """Writes each layer once all its parameters are loaded, and frees its memory."""
 
     def __init__(self, writing: Path, parts: Parts) -> None:
         self._folder, self.written = writing, set[str]()
@@ -193,17 +187,17 @@ class _LayerWriter:
 
 
 def _release(model: torch.nn.Module, name: str) -> None:
-    """Free a parameter's memory; transformers still sees it as loaded, of size 0."""
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
     parameter = module._parameters[attribute]
+    # of size 0, transformers still counts it as loaded
     parameter.data = parameter.data.new_empty(0)
     if hasattr(parameter, "quant_state"):
         parameter.quant_state = module.quant_state = None
 
 
 def value_of(model: torch.nn.Module, name: str) -> Any:
-    """The parameter, buffer or attribute of this name. Raises LayoutMismatch for a tensor that was not loaded."""
+    """Return the parameter, buffer or attribute `name`. Raises LayoutMismatch for an unloaded tensor."""
     path, _, attribute = name.rpartition(".")
     value = getattr(model.get_submodule(path), attribute, None)
     if not isinstance(value, torch.Tensor) or value.is_meta:
@@ -212,20 +206,18 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
 
 
 def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
-    """Return the base model on `device`, with layers offloaded as the recipe has it; 4-bit weights through the model's folder.
-
-    Without disk space for the folder it is loaded from its checkpoint, and `log` is called.
-    """
+    """Return the base model on `device`, with offloaded layers as in the recipe."""
     if settings.layer_offloading is not False and base_format_of(settings).quantised_file:
         try:
             return base_from(open_store(settings, config, device, log), settings, config, device)
         except (DiskFull, LayoutMismatch) as error:
+            # the run is possible without the folder
             log(f"{error}. Its weights are quantised again at every start instead.")
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
 def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: Device) -> PreTrainedModel:
-    """Return the base model on `device` with the weights of its folder, as `build_base` loads them, with layers offloaded."""
+    """Return the base model on `device` from its folder."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
     uses = parameter_uses(base)
@@ -242,7 +234,7 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
 
 
 def require_unchanged_file(model: torch.nn.Module) -> None:
-    """Raise FinetuneError when the file that a model reads its weights from has changed since the model was loaded."""
+    """Raise FinetuneError when a model's quantised files have changed since it was loaded."""
     stores = (vars(module).get("quantised_store") for module in model.modules())
     for store in filter(None, stores):
         try:
@@ -255,13 +247,13 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
 
 
 def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Return a base whose weights were set as transformers leaves a loaded model."""
+    """Complete a base model as transformers does after loading."""
     from transformers import GenerationConfig
 
     path = resolve_model_path(settings)
     base.name_or_path = base.config.name_or_path = path
     if base.can_generate():
-        with build.load_errors(path), contextlib.suppress(OSError):  # there need not be any
+        with build.load_errors(path), contextlib.suppress(OSError):  # the file is optional
             base.generation_config = GenerationConfig.from_pretrained(path, revision=settings.model_revision or "main")
     return base.eval()
 
@@ -271,7 +263,7 @@ ParameterUses = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
 def parameter_uses(model: torch.nn.Module) -> ParameterUses:
-    """The modules and names that use each parameter, by its id."""
+    """Return the modules and names that use each parameter, by its id."""
     uses: ParameterUses = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

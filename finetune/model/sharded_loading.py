@@ -1,10 +1,4 @@
-"""FSDP2 without the whole model on any rank: the model is sharded without weights, then each rank reads its own rows.
-
-The rows come from the model's folder of quantised weights, which one process of a machine writes on the first start. Until then
-each frozen parameter is a placeholder: one element in memory, with the shape and dtype that PEFT, TRL and accelerate read. The
-adapters are created as usual, as in a run that loads everything. The tables of 4-bit weights are no parameters and are whole on
-every rank.
-"""
+"""FSDP2 loading in which each rank reads only its rows of a folder of quantised weights."""
 
 from __future__ import annotations
 
@@ -25,13 +19,11 @@ from finetune.settings import Settings
 
 
 def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
-    """The base model without weights, until accelerate has sharded it: then each rank reads its own.
-
-    Where its file of weights can't be written, every rank loads the whole model, and `log` is called.
-    """
+    """Return the base model without weights, which each rank reads after sharding."""
     try:
         store = open_store(settings, config, device, log)
     except (DiskFull, LayoutMismatch) as error:
+        # such as a full disk: the run is still possible
         log(f"{error}. Every process loads the whole model before it is sharded instead.")
         return build_base(settings, config, device=device, weights=True)
     base = build_base(settings, config, device=device, weights=False)
@@ -41,7 +33,7 @@ def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, l
 
 @dataclass(frozen=True)
 class _Frozen:
-    """A frozen parameter: its name and tensor in the file, its uses in the model."""
+    """A frozen parameter: its tensor in the file, and its uses in the model."""
 
     name: str
     stored: StoredTensor
@@ -49,12 +41,10 @@ class _Frozen:
 
 
 class Shards:
-    """The frozen parameters of a base on meta. The constructor makes them placeholders on `device` and loads the buffers.
-
-    `offload`: the rows stay in host memory.
-    """
+    """The frozen parameters of a base on meta, as placeholders on `device`."""
 
     def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
+        # `offload`: the rows stay in host memory
         self._store, self._device, self._home = store, device, "cpu" if offload else device
         self._frozen: list[_Frozen] = []
         uses = parameter_uses(base)
@@ -69,7 +59,7 @@ class Shards:
                 _set(frozen, _placeholder(old, frozen.stored, device))
 
     def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
-        """Shard `model` with accelerate's own function while its frozen parameters are on meta, then read this rank's rows."""
+        """Shard `model` by accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
         for frozen in self._frozen:
             empty = torch.empty(frozen.stored.shape, dtype=frozen.stored.dtype, device="meta")
             _set(frozen, torch.nn.Parameter(empty, requires_grad=False))
@@ -78,17 +68,18 @@ class Shards:
             owner, attribute = frozen.uses[0]
             _set(frozen, self._rows(frozen, owner._parameters[attribute]))
             if state := self._store.quant_state(frozen.name, self._device):
+                # the tables are no parameters: every rank has all of them
                 owner.quant_state = state
         return prepared
 
     def _rows(self, frozen: _Frozen, empty: Any) -> torch.nn.Parameter:
-        """This rank's rows of a parameter that is sharded on meta: as many consecutive ones as torch.chunk gives it."""
         from torch.distributed.tensor import DTensor, Shard
 
         if not isinstance(empty, DTensor):
             return torch.nn.Parameter(self._store.rows(frozen.name).to(self._device), requires_grad=False)
         mesh, rows = empty.device_mesh, frozen.stored.shape[0]
         assert tuple(empty.placements) == (Shard(0),)
+        # consecutive rows, as many as torch.chunk gives this rank
         rows_per_rank = -(-rows // mesh.size())
         first = min(rows, mesh.get_local_rank() * rows_per_rank)
         own = self._store.rows(frozen.name, first, min(rows - first, rows_per_rank)).to(self._home)
@@ -99,6 +90,8 @@ class Shards:
 def _placeholder(old: Any, stored: StoredTensor, device: Device) -> torch.nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
+    # one element in memory, with the shape and dtype that PEFT, TRL and accelerate read; so adapters are created as in a run
+    # that loads everything
     value = torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)
     if isinstance(old, Params4bit):
         return Params4bit(value, requires_grad=False, **{**vars(old), "bnb_quantized": True})

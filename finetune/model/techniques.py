@@ -1,4 +1,4 @@
-"""Applies a plan's memory techniques: for training on a device, and for the forecast on fake tensors."""
+"""Memory techniques of a plan, applied for training and for the forecast."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ _OWN = {"adamw_cpu_offload": CpuAdamW}
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
-    """Apply lean layers, gradient checkpointing, per-layer compilation and an input embedding in host memory, in place. May be
-    called again with other settings; the embedding then stays in host memory.
-
-    `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
-    by the forecast, and its embedding is moved once it is loaded.
-    """
+    """Apply lean layers, gradient checkpointing, compilation and an offloaded embedding; callable again with other settings."""
     undo_compiling(decoder_layers(model))
     undo_operators(decoder_layers(model))
     (make_lean if settings.lean_layers is True else undo_lean)([*decoder_layers(model), *outside_layers(model)])
+    # an embedding in host memory stays there; a forecast moves it once it is loaded
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
     checkpointing = settings.activation_checkpointing
@@ -54,6 +50,7 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     if settings.torch_compile:
         use_operators(decoder_layers(model))
         if not _is_forecasts(model):
+            # a forecast splits layers itself, as the compiler would
             compile_layers(decoder_layers(model))
 
 
@@ -62,10 +59,7 @@ def _is_forecasts(model: torch.nn.Module) -> bool:
 
 
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
-    """Context for forward and backward of one micro-batch: hooks on saved activations, or none.
-
-    `device` is the batch's; for CUDA the host copies are pinned, and copied beside the computation.
-    """
+    """Return the context of forward and backward of a micro-batch: hooks on saved activations, or none."""
     # compiled layers offload their inputs by hooks around the whole step: hooks inside would break a layer's graph
     offloads_layer_inputs = settings.torch_compile and settings.activation_checkpointing == "offload"
     offload = settings.activation_offloading or offloads_layer_inputs
@@ -76,9 +70,9 @@ def step_context(settings: Settings, device: torch.device | str) -> contextlib.A
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:
-    """Fields of SFTConfig (TrainingArguments). Checkpointing is off there, as `apply_techniques` has turned it on in the
-    model; transformers and TRL would add theirs on top."""
+    """Return SFTConfig fields of the memory techniques."""
     return {
+        # transformers and TRL would add theirs to what `apply_techniques` has turned on in the model
         "activation_checkpointing": False,
         "activation_offloading": False,
         "optim": "adamw_torch" if settings.optim in _OWN else settings.optim,
@@ -86,7 +80,7 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizers; None for an optimizer of transformers."""
+    """Return Trainer's `optimizer_cls_and_kwargs` for this project's optimizers, or None."""
     if settings.optim not in _OWN:
         return None
     return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}

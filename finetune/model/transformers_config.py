@@ -1,4 +1,4 @@
-"""A model's configuration as a transformers class, made from its config.json; refused where it can't be trained."""
+"""Configurations of transformers classes, made from config.json."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 
 def load_config(settings: Recipe) -> PretrainedConfig:
-    """The model's configuration from its folder, the hub or the catalogue. Raises RecipeError."""
-    without_session_id()  # before anything is asked for
+    """Return the model's configuration from its folder, the hub or the catalogue. Raises RecipeError."""
+    without_session_id()  # before the first request
     return config_from(read_config(settings), settings)
 
 
 def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
-    """A configuration from the content of config.json, marked if the vision tower is loaded, too.
+    """Return a configuration from the content of config.json.
 
     Raises RecipeError for an unknown model type, a model that needs remote code, or missing or impossible dimensions.
     """
@@ -57,13 +57,11 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
 
 
 def _config_of(config_class: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
-    """A configuration of all values, or of those that are no read-only properties, where the class does not convert these.
-
-    Nemotron-H has properties for the older keys that its constructor reads: without them it would have four layers.
-    """
     try:
         # The class is used directly: `from_pretrained` would ask the hub again.
         return config_class.from_dict(dict(values))
+    # Read-only properties are left out where the class does not convert them. Nemotron-H has properties for the older keys
+    # that its constructor reads: without these keys it would have four layers.
     except AttributeError:
         return config_class.from_dict(
             {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}

@@ -1,4 +1,4 @@
-"""A base model's safetensors files: complete before a run starts (only headers are read), and unchanged when it resumes."""
+"""A base model's safetensors files: their completeness and fingerprints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelError naming every weight file, and every file that is loaded with them, that is missing or damaged."""
+    """Raise ModelError for missing or damaged files, reading only headers of weights."""
     names = weight_files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
@@ -45,11 +45,7 @@ def check_weights(folder: Path) -> None:
 
 
 def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
-    """One hash of the base model's weight files; None when they are not on this disk.
-
-    A file with unchanged size, time and inode is hashed again only with `reread`, which also finds damage by a failing disk.
-    Raises ModelError for a file that can't be read or differs from the hub's.
-    """
+    """Return a hash of the weight files, or None if they are not on this disk. Raises ModelError for a damaged file."""
     folder = _folder_on_disk(settings)
     if folder is None:
         return None
@@ -64,13 +60,11 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
 
 
 def configuration_fingerprint(settings: Settings) -> str | None:
-    """Return one hash of the files beside the weights that decide the base model's outputs; None when it is not on this disk.
-
-    They are its config.json, the index of its weights, and its Python files if the recipe trusts them.
-    """
+    """Return a hash of the files beside the weights that decide outputs, or None."""
     folder = _folder_on_disk(settings)
     if folder is None:
         return None
+    # code runs only if the recipe trusts it
     paths = [folder / CONFIG, folder / INDEX]
     paths += sorted(folder.glob("*.py")) if settings.trust_remote_code else []
     hashes = "".join(f"{path.name} {sha256_of(path)}\n" for path in paths if path.is_file())
@@ -78,7 +72,7 @@ def configuration_fingerprint(settings: Settings) -> str | None:
 
 
 def generation_fingerprint(settings: Settings) -> str | None:
-    """The hash of the base model's defaults for generation, which decide answers; None when it has none on this disk."""
+    """Return the hash of the base model's generation defaults, or None."""
     folder = _folder_on_disk(settings)
     return sha256_of(path) if folder and (path := folder / GENERATION_CONFIG).is_file() else None
 
@@ -93,12 +87,14 @@ def _folder_on_disk(settings: Settings) -> Path | None:
 
 def _hash(path: Path, reread: bool) -> str:
     path = path.resolve()
+    # the hub's cache names a weight file after its SHA-256
     is_of_hub = bool(_DIGEST.fullmatch(path.name))
     if is_of_hub and not reread:
         return path.name
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
+    # unchanged size, time and inode; only rereading finds damage by a failing disk
     if not reread and (cached := read_own(cache_file, str, "sha256")):
         return cached
     digest = sha256_of(path)
@@ -113,7 +109,7 @@ def _hash(path: Path, reread: bool) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of a model folder's weight files, by its index if it has one. Raises ModelError for an unreadable index."""
+    """Return a folder's weight files, by its index if present. Raises ModelError for an unreadable index."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
@@ -124,7 +120,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def file_problem(path: Path) -> str:
-    """The problem of a file, if any: JSON without an object, or safetensors whose length is not the header's."""
+    """Return the problem of a JSON or safetensors file; empty if none."""
     try:
         if is_lfs_pointer(path):
             return IS_LFS_POINTER
@@ -139,4 +135,5 @@ def file_problem(path: Path) -> str:
         return "is missing"
     except (OSError, ValueError) as error:
         return f"can't be read as {'JSON' if path.suffix == '.json' else 'safetensors'}: {error}"
+    # the header says where the last tensor ends
     return "" if size == end else f"is {'truncated' if size < end else 'damaged'}: {size:,} of {end:,} bytes"
