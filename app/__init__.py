@@ -1,1 +1,1 @@
-"""The web page: pick model and data, see that it fits, start, watch, come back. It reads files; runs are other processes."""
+"""Web page: plan, start and watch runs."""

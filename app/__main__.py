@@ -1,4 +1,4 @@
-"""The page: `python -m app [--host 127.0.0.1] [--port 7860] [--runs runs]`, which is what `finetune ui` starts."""
+"""Web page, also `finetune ui`: `python -m app [--host 127.0.0.1] [--port 7860] [--runs runs]`"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .web.server import serve
 
 
 def main() -> int:
-    """Parse the command line and serve. Returns the exit status."""
+    """Serve; return the exit status."""
     keep_private()
     let_waiting_threads_sleep()
     parser = argparse.ArgumentParser(prog="finetune ui", description="Serve the web page and print its link, with the token.")

@@ -1,4 +1,4 @@
-"""Files of other projects for the browser, uPlot and the Inter font: present when the build could fetch them."""
+"""Browser files of other projects: uPlot, Inter."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from pathlib import Path
 from .views.markup import inert
 
 FOLDER = Path(__file__).parent / "fetched"
+#: Files in FOLDER exist only if the build could fetch them.
 _SUFFIXES = (".js", ".css", ".woff2")
 
 
 def fetched_files() -> list[Path]:
-    """The files to serve; none where nothing was fetched."""
+    """Return the files to serve."""
     return sorted(path for path in FOLDER.glob("*") if path.suffix in _SUFFIXES)
 
 
 def has_charts() -> bool:
-    """True where `<ft-chart>` can draw; else tables replace charts."""
+    """Return whether `<ft-chart>` can draw."""
     return (FOLDER / "uplot.js").is_file()
 
 
 def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> str:
-    """The chart of a run, or of several in comparison. It gets its points itself, so this text stays while a run goes on.
-
-    `labels`: names of the runs in the chart, if different.
-    """
+    """Return the chart of one run, or of several to compare."""
     called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
+    # the element fetches its points: this text stays equal while a run goes on
     return f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>'

@@ -1,4 +1,4 @@
-"""What all pages share: workspace, followed runs, draft recipe, queue and workers."""
+"""State that all pages share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .scores import Scores
 from .worker import Worker
 from .workspace import Workspace
 
-#: Seconds without a message after which the planner is killed.
+#: Seconds of silence after which the planner is killed.
 _SILENT_S = 300.0
 
 
 class Context:
-    """State of one app. `close` ends the planner and the chat; runs and the queue continue."""
+    """State of one app."""
 
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
-        #: Where Gradio puts what a browser uploads.
+        #: Folder of browser uploads.
         self.uploads = temporary / "files"
         self.lives = LiveRuns()
         self.scores = Scores()
@@ -35,7 +35,8 @@ class Context:
         self.tasks = Tasks(workspace)
 
     def close(self) -> None:
-        """End the planner and the chat; remove unused uploads."""
+        # runs and the queue are other processes, and continue
         self.planner.close()
         self.chats.close()
+        # uploads that no recipe and no message has taken
         shutil.rmtree(self._temporary, ignore_errors=True)

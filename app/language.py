@@ -1,8 +1,4 @@
-"""The language of the page: chosen for each request by the browser's cookie, else by the browser's preference.
-
-A text is written in English where it is used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has its Chinese. A constant
-of a module is made before there is a request: `mark` names it for the catalogue, `tr` translates it when it is shown.
-"""
+"""Language of a request: the browser's cookie, else its preference."""
 
 from __future__ import annotations
 
@@ -15,23 +11,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: Languages by their code in <html lang>, each with its own name.
+#: Names of languages by their code in <html lang>.
 LANGUAGES = {"en": "English", "zh": "中文"}
+# Texts stand in English where they are used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has the Chinese.
+# A module's constant exists before a request: `mark` adds it to the catalogue, `tr` translates it where it is shown.
 COOKIE = "ft_language"
 _ENTRY = re.compile(r'^(msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
-#: A part of the header accept-language: the language without its region, and its weight.
+#: Part of an accept-language header: language without region, and weight.
 _PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
 
 
 def current() -> str:
-    """The code of this request's language."""
+    """Return the request's language code."""
     return _LANGUAGE.get()
 
 
 @contextmanager
 def spoken(code: str) -> Iterator[None]:
-    """Texts inside are in this language."""
+    """Use a language inside the block."""
     token = _LANGUAGE.set(code)
     try:
         yield
@@ -40,24 +38,26 @@ def spoken(code: str) -> Iterator[None]:
 
 
 def tr(text: str, /, **values: Any) -> str:
-    """The text in this request's language, with its values; English where the catalogue lacks it."""
+    """Return the text in the request's language, else in English."""
     template = catalogue(current()).get(text, text)
     return template.format(**values) if values else template
 
 
 def tr_n(singular: str, plural: str, n: int, **values: Any) -> str:
-    """The text for `n` things; `{n}` is written with thousands separators."""
+    """Return the text for `n` things."""
     text = catalogue(current()).get(singular) or (singular if n == 1 else plural)
+    # with thousands separators
     return text.format(n=f"{n:,}", **values)
 
 
 def mark(text: str) -> str:
-    """The text itself: says that it is translated where it is shown."""
+    """Mark a constant for the catalogue."""
     return text
 
 
 def preferred(cookie: str, accepted: str) -> str:
-    """The language of a browser, from its headers `cookie` and `accept-language`."""
+    """Return a browser's language by its headers."""
+    # the cookie is the user's choice, accept-language the browser's setting
     chosen = re.search(rf"(?:^|[;,]\s*){COOKIE}=(\w+)", cookie)
     if chosen and chosen[1] in LANGUAGES:
         return chosen[1]
@@ -71,9 +71,10 @@ def preferred(cookie: str, accepted: str) -> str:
 
 @cache
 def catalogue(code: str) -> Mapping[str, str]:
-    """English text -> the text in the language. The file is gettext's, so that any editor of translations opens it."""
+    """Return translations by English text."""
     path = Path(__file__).parent / "languages" / f"{code}.po"
     texts: dict[str, str] = {}
+    # gettext's format: every translation editor opens the file
     for entry in path.read_text(encoding="utf-8").split("\n\n") if path.is_file() else ():
         parts = _parts(entry)
         translation = parts.get("msgstr") or parts.get("msgstr[0]", "")

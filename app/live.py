@@ -1,4 +1,4 @@
-"""State of a run from its events, updated by reading only new events. Shared by every tab that shows the run."""
+"""Followed runs: state from events, shared by all tabs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from finetune.run.state import RunState, read_state
 
 from .views.series import Series
 
-#: Read in one tick; what is more waits for the background reader, so that a tick stays short.
+#: Most bytes per tick; the background reader takes longer histories.
 TICK_BYTES = 256 * 2**10
-#: The metrics of each step; a method's own are in `Step.metrics`.
+#: Metrics of each step; `Step.metrics` has the method's metrics.
 METRICS = (
     "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "peak_allocated_bytes",
     "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", "temperature_c", "power_w",
@@ -29,43 +29,39 @@ _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 
 @dataclass
 class Digest:
-    """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
-
-    `peaks`: the highest of each memory measure since the last retry; `phases`: the most that is allocated in each phase.
-    """
+    """Series, marks and newest events of a run."""
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    #: Answers of the first evaluation by prompt and pictures, and the newest others.
+    #: Answers of the first evaluation by prompt and images.
     first_samples: dict[tuple[str | None, tuple[str, ...]], events.Sample] = field(default_factory=dict)
     newest_samples: deque[events.Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     messages: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
+    #: Highest value of each memory measure since the last retry.
     peaks: dict[str, int] = field(default_factory=dict)
+    #: Most allocated bytes per phase.
     phases: dict[str, int] = field(default_factory=dict)
     newest: dict[str, events.Event] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    #: Starts and retries so far, each of which may repeat steps; and whether no step has ended since the last one.
+    #: Starts and retries so far: each may repeat steps.
     attempts: int = 0
+    #: Whether no step has ended since the last start or retry.
     is_new_attempt: bool = False
 
     @property
     def samples(self) -> list[events.Sample]:
-        """Answers of the first evaluation and the newest ones."""
         return [*self.first_samples.values(), *self.newest_samples]
 
     @property
     def newest_step(self) -> events.Step | None:
-        """The newest step; None before the first."""
         newest = self.newest.get(events.Step.kind)
         return newest if isinstance(newest, events.Step) else None
 
     @property
     def step(self) -> int:
-        """Its number, 0 before the first."""
         return self.newest_step.step if self.newest_step else 0
 
     def add(self, event: events.Event) -> None:
-        """Add one event; kinds that are not known are left out."""
         if isinstance(event, events.Unknown):
             return
         self.newest[event.kind] = event
@@ -85,6 +81,7 @@ class Digest:
                 self._mark("save", event.step)
             case events.Retry():
                 self._mark("retry", self.step)
+                # the smaller plan has other peaks
                 self.peaks, self.phases = {}, {}
                 self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Start():
@@ -122,23 +119,23 @@ class Digest:
 
 
 class LiveRun:
-    """One run, followed. A tick calls `refresh`, which reads the new events, at most TICK_BYTES."""
+    """One followed run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
         self._reader = events.EventReader(run.events)
-        #: Held while events are taken in; and by anyone who reads several bins that belong together.
+        #: Held while events are added, and by readers of several bins that belong together.
         self.lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
         self._plan: tuple[tuple[int, ...], Plan] | None = None
 
     @property
     def key(self) -> str:
-        """Changes when values of earlier steps may change: with another file, and with each attempt."""
+        """Key that changes when values of earlier steps may change."""
         return f"{self._name}-{self.digest.attempts}"
 
     def refresh(self) -> bool:
-        """Read new events. True when everything is read; False while a long history is still being read in the background."""
+        """Read new events; return False during a long history."""
         with self.lock:
             self._restart_if_replaced()
             behind = self._size() - self._reader.offset
@@ -153,12 +150,11 @@ class LiveRun:
 
     @property
     def progress(self) -> float:
-        """Share of the events that has been read."""
         return self._reader.offset / max(1, self._size())
 
     def plan(self) -> Plan:
-        """The run's plan with the changes of its retries, read again when a file changed."""
         changes = [path for path in (self.run.adjustments, self.run.adjusted_forecast) if path.exists()]
+        # a retry changes the plan
         stamp = tuple(path.stat().st_mtime_ns for path in (self.run.plan, *changes))
         if self._plan is None or self._plan[0] != stamp:
             from finetune.run.retry import adjusted_plan
@@ -167,11 +163,11 @@ class LiveRun:
         return self._plan[1]
 
     def state(self) -> RunState:
-        """The state as its events and processes say now."""
+        # while catching up the digest is old: read the end of the file
         return read_state(self.run, None if self._catching_up else list(self.digest.newest.values()))
 
     def wait(self) -> None:
-        """Read everything there is now, however much: for pages that compare runs, and tests."""
+        """Read all events now; blocks."""
         while True:
             with self.lock:
                 self._restart_if_replaced()
@@ -179,7 +175,6 @@ class LiveRun:
                     return
 
     def _catch_up(self) -> None:
-        """Read a long history in pieces, letting ticks in between."""
         try:
             while self._size() - self._reader.offset > TICK_BYTES:
                 with self.lock:
@@ -201,32 +196,31 @@ class LiveRun:
             return 0
 
     def _restart_if_replaced(self) -> None:
-        """Read the file from its beginning if it was replaced or became shorter."""
         try:
             stat = self.run.events.stat()
         except FileNotFoundError:
             return
         identity = (stat.st_dev, stat.st_ino)
+        # another file, or a shorter one: read from the beginning
         if self._file is not None and (identity != self._file or stat.st_size < self._reader.offset):
             self._reader.offset, self.digest, self._name = 0, Digest(), secrets.token_hex(4)
         self._file = identity
 
 
 class LiveRuns:
-    """The followed runs by path: one reader for each, however many tabs look."""
+    """Followed runs by path."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # one reader per run, however many tabs are open
         self._runs: dict[Path, LiveRun] = {}
 
     def of(self, run: RunDirectory) -> LiveRun:
-        """The one follower of this run."""
         with self._lock:
             if run.path not in self._runs:
                 self._runs[run.path] = LiveRun(run)
             return self._runs[run.path]
 
     def forget(self, run: RunDirectory) -> None:
-        """The run was moved or renamed."""
         with self._lock:
             self._runs.pop(run.path, None)

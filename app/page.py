@@ -1,7 +1,4 @@
-"""Builds the Gradio app: pages, navigation and theme. Each page is a module of app.pages.
-
-Gradio draws no control and handles no event: a page is HTML that is made for each request, and `parts.js` keeps it up to date.
-"""
+"""The Gradio app: pages, navigation and theme."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .pages.settings import SettingsPage
 from .views import rail
 from .web.page_filter import FIRST_HTML, MakeHtml
 
-#: Address, name in the navigation and class of each page; the first one is at the root.
+#: Address, navigation name and class of each page; the first page is at the root.
 PAGES = (
     ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
     ("settings", "Settings", SettingsPage),
@@ -28,10 +25,11 @@ PAGES = (
 
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
-    """The Gradio application, and the theme options for mounting it. Adds the pages' routes to the FastAPI app."""
+    """Return the Gradio app and its mount options; add the pages' routes."""
     rail_page = Rail(context)
     rail_page.add_routes(api)
     pages = [(address, name, page(context)) for address, name, page in PAGES]
+    # Gradio only carries HTML that each request makes, and `parts.js` keeps it current: no Gradio controls, no events
     with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as blocks:
         _page("", rail_page, pages[0][2])
     for address, name, page in pages[1:]:
@@ -44,7 +42,7 @@ def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
 
 
 def _page(address: str, rail_page: Rail, page: Any) -> None:
-    """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
+    # Gradio always adds a navigation bar: it can only be hidden
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
         _show(lambda query: rail.rail(address))
@@ -55,13 +53,14 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
 
 
 def _show(make: MakeHtml, elem_id: str | None = None) -> None:
-    """HTML that is made for each request from the query of its address, without Gradio's styles and click script."""
+    # `PageFilter` replaces this name by HTML made from the request's query
     component = f"first-html-{len(FIRST_HTML)}"
     FIRST_HTML[component] = make
+    # without Gradio's styles and click script
     gr.HTML(component, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
-#: Tokens that Gradio's own components use: light and dark.
+#: Tokens of Gradio's components: light and dark.
 _TOKENS = {
     "body_background_fill": ("#f6f6f3", "#0d0e10"),
     "background_fill_primary": ("#ffffff", "#151619"), "background_fill_secondary": ("#f1f1ed", "#1c1e22"),
@@ -87,12 +86,12 @@ _TOKENS = {
 
 
 def _theme() -> gr.themes.Base:
-    """Inter where it is installed, else the system's font: nothing is fetched."""
     values = {name: light for name, (light, _) in _TOKENS.items()}
     values |= {f"{name}_dark": dark for name, (_, dark) in _TOKENS.items() if name != "color_accent"}
     return gr.themes.Default(
         primary_hue=gr.themes.colors.teal,
         neutral_hue=gr.themes.colors.gray,
+        # system fonts as fallback: nothing is fetched from other hosts
         font=["Inter", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
         radius_size=gr.themes.sizes.radius_sm,

@@ -1,4 +1,4 @@
-"""Processes of the app's own modules, run by this Python in the folder where the user started the app."""
+"""Processes of the app's modules."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from finetune.system import start_detached
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of a module of this package, such as ".chat.process", under the name that this process has for it.
-
-    `-P`: a folder called app or finetune in the user's folder is not ours.
-    """
+    """Return the command line of a module, such as ".chat.process"."""
+    # -P: a folder called app or finetune in the user's folder must not be imported
     return [sys.executable, "-P", "-m", f"{__package__}{module}", *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Environment without the app's token, with telemetry off, and UTF-8 for all that is read and written."""
+    """Return the environment of the app's processes."""
+    # without the app's token: other processes must not leak the token
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 
 
 def detach(root: Path, module: str, *arguments: str, log: Path) -> int:
-    """Start a process in `root` that outlives the app. Returns its id."""
+    """Start a process that outlives the app; return its id."""
     with log.open("ab") as file:
         return start_detached(command(module, *arguments), file, cwd=root, env=environment()).pid

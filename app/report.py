@@ -1,7 +1,4 @@
-"""A run, a comparison of runs, or a sweep as an HTML file that opens offline and prints: `python -m app.report FILE PATH ...`.
-
-It has no script and fetches nothing. Its numbers come from the run directories.
-"""
+"""Reports as HTML files that open offline: `python -m app.report FILE PATH ...`"""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ from .views.templates import render
 from .workspace import JOURNAL
 
 _ROWS_SHOWN = 5
-#: Memory that is forecast and measured: the end of its fields' names, and how it is called.
+#: Forecast and measured memory: suffix of the field, and its name.
 _COMPARED = {
     "allocated_bytes": "allocated", "reserved_bytes": "reserved", "context_bytes": "CUDA context",
     "other_processes_bytes": "other programs", "card_used_bytes": "whole GPU, with other programs",
@@ -59,7 +56,7 @@ h2 { border-top: 1px solid var(--ft-line); padding-top: .8rem; }
 
 
 def main() -> int:
-    """Write the file and print its path; returns the exit code."""
+    """Write the file; return the exit status."""
     target, names = Path(sys.argv[1]), sys.argv[2:]
     try:
         is_sweep = (Path(names[0]) / JOURNAL).is_file()
@@ -71,7 +68,7 @@ def main() -> int:
 
 
 def page(runs: list[RunDirectory]) -> str:
-    """The whole page: a report of one run, or a comparison of several."""
+    """Return the report of a run, or a comparison."""
     lives = list(map(LiveRun, runs))
     for live in lives:
         live.wait()
@@ -82,7 +79,7 @@ def page(runs: list[RunDirectory]) -> str:
 
 
 def sweep_page(path: Path) -> str:
-    """The page of a sweep, with its arms' curves over each other."""
+    """Return the page of a sweep."""
     from finetune.sweep.sweep import RULE, open_sweep
 
     from .views import sweep as sweep_view
@@ -94,6 +91,7 @@ def sweep_page(path: Path) -> str:
 
 
 def _page(title: str, head: str, parts: dict[str, str]) -> str:
+    # inline: the file must open offline
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + _STYLE
     page = render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts)
@@ -110,6 +108,7 @@ def _one(live: LiveRun) -> dict[str, str]:
     return {
         "How it went": _outcome(live) + continued,
         "Scores": _evaluations(live.run),
+        # without images: a foreign run folder may name any image of this machine, and a report is passed on
         "Sample answers": answers(digest.samples, with_pictures=False),
         "Curves, and forecast against measured": measured,
         "Data": _data(live.run),
@@ -149,6 +148,7 @@ def _checks(live: LiveRun) -> str:
 
 def _compared(check: ForecastCheck) -> Iterator[list[str]]:
     unknown = "unknown: the driver does not report it"
+    # the whole GPU is known, so the driver works: only the list by process is missing
     if check.measured_card_used_bytes is not None:
         unknown = "unknown: the driver lists no memory by process, as on Windows, in WSL or a container"
     for field, name in _COMPARED.items():
@@ -179,6 +179,7 @@ def _paired(runs: list[RunDirectory]) -> str:
                 scores = first["tuned"]["scores"], second["tuned"]["scores"]
                 rows.append([name, _gap_text(run_name, other_name, *scores, span_of(name, *scores))])
             tokens = first["tuned"]["row_tokens"]
+            # losses per row compare only with the same trained tokens
             if same_rows and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):
                 losses = first["tuned"]["row_losses"], second["tuned"]["row_losses"]
                 rows.append([f"{name}: loss", _gap_text(run_name, other_name, *losses, 0.0, tokens)])
@@ -193,6 +194,7 @@ def _gap_text(run_name: str, other_name: str, first: list[float], second: list[f
 
 def _data(run: RunDirectory) -> str:
     path = run.data / "report.json"
+    # a changed report.json must not be shown as fact
     if changes := changes_in(run.data, required=False, only=path.name):
         return note(f"What the data is can't be said: {'; '.join(changes)}.")
     report = read_object(path)

@@ -1,4 +1,4 @@
-"""The newest evaluation of each run in a few characters, for lists of runs."""
+"""Newest evaluation of each run, for lists."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _SCORES = {
 
 
 class Scores:
-    """The newest evaluation of each run as text in each language; a file is read again when the folder changed."""
+    """Newest evaluation of each run as text, by language."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[Path, str], tuple[int, str]] = {}
 
     def of(self, run: RunDirectory) -> str:
-        """`EM 0 → 97 %`: base and tuned model; empty without an evaluation."""
+        """Return `EM 0 → 97 %`, base and tuned model; empty without an evaluation."""
         folder = run.path / "evaluations"
         try:
             stamp = folder.stat().st_mtime_ns
         except FileNotFoundError:
             return ""
         key = (folder, current())
+        # read again when the folder has changed
         if self._texts.get(key, (0, ""))[0] != stamp:
             self._texts[key] = (stamp, _score(run))
         return self._texts[key][1]

@@ -1,10 +1,9 @@
-"""A worker: a module of this package in a separate process, which answers calls one at a time.
+"""Worker: a module of this package in a separate process, which answers calls.
 
     planner = Worker(workspace, ".planning.process", log=path)
     planner.call("plan", recipe=text, report=print, newest=True)
 
-Each message is a line of JSON. `{"number", "method", "values"}` and `{"cancel": number}` go to the process. For each call
-there may come `{"report": value}`, and then one of `{"result": value}`, `{"error": values}` and `{"cancelled": true}`.
+Calls of several threads queue up.
 """
 
 from __future__ import annotations
@@ -32,11 +31,13 @@ from .process import command, environment
 if TYPE_CHECKING:
     from .workspace import Workspace
 
+# Messages are lines of JSON. To the process: {"number", "method", "values"} and {"cancel": number}. From the process, per call:
+# any {"report": value}, then {"result": value}, {"error": values} or {"cancelled": true}.
 Report = Callable[[Any], None]
 
 
 class WorkerError(FinetuneError):
-    """An error that a worker reported, or its end; `title` is the kind."""
+    """Error of a worker, or the end of its process."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values["problems"], values["fix"])
@@ -44,29 +45,27 @@ class WorkerError(FinetuneError):
 
 
 class SupersededError(Exception):
-    """The call was cancelled: nobody waits for its answer."""
+    """The call was cancelled."""
 
 
 class Worker:
-    """Starts the process at the first call, and again if it has ended. Calls of several threads wait for one another.
-
-    `silent_s`: seconds without a message after which the process is killed. `tries`: how often a call is sent to a process
-    that ends without an answer, as when the kernel kills it for its memory.
-    """
+    """Calls methods of a process, one at a time."""
 
     def __init__(
         self, workspace: Workspace, module: str, *arguments: str, log: Path, silent_s: float | None = None, tries: int = 2
     ) -> None:
         self._root, self._command, self._log = workspace.root, command(module, *arguments), log
+        # silent_s: silence before the process is killed
+        # tries: sends per call, as the kernel may kill the process for its memory
         self._silent_s, self._tries = silent_s, tries
         self._process: subprocess.Popen[str] | None = None
         self._calling, self._writing = threading.Lock(), threading.Lock()
         self._numbers, self._is_closed = itertools.count(1), False
-        #: Number and method of the call that is being answered.
+        #: Number and method of the running call.
         self._running = (0, "")
-        #: Method -> number of its newest call.
+        #: Number of the newest call by method.
         self._newest: dict[str, int] = {}
-        #: What the running call last said that it does.
+        #: Newest progress of the running call.
         self.doing = ""
 
     @property
@@ -74,17 +73,15 @@ class Worker:
         return self._process is not None and self._process.poll() is None
 
     def call(self, method: str, *, report: Report | None = None, newest: bool = False, **values: Any) -> Any:
-        """The result of a method of the process. `report` gets its progress.
-
-        `newest`: cancels an earlier such call of the method. Raises WorkerError, and SupersededError for a cancelled call.
-        """
+        """Return a method's result. Raises WorkerError or SupersededError."""
         number = next(self._numbers)
+        # `newest` cancels an earlier call of the method
         if newest:
             older, self._newest[method] = self._newest.get(method, 0), number
             if self._running[0] == older:
                 self.cancel(method)
         with self._calling:
-            self._running = number, method  # before it is compared: a newer call sees this number, or is seen here
+            self._running = number, method  # before the comparison: a newer call sees this number, or is seen here
             try:
                 if newest and number < self._newest[method]:
                     raise SupersededError
@@ -93,14 +90,13 @@ class Worker:
                 self._running, self.doing = (0, ""), ""
 
     def cancel(self, method: str) -> None:
-        """Cancel the call that is being answered if it is one of `method`; it ends at its next report."""
+        # the call ends at its next report
         number, running = self._running
         if running == method and self._process is not None:
             with contextlib.suppress(OSError, ValueError):  # the process has ended, and with it the call
                 self._send(self._process, {"cancel": number})
 
     def close(self) -> None:
-        """End the process. A call that is being answered fails."""
         self._is_closed = True
         self._end()
 
@@ -114,7 +110,6 @@ class Worker:
         return {"error": {**values, "fix": f"Try again; a new process is started. Its output: {self._log}", "exit_code": 1}}
 
     def _ask(self, message: dict[str, Any], report: Report | None) -> dict[str, Any]:
-        """The answer of the process; empty where it ends without one."""
         try:
             process = self._started()
             self._send(process, message)
@@ -124,10 +119,11 @@ class Worker:
                 if report is not None:
                     report(answer["report"])
             return answer
-        except (OSError, ValueError):  # the process has closed a pipe, perhaps within a line
+        except (OSError, ValueError):  # the process closed a pipe, perhaps within a line: no answer
             return {}
 
     def _started(self) -> subprocess.Popen[str]:
+        # at the first call, and after the process has ended
         if self._process is None or not self.is_alive:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -143,8 +139,8 @@ class Worker:
             process.stdin.flush()
 
     def _read(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        """The next message; empty when the process ended, or was silent for too long."""
         assert process.stdout is not None
+        # killing a silent process ends readline with an empty line
         deadline = threading.Timer(self._silent_s or 0, process.kill)
         if self._silent_s:
             deadline.start()
@@ -160,7 +156,7 @@ class Worker:
 
 
 def result_of(answer: dict[str, Any]) -> Any:
-    """The result in an answer. Raises WorkerError and SupersededError."""
+    """Return the result in an answer. Raises WorkerError or SupersededError."""
     if "cancelled" in answer:
         raise SupersededError
     if "error" in answer:
@@ -170,20 +166,20 @@ def result_of(answer: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """The call that a method answers: sends its progress, and says whether the caller still waits."""
+    """Running call of a method."""
 
     send: Report = lambda _: None
     is_cancelled: Callable[[], bool] = lambda: False
 
     def report(self, value: Any) -> None:
-        """Send a value to the caller. Raises SupersededError when the call was cancelled."""
+        """Send a value to the caller. Raises SupersededError."""
         if self.is_cancelled():
             raise SupersededError
         self.send(value)
 
 
 def answer_of(target: object, method: str, values: dict[str, Any], work: Work) -> dict[str, Any]:
-    """The answer of one method of `target`; errors are answers, too."""
+    """Return a method's answer."""
     try:
         return {"result": getattr(target, method)(work, **values)}
     except SupersededError:
@@ -197,11 +193,10 @@ def answer_of(target: object, method: str, values: dict[str, Any], work: Work) -
 
 
 class _Inbox:
-    """Calls from standard input, read by a thread, so that the one being answered can be cancelled."""
-
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._cancelled, self._is_closed = 0, False
+        # a thread, so that a running call can be cancelled
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -215,22 +210,23 @@ class _Inbox:
         self._calls.put(None)
 
     def next(self, wait_s: float | None) -> dict[str, Any] | None:
-        """The next call; None at the end of the app, or after `wait_s` without one."""
         try:
+            # None: the app has ended
             return self._calls.get(timeout=wait_s)
         except queue.Empty:
             return None
 
     def is_cancelled(self, number: int) -> bool:
+        # nobody waits after the app has ended
         return self._is_closed or self._cancelled == number
 
 
 def serve(target: object, idle_s: float | None = None) -> None:
-    """Answer calls with the methods of `target` until the app ends, or nobody has called for `idle_s`."""
+    """Answer calls with the methods of `target`, until the app ends or for `idle_s` nobody calls."""
     keep_private()
     raise_gc_thresholds()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # libraries print, too
+    os.dup2(2, 1)  # stdout carries answers, and libraries print
 
     def send(message: dict[str, Any]) -> None:
         out.write(json.dumps(message, default=str) + "\n")

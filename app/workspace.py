@@ -1,4 +1,4 @@
-"""The app's folders: the one it was started in, the runs, and a hidden one for the app's own files."""
+"""The app's folders: start folder, runs, own files."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from finetune.run.state import is_alive
 if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
 
-#: Is there in a sweep's folder: finetune.sweep.sweep.JOURNAL, without importing Optuna.
+#: File in each sweep's folder: `finetune.sweep.sweep.JOURNAL`, without importing Optuna.
 JOURNAL = "study.journal"
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """`root`: where relative paths of recipes start. `runs`: the folder of run directories. Both absolute."""
+    """Absolute folders of the app."""
 
+    #: Base of relative paths in recipes.
     root: Path
+    #: Folder of run directories.
     runs: Path
 
     @property
     def state(self) -> Path:
-        """The app's own files: draft recipe, queue, uploads, conversations."""
+        # draft recipe, queue, uploads, conversations
         return self.runs / ".app"
 
     def folder(self, name: str) -> Path:
-        """A folder of the app's own, made when missing, readable by its owner only."""
+        """Return a folder of the app, readable only by its owner."""
         path = self.state / name
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
     def list_runs(self) -> list[RunDirectory]:
-        """Runs, newest first; symbolic links are left out."""
         return [run for run in list_runs(self.runs) if not run.path.is_symlink()]
 
     def list_sweeps(self) -> list[Sweep]:
-        """Sweeps, the newest first; damaged ones and symbolic links are left out."""
         times: dict[Path, float] = {}
         for path in self.runs.glob(f"*/{JOURNAL}"):
-            with contextlib.suppress(OSError):  # it was deleted just now
+            with contextlib.suppress(OSError):  # deleted meanwhile
                 times[path] = path.stat().st_mtime
         paths = sorted(times, key=times.__getitem__, reverse=True)
+        # damaged sweeps are left out
         return [sweep for path in paths if (sweep := self.sweep(path.parent.name)) is not None]
 
     def sweep(self, name: str | None) -> Sweep | None:
-        """The sweep called `name`, or None."""
         path = self._folder_of(name)
         if path is None or not (path / JOURNAL).is_file():
             return None
@@ -61,21 +61,22 @@ class Workspace:
         return None
 
     def run(self, name: str | None) -> RunDirectory | None:
-        """The run, or the arm of a sweep, called `name`, or None. A name can't lead out of the folder."""
         path = self._folder_of(name)
         if path is None:
             return None
+        # an arm of a sweep is a run, too
         arms = (sweep.path / path.name for sweep in self.list_sweeps()) if not path.exists() else ()
         runs = (RunDirectory(path) for path in (path, *arms))
         return next((run for run in runs if run.plan.is_file() and not run.path.is_symlink()), None)
 
     def _folder_of(self, name: str | None) -> Path | None:
+        # a name must not lead out of the folder
         if not name or name != Path(name).name or name.startswith("."):
             return None
         path = self.runs / name
         return None if path.is_symlink() else path
 
     def newest(self) -> RunDirectory | None:
-        """The run that a page shows when none is named: a live one, else the newest."""
         runs = self.list_runs()
+        # a living run, else the newest
         return next((run for run in runs if is_alive(run)), runs[0] if runs else None)

@@ -1,1 +1,1 @@
-"""The queue of runs with the process that starts them, and commands on results as detached processes."""
+"""Queue and starter of runs, commands on results."""

@@ -1,8 +1,4 @@
-"""The queue: one folder for each requested run; one process starts them in order when no other run is alive.
-
-A folder has recipe.yaml and status.json: `{"state": waiting | preparing | started | failed, "message": ..., "run": ...}`. The
-page may be closed and the app may end: the starter (app.background.starter) is a separate, detached process.
-"""
+"""Queue of requested runs; one process starts the runs in order."""
 
 from __future__ import annotations
 
@@ -21,8 +17,9 @@ from finetune.system import is_locked, rename
 from ..process import detach
 from ..workspace import Workspace
 
+#: Open states; status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
 OPEN = ("waiting", "preparing")
-#: Started and failed entries that are kept.
+#: Number of started and failed entries to keep.
 _MOST_CLOSED = 8
 
 
@@ -38,38 +35,35 @@ class Entry:
 
     @property
     def log(self) -> Path:
-        """Output of the preparation."""
         return self.path / "log.txt"
 
     def status(self) -> dict[str, Any]:
-        """The entry's status; `failed` when its file can't be read."""
+        # a damaged entry must not block the queue
         unreadable = {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
         return read_object(self.path / "status.json") or unreadable
 
     def set_status(self, state: str, message: str = "", **values: Any) -> None:
-        """Write the status atomically."""
         write_json(self.path / "status.json", {"state": state, "message": message, **values})
 
 
 class Queue:
-    """The entries, oldest first."""
+    """Queue entries, oldest first."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.folder = workspace, workspace.folder("queue")
 
     def entries(self) -> list[Entry]:
-        """All entries, oldest first."""
         return [Entry(path) for path in sorted(self.folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
     def waiting(self) -> list[Entry]:
-        """Entries that are waiting or preparing."""
         return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
-        """Queue a new run, or with `resume` that run's continuation, without waiting."""
+        """Queue a new run, or a continuation of the run `resume`."""
         for entry in self.waiting():
-            if resume and entry.status().get("resume") == resume:  # the button was pressed twice
+            if resume and entry.status().get("resume") == resume:  # a second click
                 return entry
+        # hidden until complete: the starter must not see half an entry
         building = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
         building.mkdir(mode=0o700)
         entry = Entry(building)
@@ -81,20 +75,19 @@ class Queue:
         return entry
 
     def cancel(self, name: str) -> bool:
-        """Remove a waiting entry; False when it has begun or does not exist."""
         for entry in self.entries():
+            # an entry that has begun can't be removed
             if entry.path.name == name and entry.status()["state"] == "waiting":
                 shutil.rmtree(entry.path, ignore_errors=True)
                 return True
         return False
 
     def ensure_starter(self) -> None:
-        """Start the starter when entries wait and no starter runs; a second starter would exit."""
+        # detached: the queue goes on when the app ends; a second starter exits by itself
         if self.waiting() and not is_locked(self.folder / ".lock"):
             detach(self.workspace.root, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 
     def remove_old(self) -> None:
-        """Remove all but the newest started and failed entries."""
         closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
         for entry in closed[:-_MOST_CLOSED]:
             shutil.rmtree(entry.path, ignore_errors=True)

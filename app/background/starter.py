@@ -1,7 +1,4 @@
-"""Starts queued runs in order, as the command line would: `python -m app.background.starter RUNS`. Each is prepared in a child:
-
-`python -m app.background.starter RUNS ENTRY` calls finetune.run.prepare and finetune.run.control and writes the entry's status.
-"""
+"""Starter of queued runs: `python -m app.background.starter RUNS [ENTRY]`"""
 
 from __future__ import annotations
 
@@ -30,15 +27,16 @@ _POLL_S = 0.3
 
 
 def main() -> int:
-    """Start runs until the queue is empty; exit at once when another starter is running."""
+    """Start runs until the queue is empty."""
     keep_private()
     raise_gc_thresholds()
     workspace = Workspace(Path.cwd(), Path(sys.argv[1]))
+    # the child process, which prepares one entry
     if len(sys.argv) > 2:
         hide_gpus()
         return start(workspace, Entry(Path(sys.argv[2])))
     queue = Queue(workspace)
-    lock = take_lock(queue.folder / ".lock", wait_s=1)  # a process that checks the lock holds it for a moment
+    lock = take_lock(queue.folder / ".lock", wait_s=1)  # a process that tests the lock holds it for a moment
     if lock is None:
         return 0
     with lock:
@@ -63,12 +61,12 @@ def _start_next(workspace: Workspace, entry: Entry) -> None:
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env=environment(), check=False,
         ).returncode  # fmt: skip
-    if entry.status()["state"] == "preparing":  # it died before it wrote why
+    if entry.status()["state"] == "preparing":  # the child died before it could write an error
         entry.set_status("failed", f"the preparation ended with status {code}", problems=[_last_line(entry.log)], fix="")
 
 
 def start(workspace: Workspace, entry: Entry) -> int:
-    """Prepare and start one entry. Errors are written to its status."""
+    """Prepare and start one entry."""
     status = entry.status()
     try:
         if status.get("resume"):
@@ -78,6 +76,7 @@ def start(workspace: Workspace, entry: Entry) -> int:
             run = _prepare(workspace, entry, bool(status.get("force")))
             control.start(run)
     except FinetuneError as error:
+        # the page shows the error from the status
         entry.set_status("failed", error.title, problems=error.problems, fix=error.fix)
         return error.exit_code
     _wait_until_alive(run)
@@ -100,7 +99,7 @@ def _prepare(workspace: Workspace, entry: Entry, force: bool) -> RunDirectory:
 
 
 def _wait_until_alive(run: RunDirectory) -> None:
-    """Wait until the supervisor has the run's lock, so that the next entry sees that a run is alive."""
+    # until the supervisor holds the run's lock: the next entry must see a living run
     for _ in range(100):
         if is_alive(run):
             return

@@ -1,4 +1,4 @@
-"""Commands on a run's result, such as eval and merge, and `finetune doctor`: detached processes with their output in files."""
+"""Commands on results and `finetune doctor`, as detached processes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ VERBS = ("eval", "merge", "export", "report", "compare", "push")
 
 @dataclass(frozen=True)
 class Task:
-    """One command on one run: its output files and its status."""
+    """One command on one run."""
 
     path: Path
 
     def status(self) -> dict[str, Any] | None:
-        """None when it was never started; `state` is running, done or failed."""
+        # None: never started
         values = read_object(self.path / "status.json")
         if values and values["state"] == "running" and not is_recorded_process(values["process"]):
+            # the process was killed before it could write its end
             return {**values, "state": "failed", "exit_code": None}
         return values
 
@@ -45,15 +46,13 @@ class Task:
         return (self.status() or {}).get("state") == "running"
 
     def output(self) -> str:
-        """Standard output so far."""
         return _read(self.path / "output.txt")
 
     def log(self) -> str:
-        """Standard error so far."""
         return _read(self.path / "log.txt")
 
     def result(self) -> Any:
-        """The last line of JSON that the command printed; None without one."""
+        # a command prints its JSON result last
         for line in reversed(self.output().strip().split("\n")):
             try:
                 return parse_json(line)
@@ -62,29 +61,28 @@ class Task:
         return None
 
     def end(self) -> bool:
-        """Ask the running command to end; False when none is running."""
         status = self.status()
         if status is None or status["state"] != "running":
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(status["process"]["pid"])
+            # the children run the command: their parent then writes the end
             for child in process.children(recursive=True) or [process]:
                 child.terminate()
         return True
 
 
 class Tasks:
-    """Starts commands on results and finds their tasks."""
+    """Starts commands on results."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
 
     def of(self, run: RunDirectory, verb: str) -> Task:
-        """The last task of this kind on this run."""
         return Task(self._workspace.folder("tasks") / run.path.name / verb)
 
     def start(self, run: RunDirectory, verb: str, options: Sequence[str] = ()) -> Task:
-        """Start a command. Raises RecipeError when it is running already or not one of VERBS."""
+        """Start a command. Raises CommandError."""
         if verb not in VERBS:
             raise CommandError(f"{verb[:40]!r} is not a command on a result")
         task = self.of(run, verb)
@@ -94,7 +92,6 @@ class Tasks:
         return task
 
     def begin(self, task: Task, *arguments: str) -> None:
-        """Start a command of `finetune` as this task."""
         task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
@@ -112,7 +109,7 @@ def _read(path: Path, most: int = 2**26) -> str:
 
 
 def main() -> int:
-    """The detached process: `python -m app.background.tasks FOLDER VERB RUN ...` runs the command and writes how it ended."""
+    """Run a command: `python -m app.background.tasks FOLDER VERB RUN ...`"""
     task, arguments = Task(Path(sys.argv[1])), sys.argv[2:]
     status = {**(task.status() or {}), "process": process_record(os.getpid())}
     write_json(task.path / "status.json", status)

@@ -1,1 +1,1 @@
-"""Chat with a run's base and tuned model, in a separate process."""
+"""Chat with a run's base and tuned model."""

@@ -1,8 +1,4 @@
-"""Conversations with models of runs: a separate process generates, a file has the messages.
-
-The page writes a question to RUNS/.app/chat/<run>.jsonl, and the process its answers; every tab reads the same file, and
-closing a tab loses nothing.
-"""
+"""Conversations with models of runs."""
 
 from __future__ import annotations
 
@@ -22,26 +18,26 @@ from finetune.run.directory import RunDirectory
 from ..worker import SupersededError, Worker
 from ..workspace import Workspace
 
-#: After this long without a question the chat process ends and frees its memory.
+#: Seconds without a question after which the chat process ends and frees its memory.
 IDLE_S = 600.0
-#: Folder of the pictures of all conversations, beside their files.
+#: Folder of the images of all conversations.
 PICTURES = "pictures"
 Model = Literal["base", "tuned"]
 MODELS: tuple[Model, ...] = ("base", "tuned")
 
 
 class Question(Event, kind="question"):
-    """A question of the page."""
+    """Question of the page."""
 
     id: str
     text: str
     models: tuple[Model, ...] = MODELS
-    #: Names of its files.
+    #: File names.
     pictures: tuple[str, ...] = ()
 
 
 class Piece(Event, kind="piece"):
-    """The next piece of an answer that is being generated, and of its thought."""
+    """Next piece of an answer."""
 
     id: str
     model: Model
@@ -50,7 +46,7 @@ class Piece(Event, kind="piece"):
 
 
 class Answer(Event, kind="answer"):
-    """The whole answer of a model to question `id`, with its tool calls."""
+    """Whole answer of a model."""
 
     id: str
     model: Model
@@ -63,9 +59,10 @@ class Answer(Event, kind="answer"):
 
 
 class Done(Event, kind="done"):
-    """All models that were asked have answered, or why not."""
+    """End of all answers."""
 
     id: str
+    #: Reason for missing answers.
     error: str = ""
 
 
@@ -74,10 +71,11 @@ KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece
 
 @dataclass
 class Turn:
-    """A question with its answers so far. `partial`: answers that are being generated."""
+    """A question with its answers."""
 
     question: Question
     answers: dict[Model, Answer] = field(default_factory=dict)
+    #: Growing answers.
     partial: dict[Model, Piece] = field(default_factory=dict)
     done: Done | None = None
 
@@ -95,28 +93,27 @@ class Turn:
 
 
 class Chats:
-    """Keeps one process with a run's models: a question to another run ends it."""
+    """Conversations, and one process with a run's models."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._name = ""
-        self._asking = ThreadPoolExecutor(1)  # questions are answered in their order
+        self._asking = ThreadPoolExecutor(1)  # answers keep the order of questions
         self._newest: Future[None] | None = None
 
     def ask(
         self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
         pictures: Sequence[str] = (), **how: Any,
     ) -> None:  # fmt: skip
-        """Ask a question, without waiting. The answers appear in `turns` while they are made.
-
-        `how`: `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
-        """
+        """Ask a question without waiting."""
         question = Question(id=uuid.uuid4().hex, text=text, models=tuple(models), pictures=tuple(pictures))
         with self._lock:
             worker = self._worker_of(run)
+        # in a file: all tabs show one conversation, and closing a tab loses nothing
         EventWriter(self.path(run)).emit(question)
+        # `turns` shows the growing answers
         self._newest = self._asking.submit(self._wait, worker, run, question, {"max_new_tokens": max_new_tokens, **how})
 
     def _wait(self, worker: Worker, run: RunDirectory, question: Question, how: dict[str, Any]) -> None:
@@ -131,12 +128,11 @@ class Chats:
             EventWriter(self.path(run)).emit(Done(id=question.id, error=error))
 
     def stop(self, run: RunDirectory) -> None:
-        """End the answers that are being generated; their text so far stays."""
         if self._worker is not None and self.is_running(run):
+            # the text so far stays
             self._worker.cancel("answer")
 
     def turns(self, run: RunDirectory) -> list[Turn]:
-        """The turns so far, oldest first."""
         turns: dict[str, Turn] = {}
         for event in read_events(self.path(run), KINDS):
             if isinstance(event, Question):
@@ -146,13 +142,12 @@ class Chats:
         return list(turns.values())
 
     def clear(self, run: RunDirectory) -> None:
-        """Start a new conversation; the old file is kept under a name that ends in .old."""
         if self.path(run).exists():
+            # kept: a click must not destroy a conversation
             self.path(run).rename(self._folder / f"{run.path.name}-{time.time_ns()}.old")
         self.close()
 
     def path(self, run: RunDirectory) -> Path:
-        """The file of this run's conversation."""
         return self._folder / f"{run.path.name}.jsonl"
 
     @property
@@ -160,15 +155,12 @@ class Chats:
         return self._folder / PICTURES
 
     def is_answering(self, run: RunDirectory) -> bool:
-        """Whether a question is being answered."""
         return self._name == run.path.name and self._newest is not None and not self._newest.done()
 
     def is_running(self, run: RunDirectory) -> bool:
-        """Whether the process has the run's models in memory."""
         return self._name == run.path.name and self._worker is not None and self._worker.is_alive
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             if self._worker is not None:
                 self._worker.close()

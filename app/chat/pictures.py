@@ -1,4 +1,4 @@
-"""Pictures of conversations: files below the chats' folder, named by the digest of their bytes."""
+"""Images of conversations, named by digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile("[0-9a-f]{40}")
 
 
 def keep_picture(folder: Path, upload: str) -> str:
-    """Move an uploaded picture into a folder; returns its name there. Raises BadPicture, PackagesError."""
+    """Move an upload into a folder; return its name. Raises BadPicture or PackagesError."""
     name = picture_file(Path(upload)).digest
     folder.mkdir(exist_ok=True)
     shutil.move(upload, folder / name)
@@ -23,7 +23,7 @@ def keep_picture(folder: Path, upload: str) -> str:
 
 
 def kept_pictures(folder: Path, names: Iterable[str]) -> list[PictureSource]:
-    """The pictures of these names; missing or changed pictures and invalid names are left out."""
+    """Return the intact images of these names."""
     pictures = [_kept(folder / name) for name in names if _NAME.fullmatch(name)]
     return [picture for picture in pictures if picture is not None]
 
@@ -34,4 +34,5 @@ def _kept(path: Path) -> PictureSource | None:
         picture = picture_file(path)
     except (BadPicture, PackagesError):
         return None
+    # a changed file is no image of the conversation
     return picture if picture.digest == path.name else None

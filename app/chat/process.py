@@ -1,7 +1,4 @@
-"""Answers of a run's models: `python -m app.chat.process RUN FILE`, a worker that writes them to the conversation's file.
-
-Ends when the app ends, or after IDLE_S without a question, so that its memory is free for training.
-"""
+"""Chat process, a worker: `python -m app.chat.process RUN FILE`"""
 
 from __future__ import annotations
 
@@ -26,15 +23,16 @@ from .pictures import kept_pictures
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
 
-#: Seconds between two pieces of an answer in the file.
+#: Seconds between two pieces of an answer.
 _PIECE_S = 0.2
 
 
 class Conversation:
-    """One history of messages for each of the run's models, with that model's own answers."""
+    """Messages of each of the run's models."""
 
     def __init__(self, run: RunDirectory, path: Path) -> None:
         self._run, self._path, self._folder = run, path, path.with_name(PICTURES)
+        # per model: each history has the model's own answers
         self._messages: dict[Model, list[dict[str, Any]]] = {model: [] for model in MODELS}
         self._pictures: dict[Model, list[PictureSource]] = {model: [] for model in MODELS}
         self._restore(path)
@@ -46,7 +44,7 @@ class Conversation:
         return Answerer(self._run)
 
     def answer(self, work: Work, question: dict[str, Any], **how: Any) -> None:
-        """Stream the models' answers to the file, each from the same seed, until the user stops."""
+        """Stream the models' answers to the file."""
         asked, writer = from_json(Question, question), EventWriter(self._path)
         for model in asked.models:
             if not work.is_cancelled():
@@ -91,15 +89,14 @@ class Conversation:
 
 
 class _Pieces:
-    """Writes an answer's pieces, a few times a second."""
-
     def __init__(self, writer: EventWriter, identity: str, model: Model) -> None:
         self._writer, self._identity, self._model = writer, identity, model
-        self._waiting, self._written = ["", ""], time.monotonic()  # the answer's text, and its thought's
+        self._waiting, self._written = ["", ""], time.monotonic()  # text of the answer, text of the thought
 
     def add(self, text: str, is_thought: bool) -> None:
         self._waiting[is_thought] += text
         now = time.monotonic()
+        # a line per token would fill the file, and every tab reads the file again and again
         if now - self._written >= _PIECE_S:
             answer, thought = self._waiting
             self._writer.emit(Piece(id=self._identity, model=self._model, text=answer, thought=thought))
@@ -107,7 +104,8 @@ class _Pieces:
 
 
 def main() -> int:
-    """Load the model at the first question, answer until idle."""
+    """Answer questions until idle."""
+    # ends when idle: the memory is free for training
     serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), IDLE_S)
     return 0
 

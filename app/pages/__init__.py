@@ -1,1 +1,1 @@
-"""The pages, one module each. A page is rebuilt from files, and its buttons do the same as the command line."""
+"""Pages, one module each."""

@@ -1,4 +1,4 @@
-"""The tab Chat of a run: its base and tuned model answer a question side by side."""
+"""Tab Chat: base and tuned model answer side by side."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {
 
 
 def pane(plan: Plan) -> str:
-    """The box for a message, and the places of what `parts` returns."""
+    """Return the form for a message."""
     return render("chat", vision=plan.settings.vision, who=[(name, tr(label)) for name, (label, _) in _WHO.items()])
 
 
 def parts(context: Context, run: RunDirectory) -> dict[str, str]:
-    """The conversation, the memory warning, and the button that stops an answer."""
+    """Return the conversation, memory warning and Stop button."""
     turns = context.chats.turns(run)
     is_answering = bool(turns) and not turns[-1].done and context.chats.is_answering(run)
     if turns and not is_answering and not turns[-1].done:  # the app was killed before the answer was complete
@@ -51,7 +51,7 @@ def parts(context: Context, run: RunDirectory) -> dict[str, str]:
 
 
 def conversation(turns: Sequence[Turn], folder: Path) -> str:
-    """The turns as HTML; their pictures are in `folder`."""
+    """Return the turns as HTML."""
     return render(
         "turns", turns=turns, pictures=functools.partial(_pictures, folder), pace=_pace, calls=_calls,
         long=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
@@ -59,7 +59,7 @@ def conversation(turns: Sequence[Turn], folder: Path) -> str:
 
 
 def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
-    """Send a message to the chat's process. Raises CommandError, and ValueError for values that the page does not send."""
+    """Send a message to the chat process. Raises CommandError or ValueError."""
     if not (question := str(values["question"]).strip()):
         raise CommandError(tr("Write a message."))
     if not has_adapter(run):
@@ -72,10 +72,11 @@ def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
 
 
 def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
-    """Keep an uploaded picture for the next message: the names of its pictures, and their small copies. Raises CommandError."""
+    """Keep an uploaded image for the next message. Raises CommandError."""
     names, path = waiting.split(), Path(upload).resolve()
     if len(names) >= MAX_PICTURES:
         raise CommandError(tr("A message has at most {n} pictures.", n=MAX_PICTURES))
+    # a forged request must not read other files
     if not path.is_relative_to(context.uploads.resolve()):
         raise CommandError("this file was not uploaded here")
     try:
@@ -88,11 +89,12 @@ def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
 
 
 def has_adapter(run: RunDirectory) -> bool:
-    """Whether there is anything to answer with."""
+    """Return whether a run can answer."""
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 
 def _warning(context: Context, run: RunDirectory, plan: Plan) -> str:
+    # a training run and a chat share the GPU's memory
     busy = next((other for other in context.workspace.list_runs() if is_alive(other)), None)
     if busy is None or context.chats.is_running(run):
         return ""

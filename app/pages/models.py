@@ -1,4 +1,4 @@
-"""Models: the adapters, merged models and GGUF files of all runs, with size, place and scores."""
+"""Page of adapters, merged models and GGUF files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LISTED = 200
 
 
 class ModelsPage(FollowedPage):
-    """The page: one table."""
+    """Page of models."""
 
     name, part_names, every_ms = "models", ("list",), 5000
 
@@ -29,6 +29,6 @@ class ModelsPage(FollowedPage):
             try:
                 base = Path(self.context.lives.of(run).plan().settings.model_name_or_path).name
                 files += models_of(run, base, self.context.scores.of(run))
-            except (FinetuneError, OSError, ValueError) as error:  # the others are shown
+            except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {"list": damaged + models_table(files, self.context.workspace.root)}

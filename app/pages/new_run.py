@@ -1,8 +1,4 @@
-"""New run: one screen from the model, the data and the GPU to the start. `new_run.js` asks the routes below.
-
-An edit is one `POST /ft/new/change`, answered with the new screen. The plan takes seconds and has a separate route;
-its answer has the stamp of its draft, and the browser drops an answer for an older draft.
-"""
+"""New run: one screen from model, data and GPU to the start."""
 
 from __future__ import annotations
 
@@ -45,74 +41,70 @@ from ..web.followed import as_json, attempted
 from ..worker import SupersededError
 
 _PLAN_GOOD_S = 10.0
-#: Seconds for which the list of models on this machine is good.
+#: Lifetime of the list of local models in seconds.
 _GOOD_S = 10.0
 _LISTED = 30
-#: Letters that no name of a run or a file has.
+#: Characters outside the names of runs and files.
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
 class _Question:
-    """The plan of a draft; every tab that shows the draft waits for the same plan.
-
-    `first`: the plan. `complete`: the plan with the forecasts of its alternatives.
-    """
-
     recipe: str
     has_data: bool
+    #: The plan.
     first: Future[Plan] = field(default_factory=Future)
+    #: The plan with forecasts of its alternatives.
     complete: Future[Plan] = field(default_factory=Future)
     asked_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_old(self) -> bool:
-        """Whether to ask again: free memory changes, and an error may have gone."""
+        # free memory changes, and the cause of an error may be gone
         return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _PLAN_GOOD_S)
 
     def ask(self, context: Context) -> None:
-        """Ask the planner, which ends its work on an earlier question, and wait."""
-
         def report(value: Any) -> None:
             if isinstance(value, dict) and not self.first.done():
                 self.first.set_result(Plan.from_json(value))
 
-        context.planner.cancel("badge")  # the plan goes before the list of models
+        context.planner.cancel("badge")  # the plan goes before verdicts of models
         try:
+            # newest: ends work on an earlier draft
             answer = context.planner.call("plan", newest=True, report=report, recipe=self.recipe, has_data=self.has_data)
             report(answer)
             self.complete.set_result(Plan.from_json(answer))
-        except Exception as error:  # noqa: BLE001 - raised in every tab that waits
+        except Exception as error:  # noqa: BLE001 - raised again in every waiting tab
             for future in [future for future in (self.first, self.complete) if not future.done()]:
                 future.set_exception(error)
 
 
 class NewRun:
-    """Answers to the browser. Every tab shows the same draft."""
+    """Page and routes of New run."""
 
     def __init__(self, context: Context) -> None:
+        # one draft for all tabs
         self.context, self._lock = context, threading.Lock()
         self._badges = Badges(context.planner, context.draft)
         self._fields = {field.name: field for field in fields()}
         self._question: _Question | None = None
         self._measuring = Task(context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
-        #: The entry of the queue that was started here, and the stamp of its draft.
+        #: Queue entry that was started here, and the stamp of its draft.
         self._started = ("", 0)
 
     # -- the screen
 
     def html(self, query: Mapping[str, str]) -> str:
-        """The empty screen; the browser fills it."""
         return render("new_run")
 
     def screen(self, mine: str = "") -> dict[str, Any]:
-        """Return the draft, the planner's progress, and the progress of `mine`, the queue entry that this tab started."""
+        """Return the draft and the progress of planner and queue entry `mine`."""
         self.context.queue.ensure_starter()
         edited, (started, stamp) = self.context.draft.read(), self._started
         asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
-            edited = self.context.draft.clear()  # the next run begins anew
+            edited = self.context.draft.clear()  # the next run starts with an empty draft
         parts = {"sentence": views.sentence(edited), "progress": views.progress(asked[mine]) if mine in asked else ""}
         if not edited.model:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
@@ -123,15 +115,16 @@ class NewRun:
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
-        """The plan of the draft. `complete`: waits for the forecasts of the other plans."""
+        """Return the plan of the draft; `complete`: with its alternatives."""
         edited = self.context.draft.read()
         if not edited.model:
             return {"stamp": edited.stamp, "parts": {}}
+        # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
         question = self._question_of(edited)
         is_complete = complete or question.complete.done()
         try:
             plan = (question.complete if is_complete else question.first).result()
-        except SupersededError:  # the draft has changed
+        except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
             shown = views.trouble(problem_of(error), tr("Unknown: there is no plan"))
@@ -157,7 +150,7 @@ class NewRun:
     # -- edits
 
     def change(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply a message of the page; return the screen, with the reason of a refusal."""
+        """Apply a message of the page; return the new screen."""
         parts = attempted(self._change, message)
         refused = parts.pop("said")
         mine = self._started[0] if {"start", "demo"} & {*message} and not refused else ""
@@ -215,17 +208,17 @@ class NewRun:
         return {}
 
     def _choose_data(self, path: str) -> None:
-        """Set the data, and the roles of its columns where a run would ask."""
         edited = self.context.draft.change(dataset={"path": path.strip()}, method=AUTO)
         if edited.data:
-            with contextlib.suppress(FinetuneError):  # the panel says why it can't be read
+            with contextlib.suppress(FinetuneError):  # the data panel shows the error
                 answer = self.context.planner.call("columns", recipe=write_recipe(edited.recipe))
+                # a run without roles would ask for them
                 if answer["is_guess"] and {"instruction", "output"}.issubset(answer["roles"].values()):
                     self._set_columns(answer["roles"])
 
     def _set_columns(self, roles: dict[str, str]) -> None:
-        """Each column's role; several of a role can't be read."""
         used = [role for role in roles.values() if role != "ignore"]
+        # a role names one column in `dataset.columns`
         if twice := sorted({views.ROLES[role] for role in used if used.count(role) > 1}):
             raise CommandError([tr("two columns are {role}", role=tr(twice[0]))], tr("Choose Ignore for one of them."))
         columns = {role: name for name, role in roles.items() if role != "ignore"}
@@ -233,11 +226,8 @@ class NewRun:
         self.context.draft.change(dataset__columns=columns or None, dataset__ignore_columns=ignored or None)
 
     def _take_upload(self, path: str) -> str:
-        """Move an uploaded file to the app's uploads; returns its path as a recipe names it.
-
-        Raises CommandError when it was not uploaded here, or has no type of data.
-        """
         source, root = Path(path).resolve(), self.context.workspace.root
+        # a forged request must not move other files
         if not source.is_relative_to(self.context.uploads.resolve()):
             raise CommandError("this file was not uploaded here")
         suffix = source.suffix.lower()
@@ -273,7 +263,6 @@ class NewRun:
     # -- panels
 
     def panel(self, name: str, query: str = "") -> str:
-        """A panel's HTML."""
         edited = self.context.draft.read()
         match name:
             case "model":
@@ -294,8 +283,8 @@ class NewRun:
         return ""
 
     def _measure(self) -> None:
-        """Measure the cost of quantising on the held-out rows in a new process, or end a running measurement."""
         task = self._measuring
+        # the page has one button to start and stop
         if not task.end():
             path = task.path / "recipe.yaml"
             path.write_text(self.context.draft.read().text, encoding="utf-8")
@@ -350,8 +339,6 @@ class NewRun:
     # -- routes
 
     def add_routes(self, api: Any) -> None:
-        """The routes that new_run.js asks."""
-
         @api.get("/ft/new/screen")
         def screen(mine: str = "") -> Response:
             return as_json(self.screen(mine))

@@ -1,4 +1,4 @@
-"""The rail beside every page: the running job and the memory of this machine's GPUs."""
+"""Rail: running job and GPU memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..web.followed import FollowedPage
 
 
 class Rail(FollowedPage):
-    """The running job and the GPUs' memory."""
+    """Running job and GPU memory."""
 
     name, part_names, every_ms = "rail", ("now",), 3000
 
@@ -42,7 +42,7 @@ def _job(live: LiveRun) -> RunningJob:
 
 
 def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:
-    """Memory of the GPUs that this process may use; empty without a driver."""
+    """Return the memory of the usable GPUs."""
     return [
         GpuMemory(device.name, device.total_bytes, device.free_bytes, _run_bytes(live, device)) for device in usable_devices()
     ]

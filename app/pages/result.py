@@ -1,4 +1,4 @@
-"""The tabs Evaluate and Export of a run: base against tuned, report; merge, GGUF, serve, push to the hub."""
+"""Tabs Evaluate and Export of a run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ORDERS = {
     "differ": mark("Differing first"), "worst": mark("Tuned model's worst first"), "best": mark("Tuned model's best first")
 }  # fmt: skip
-#: The choice of rows that stands for those of the run whose adapter this run continued; no dataset is called so.
+#: Choice of the held-out rows of the adapter's run; an option, so no dataset has this name.
 BEFORE = "--forgetting"
-#: Commands on a run, as an error names them.
+#: Names of commands in errors.
 _ACTIONS = {
     "eval": mark("Evaluate"), "merge": mark("Merge"), "export": mark("Export to GGUF"),
     "report": mark("Write the report"), "compare": mark("Compare"), "push": mark("Push"),
@@ -41,7 +41,7 @@ _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
-    """The forms of Evaluate, and the places of what `parts` returns."""
+    """Return the forms of Evaluate."""
     from finetune.run.base_adapter import base_adapter_of  # here: imports stay at most ten deep
 
     before = [(BEFORE, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else []
@@ -54,14 +54,14 @@ def evaluate_pane(context: Context, run: RunDirectory) -> str:
 
 
 def export_pane(run: RunDirectory) -> str:
-    """The forms of Export, and the places of what `parts` returns."""
+    """Return the forms of Export."""
     kinds = [*((name, tr(label)) for name, label in _KINDS.items()), *((path, path) for path in _gguf_files(run))]
     types = [(name, gguf.label) for name, gguf in GGUF_TYPES.items()]
     return render("export", kinds=kinds, types=types, serve=f"finetune serve {shlex.quote(run.path.name)}")
 
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
-    """The progress or result of each command of a tab."""
+    """Return the progress or result of a tab's commands."""
     tasks = context.tasks
     if tab == "evaluate":
         reports = _reports(run, tasks.of(run, "report"), tasks.of(run, "compare"))
@@ -71,7 +71,7 @@ def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str
 
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
-    """Start the command of a form. Raises CommandError, and ValueError or KeyError for values that the page does not send."""
+    """Start a form's command. Raises CommandError, ValueError or KeyError."""
     context.tasks.start(run, verb, _OPTIONS[verb](context, run, values))
 
 
@@ -82,7 +82,7 @@ def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
 
 
 def evaluation(values: Mapping[str, Any]) -> list[str]:
-    """The options of `finetune eval` for a form's values."""
+    """Return the options of `finetune eval`."""
     score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
     if score not in SCORES.values():
         raise ValueError(score)
@@ -121,13 +121,13 @@ def _comparison(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
 
 
 def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    """Only files that the last dry run listed are pushed."""
     repo, kind, how, is_public = values["repo"].strip(), values["kind"], values["how"], "public" in values
     if how not in ("--dry-run", "--yes"):
         raise ValueError(how)
     if kind not in (*_KINDS, *_gguf_files(run)):
         raise CommandError(tr("Choose a run, and what to push."))
     require_repo(repo)
+    # only files that the last dry run listed are pushed
     if how == "--yes":
         listed, named = context.tasks.of(run, "push").result(), kind if kind in _KINDS else "gguf"
         wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}

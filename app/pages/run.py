@@ -1,7 +1,4 @@
-"""Run: one run in tabs, live while it trains, or a sweep. Works on any run of the folder, whoever started it.
-
-run.js asks the routes.
-"""
+"""Run: one run in tabs, or a sweep."""
 
 from __future__ import annotations
 
@@ -30,13 +27,12 @@ _SHOWN_CHARACTERS = 300
 
 
 class RunPage:
-    """The page and its routes; every answer is read from files."""
+    """Page and routes of a run."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def html(self, query: Mapping[str, str]) -> str:
-        """The run, or the sweep, and the tab that the address names; without a run the one at work, else the newest."""
         name, tab = query.get("run"), query.get("tab", "")
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
@@ -61,19 +57,19 @@ class RunPage:
         return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
-        """The HTML of each part of a tab, and of the head."""
+        """Return the HTML of a tab's parts and the head's parts."""
         texts = run_page.texts(self.context.lives.of(run), tab)
         if tab in ("evaluate", "export"):
             texts |= result.parts(self.context, run, tab, order)
         return texts | chat.parts(self.context, run) if tab == "chat" else texts
 
     def changed(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """The parts of a tab that are not among the checksums `shown`: the checksum and the HTML of each."""
+        """Return checksum and HTML of each part that is not in `shown`."""
         tab, shown, order = query.get("tab", ""), query.get("shown", ""), query.get("order", "differ")
         if tab not in TABS or order not in result.ORDERS or len(shown) > _SHOWN_CHARACTERS:
             raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished  # it has no tabs
+            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
         else:
             run = self.context.workspace.run(name)
             assert run is not None
@@ -81,7 +77,7 @@ class RunPage:
         return {"alive": is_alive, "parts": changed_parts(texts, shown)}
 
     def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button or a form; return the message to show, and other new parts of the page."""
+        """Handle a button or a form."""
         return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:
@@ -124,8 +120,6 @@ class RunPage:
         raise KeyError(deed)
 
     def add_routes(self, api: Any) -> None:
-        """The routes that run.js and chart.js ask."""
-
         @api.get("/ft/run/{name}")
         def parts(request: Request, name: str) -> Response:
             return answered(self.context, name, lambda _: self.changed(name, request.query_params), sweeps=True)

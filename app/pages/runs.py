@@ -1,4 +1,4 @@
-"""Runs: a table to search, filter and choose from; compare, rename, duplicate, delete and restore; the queue."""
+"""Runs: table of runs, comparison, queue and trash."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LISTED = 200
 
 
 class RunsPage(FollowedPage):
-    """The page. runs.js keeps search, filters and selection."""
+    """Page of runs."""
 
+    # search, filters and selection live in runs.js
     name = "runs"
 
     def html(self, query: Mapping[str, str]) -> str:
         return render("runs", parts={})
 
     def parts(self) -> dict[str, str]:
-        """The runs, the sweeps, the queue and the trash."""
         self.context.queue.ensure_starter()
         workspace = self.context.workspace
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
@@ -41,7 +41,7 @@ class RunsPage(FollowedPage):
         for run in workspace.list_runs()[:_LISTED]:
             try:
                 rows.append(row_of(self.context.lives.of(run), self.context.scores))
-            except (FinetuneError, OSError, ValueError) as error:  # the others are shown
+            except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {
             "list": damaged + views.runs_table(rows), "sweeps": listed(workspace.list_sweeps()[:_LISTED]),
@@ -72,7 +72,6 @@ class RunsPage(FollowedPage):
         raise KeyError(message)
 
     def compare(self, runs: list[RunDirectory]) -> str:
-        """Curves of the chosen runs in one chart, their scores, and the settings that differ."""
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]

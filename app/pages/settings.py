@@ -1,4 +1,4 @@
-"""Settings: theme, language, the hub's login, and a check of this machine."""
+"""Settings: theme, language, hub login, machine check."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..web.followed import FollowedPage
 
 
 class SettingsPage(FollowedPage):
-    """The page. Theme and language are the browser's."""
+    """Page of settings."""
 
+    # theme and language live in the browser
     name, part_names, every_ms, css = "settings", ("machine",), 1000, "ft-box"
 
     def __init__(self, context: Context) -> None:
@@ -27,7 +28,6 @@ class SettingsPage(FollowedPage):
         return views.choices(_token_from())
 
     def parts(self) -> dict[str, str]:
-        """The last examination, and whether there is one going on."""
         status = self._doctor.status()
         if status is None or status["state"] == "running":
             return {"machine": views.examined(None, is_running=status is not None)}
@@ -42,9 +42,9 @@ class SettingsPage(FollowedPage):
 
 
 def _token_from() -> str:
-    """Where the hub's token is from; empty without one. The token itself is never read into the page."""
     from huggingface_hub import constants
 
+    # only the source: the token itself must not reach the page
     if os.environ.get("HF_TOKEN"):
         return tr("the environment")
     return tr("a file of this user") if Path(constants.HF_TOKEN_PATH).is_file() else ""

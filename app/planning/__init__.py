@@ -1,1 +1,1 @@
-"""Planning: the draft recipe, the catalogue of models and the process that plans."""
+"""Planning: draft, catalogue, planner process."""

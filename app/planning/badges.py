@@ -1,4 +1,4 @@
-"""Whether models fit with the draft's data and GPU: asked of the planner one at a time, while a page shows them."""
+"""Verdicts of models for the draft's data and GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from finetune.recipe import write_recipe
 from ..worker import SupersededError, Worker
 from .draft import Draft
 
-#: Seconds after the last look at which the work stops.
+#: Seconds after the page's last request at which planning stops.
 _LOOKED_S = 6.0
 
 
 class Badges:
-    """Verdicts by model. A question of the page waits for one verdict at most, not for all."""
+    """Verdicts by model."""
 
     def __init__(self, planner: Worker, draft: Draft) -> None:
         self._planner, self._draft, self._lock = planner, draft, threading.Lock()
@@ -29,10 +29,11 @@ class Badges:
         self._looked_s, self._is_working = 0.0, False
 
     def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the known verdicts; missing ones are computed while a page is open."""
+        """Return the known verdicts."""
         recipe = self._draft.read().recipe
         key = _key(recipe)
         with self._lock:
+            # the background thread plans missing verdicts while a page asks
             self._wanted, self._looked_s = list(names), time.monotonic()
             if not self._is_working:
                 self._is_working = True
@@ -43,15 +44,15 @@ class Badges:
         while (task := self._next()) is not None:
             recipe, name = task
             try:
+                # one call per model: a request of the page waits for one verdict at most
                 answer = self._planner.call("badge", recipe=write_recipe(recipe.recipe), model=name)
-            except SupersededError:  # a plan is wanted first
+            except SupersededError:  # the draft's plan goes first
                 continue
             except FinetuneError as error:
                 answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
             self._verdicts[_key(recipe.recipe), name] = answer
 
     def _next(self) -> Any:
-        """Return the draft and a model without a verdict; None ends the work."""
         edited = self._draft.read()
         with self._lock:
             if time.monotonic() - self._looked_s < _LOOKED_S:
@@ -64,6 +65,6 @@ class Badges:
 
 
 def _key(recipe: Any) -> str:
-    """Everything but the model that decides a verdict."""
+    # everything but the model that decides a verdict
     values = recipe.model_dump(mode="json")
     return json.dumps([values[name] for name in ("dataset", "gpu", "max_length")])

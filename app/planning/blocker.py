@@ -1,4 +1,4 @@
-"""Reasons that keep a run from starting, known before anybody presses Start."""
+"""Reasons that keep a run from starting."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ from finetune.settings import AUTO, Recipe
 from ..language import mark, tr_n
 from ..views.words import in_words
 
-#: A setting that a fix names, with the quotes that a shell needs.
+#: A setting in a fix, with shell quotes.
 _SETTING = re.compile(r"'dataset\.\w+=[^']*'|\bdataset\.\w+=[^\s']+")
 
 
 @dataclass(frozen=True)
 class Blocker:
-    """Why a run would not start, and the fix; `override` removes the reason, on a button with `label`.
-
-    `elsewhere`: it would on another machine, for which this is planned.
-    """
+    """Reason that keeps a run from starting."""
 
     title: str
     problems: list[str]
     fix: str = ""
+    #: A button with `label` applies `override`.
     label: str = ""
     override: str = ""
+    #: The plan is for another machine.
     elsewhere: bool = False
 
 
 def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
-    """The first reason why a run of this plan would not start on this machine; None when none is known.
-
-    `folder`: where relative paths of the recipe start; the page's own process is elsewhere.
-    """
+    """Return the first reason against a start on this machine. `folder`: base of relative paths."""
     if plan.data_problem:
         problems, fix = list(plan.data_problem.problems), plan.data_problem.fix
         setting = _SETTING.search(fix)
@@ -50,6 +46,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
             for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
                 _require_data(path, folder, only_split=recipe.dataset.split is not None)
         except DataError as error:
+            # the page's process has another working folder
             return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))
     if plan.card.problem:
         return Blocker(mark("No run can use this GPU now"), [plan.card.problem], plan.card.problem_fix)
@@ -63,10 +60,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
 
 
 def _require_data(path: str, folder: Path, *, only_split: bool) -> None:
-    """Raise DataError for a path that is neither a file or folder from `folder` on, nor bundled, nor an id on the hub.
-
-    Patterns are left to the run.
-    """
+    # patterns are left to the run
     if not (folder / path).exists() and not set("*?[") & set(path):
         find_sources(path, only_split=only_split)
 

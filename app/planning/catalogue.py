@@ -1,4 +1,4 @@
-"""Models, datasets and cards to choose from: local ones, models found on the Hugging Face hub, the catalogue of cards."""
+"""Models, datasets and GPUs to choose from."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ DATA_ENDINGS = tuple(READERS)
 
 @dataclass(frozen=True)
 class Model:
-    """A base model: its source, by which `recipe` where it is one, and its size and licence according to the hub (None: not
-    known)."""
+    """A base model."""
 
     name: str
+    #: May name `recipe`, which uses the model.
     source: str
+    #: Size and licence by the hub; None: unknown.
     parameters: int | None = None
     licence: str | None = None
     recipe: str = ""
 
 
 def local_models(workspace: Workspace) -> list[Model]:
-    """The bundled models, model folders below the workspace, the hub cache, and the shipped recipes' models."""
+    """Return bundled, local, cached and shipped recipes' models."""
     models = [Model(name, mark("bundled")) for name in ("tiny", "tiny-vision")]
     models += [Model(path.as_posix(), mark("folder")) for path in _folders(workspace)]
     models += [Model(name, mark("downloaded")) for name in _cached()]
@@ -39,11 +40,12 @@ def local_models(workspace: Workspace) -> list[Model]:
             models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
         except FinetuneError:
             continue
+    # the first entry of a name wins
     return list({model.name: model for model in reversed(models)}.values())[::-1]
 
 
 def local_datasets(workspace: Workspace) -> list[str]:
-    """The bundled dataset, data files below the workspace, and uploads."""
+    """Return bundled datasets, local files and uploads."""
     datasets = ["support", "support-pairs", "parcels"]
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
@@ -56,7 +58,7 @@ def local_datasets(workspace: Workspace) -> list[str]:
 
 
 def search_models(query: str) -> list[Model]:
-    """Text-generation models of the hub, most downloaded first. Raises RecipeError when the hub can't be reached."""
+    """Return the hub's text-generation models by downloads. Raises RecipeError."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -86,12 +88,12 @@ def search_models(query: str) -> list[Model]:
 
 
 def card_choices() -> list[tuple[str, str]]:
-    """Label and name of the catalogue's cards."""
+    """Return label and name of each GPU."""
     return [(f"{_spelt(name)} · {size} GB", name) for name, size in catalogue_sizes().items()]
 
 
 def _spelt(name: str) -> str:
-    """A card's name as its maker writes it, without the memory: rtx-3080-laptop-8gb is RTX 3080 Laptop."""
+    # rtx-3080-laptop-8gb -> RTX 3080 Laptop
     spelt = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
     parts = [part for part in name.split("-") if not part.endswith("gb")]
     return " ".join(spelt.get(part, part.upper()) for part in parts)

@@ -1,4 +1,4 @@
-"""The recipe of the next run: a file with the settings that a person chose, the same for every tab and restart of the app."""
+"""Draft: the recipe of the next run."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ from finetune.system import shell_join
 
 from ..workspace import Workspace
 
-#: The recipe of the demo: bundled model and data, which train on any machine.
+#: Recipe of the demo: bundled model and data, trains on any machine.
 FIRST = "tiny-cpu"
-#: Stand in for what is not chosen yet, so that the settings can be checked and planned.
+#: Stand-ins for missing choices, so that the draft can be checked and planned.
 _NOT_CHOSEN = {"model_name_or_path": "tiny", "dataset": {"path": "support"}}
-#: Settings that another model keeps, although nobody typed them.
+#: Settings kept for another model, although nobody typed them.
 _KEPT = ("dataset", "gpu", "price_per_hour", "memory_budget")
 _UNDOABLE = 50
 
 
 @dataclass(frozen=True)
 class Edited:
-    """The draft: settings by name, names of typed settings, and the recipe, with stand-ins for missing choices.
-
-    `stamp` changes with each edit.
-    """
+    """The draft."""
 
     values: dict[str, Any]
+    #: Names of typed settings.
     typed: tuple[str, ...]
+    #: With stand-ins for missing choices.
     recipe: Recipe
+    #: Changes with each edit.
     stamp: int
 
     @property
     def model(self) -> str:
-        """The base model; empty when none is chosen."""
         return str(self.values.get("model_name_or_path") or "")
 
     @property
     def data(self) -> str | list[str]:
-        """The dataset's path; empty when none is chosen."""
         path: str | list[str] = (self.values.get("dataset") or {}).get("path") or ""
         return path
 
@@ -64,31 +62,31 @@ class Edited:
 
 
 class Draft:
-    """Reads and changes the draft. A change that makes no valid recipe raises RecipeError and changes nothing."""
+    """Reads and changes the draft. Invalid changes raise RecipeError."""
 
     def __init__(self, workspace: Workspace) -> None:
+        # a file: every tab and restart shows the same draft
         self._path, self._lock = workspace.folder("draft") / "draft.json", threading.RLock()
         self._earlier: list[dict[str, Any]] = []
 
     def read(self) -> Edited:
-        """Read the draft; an empty one if the file is missing or has another version's settings."""
         stored = read_object(self._path) or {}
+        # another version's settings may be invalid
         with contextlib.suppress(RecipeError, TypeError, ValueError):
             return _edited(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
         return _edited({}, (), 0)
 
     def change(self, **settings: Any) -> Edited:
-        """Set (or, with None, unset) settings by dotted name written with `__`. Another model drops what nobody typed.
-
-        `trust_remote_code` is never changed here: a click must not allow a model's own code.
-        """
+        """Set settings by dotted name, with `__` for the dot; None unsets."""
         with self._lock:
             now = self.read()
             values, typed = json.loads(json.dumps(now.values)), {*now.typed}
             if settings.get("model_name_or_path", now.model) != now.model:
+                # another model drops what nobody typed: it was chosen for the old model
                 values = {name: value for name, value in values.items() if name in typed or name in _KEPT}
                 values.pop("model_revision", None)
             for dotted, value in settings.items():
+                # a click must not allow a model's own code
                 if dotted != "trust_remote_code":
                     path = dotted.split("__")
                     _set_nested(values, path, value)
@@ -96,7 +94,6 @@ class Draft:
             return self._store(values, typed)
 
     def apply(self, override: str) -> Edited:
-        """One or more `key=value` of a suggestion, by the command line's rules."""
         overrides = shlex.split(override)
         changed = {part.partition("=")[0].strip().split(".")[0] for part in overrides}
         if "trust_remote_code" in changed:
@@ -110,21 +107,19 @@ class Draft:
             )
 
     def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> Edited:
-        """Replace the settings by a recipe, without its folder unless it `is_typed`; chosen settings in `keep` stay."""
+        """Replace the settings by a recipe, except chosen settings in `keep`."""
         with self._lock:
             now = self.read()
             values = _values(_without_remote_code(parse_recipe(text, "recipe")))
             if not is_typed:
-                values.pop("output_dir", None)  # the run that is copied has it
+                values.pop("output_dir", None)  # the copied run's folder
             values |= {name: now.values[name] for name in keep if name in now.values}
             return self._store(values, values if is_typed else ())
 
     def clear(self) -> Edited:
-        """Begin anew, without settings."""
         return self._store({}, ())
 
     def undo(self) -> Edited:
-        """Take the newest change back."""
         with self._lock:
             if self._earlier:
                 stored = {**self._earlier.pop(), "stamp": self.read().stamp + 1}
@@ -148,7 +143,7 @@ class Draft:
 
 def _edited(values: dict[str, Any], typed: Any, stamp: int) -> Edited:
     dataset = {**_NOT_CHOSEN["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
-    here = {} if usable_devices() else {"gpu": "cpu"}  # where there is no GPU a run without a choice is the CPU's
+    here = {} if usable_devices() else {"gpu": "cpu"}  # without a GPU the default is the CPU
     recipe = _without_remote_code(recipe_from({**_NOT_CHOSEN, **here, **values, "dataset": dataset}))
     return Edited(values, tuple(sorted(typed)), recipe, stamp)
 
@@ -167,8 +162,9 @@ def _without_remote_code(recipe: Recipe) -> Recipe:
 
 
 def command_line(recipe: Recipe) -> str:
-    """The equivalent command: the shipped recipe that needs the fewest overrides, else a file to save first."""
+    """Return the equivalent command."""
     wanted = _values(recipe)
+    # the shipped recipe with the fewest overrides, else a file to save first
     best: list[str] | None = None
     for name, base in _shipped().items():
         with contextlib.suppress(RecipeError):
@@ -186,7 +182,6 @@ def _shipped() -> dict[str, dict[str, Any]]:
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    """Overrides that turn `base` into `wanted`; keys that only `base` has get the schema's default."""
     overrides = []
     for key in [*wanted, *(key for key in base if key not in wanted)]:
         if key in wanted and wanted[key] == base.get(key):
@@ -195,6 +190,7 @@ def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
             overrides += _differences(base[key], wanted[key], f"{prefix}{key}.")
             continue
         model: Any = DatasetRecipe if prefix == "dataset." else Recipe
+        # a key that only `base` has gets the schema's default
         value = wanted[key] if key in wanted else model.model_fields[key].get_default(call_default_factory=True)
         overrides.append(f"{prefix}{key}={_as_text(value)}")
     return overrides

@@ -1,4 +1,4 @@
-"""The planner's process: `python -m app.planning.process`, a worker whose methods are Questions'. It opens no GPU."""
+"""Planner process, without a GPU: `python -m app.planning.process`"""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ if TYPE_CHECKING:
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
-#: Of the first rows: how many are shown, and characters of a cell.
+#: Number of first rows shown, and characters of a cell.
 _ROWS_SHOWN, _CELL_CHARACTERS = 5, 160
-#: Settings that are applied to rows that are tokenised already.
+#: Settings applied after tokenising.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
 
 class Questions:
-    """Answers about a recipe, given as text, with the data of the last few recipes in memory."""
+    """Answers about a recipe text."""
 
     def __init__(self) -> None:
+        # data of the last few recipes stays in memory
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
         self._selected: tuple[str, PreparedData] | None = None
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
-        """The data: report, lengths and the first row. Refused rows are listed, not raised; a run still refuses them."""
+        """Return the data report, lengths and the first row."""
         prepared = self._prepared(parse_recipe(recipe, "recipe"), work.report)
         lengths = sorted(prepared.lengths)
+        # a histogram needs no more than a sample, and the longest row
         sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
         return {
             "report": prepared.report.as_json(),
+            # refused rows are listed here; a run refuses them
             "kinds": [row.kind for row in prepared.report.rows_refused],
             "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
             "lengths": sent,
@@ -51,7 +54,7 @@ class Questions:
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
-        """One row as the model sees it, from 0."""
+        """Return one row as the model sees the row."""
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
         from finetune.data.trained_spans import example_spans
@@ -69,7 +72,7 @@ class Questions:
         }  # fmt: skip
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:
-        """The first rows as they stand in their file, and what each column is; no roles where rows have more than texts."""
+        """Return the first rows and the columns' roles."""
         from finetune.data.column_advice import first_rows, roles_of
 
         dataset = parse_recipe(recipe, "recipe").dataset
@@ -80,22 +83,21 @@ class Questions:
         return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
 
     def plan(self, work: Work, recipe: str, has_data: bool = True) -> dict[str, Any]:
-        """The plan with its alternatives' forecasts, which take seconds: the plan without them is reported first.
-
-        Without data it is for full rows.
-        """
+        """Return the plan with its alternatives."""
         parsed = parse_recipe(recipe, "recipe")
+        # the alternatives take seconds: the page shows the plan first
         work.report(self.make_plan(parsed, work.report, has_data=has_data).as_json())
         return self.make_plan(parsed, work.report, compare=True, has_data=has_data).as_json()
 
     def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
-        """Verdict and size of a model with the recipe's data, card and max_length; other settings are the planner's."""
+        """Return verdict and size of a model."""
         from finetune.card import find_card
         from finetune.model.configuration import read_config
         from finetune.planner.planning import plan_recipe, without_rows
         from finetune.planner.shape import shape_of
 
         parsed = parse_recipe(recipe, "recipe")
+        # other settings are the planner's
         inherited: dict[str, Any] = {name: getattr(parsed, name) for name in ("dataset", "gpu", "max_length")}
         try:
             plan = plan_recipe(
@@ -115,27 +117,28 @@ class Questions:
     def make_plan(
         self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False, has_data: bool = True
     ) -> Plan:
-        """The plan of a recipe; `report` gets progress messages, and may raise to cancel it."""
+        """Return the plan of a recipe. `report` may raise to cancel."""
         from finetune.card import find_card
         from finetune.planner.planning import plan_recipe, without_rows
 
         card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
+        # without data the plan is for full rows
         rows = functools.partial(self._rows, report=report) if has_data else without_rows
         return plan_recipe(recipe, card, rows, progress=report, compare=compare)
 
     def _prepared(self, recipe: Recipe, report: Report) -> PreparedData:
-        """The training rows; rows of the last recipe stay in memory for the next question."""
         key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
+        # the next question is usually about the same rows
         if self._selected is None or self._selected[0] != key:
             self._selected = key, self._encode(recipe, report).select(recipe, None).prepared()
         return self._selected[1]
 
     def _rows(self, recipe: Recipe, report: Report) -> RowsRead:
-        """The rows under the recipe's limit of length; a slider asks again and again."""
         from finetune.planner.planning import read_rows
 
         key = _data_key(recipe)
         limited = f"{key} {recipe.max_length} {recipe.excess_length}"
+        # a slider of max_length asks again and again
         if limited in self._read:
             return self._read[limited]
         read = read_rows(recipe, functools.partial(self._encode, report=report), downloaded=key in self._encoded)
@@ -158,13 +161,13 @@ class Questions:
 
 
 def _data_key(recipe: Recipe) -> str:
-    """Everything that the rows' tokens depend on before the limit of length."""
+    # everything that decides the rows' tokens, before the limit of length
     chosen = recipe.model_dump(mode="json")
     return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
 
 
 def main() -> int:
-    """Answer until the app ends."""
+    """Run the planner process."""
     hide_gpus()
     serve(Questions())
     return 0

@@ -1,4 +1,4 @@
-"""The rows of the draft's data that can't be trained on: by kind, as they stand in their file, and corrected."""
+"""Rows that can't be trained on: by kind, from their file, corrected."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from finetune.errors import RecipeError
 from ..workspace import Workspace
 
 WRONG_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
-#: Files whose rows are lines.
+#: Files with a row per line.
 _LINES = (".jsonl", ".ndjson")
 _SHOWN_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Refused rows of one kind. `correction`: the wrong role and the intended role, where all rows have both."""
+    """Refused rows of one kind."""
 
     kind: str
     rows: tuple[dict[str, Any], ...]
 
     @property
     def reason(self) -> str:
-        """The reason without its place in the row."""
+        # without the place in the row
         field = re.sub(r"\[\d+\]", "[]", self.rows[0]["field"] or "")
         return self.kind.removeprefix(field).strip()
 
     @property
     def correction(self) -> tuple[str, str] | None:
-        """Of the first row, where every row has one."""
+        # wrong and intended role of the first row, if every row has both
         matches = [WRONG_ROLE.search(row["reason"]) for row in self.rows]
         return (matches[0][1], matches[0][2]) if matches[0] and all(matches) else None
 
 
 def problems_of(answer: dict[str, Any]) -> list[Problem]:
-    """The refused rows of an answer about the data, by kind, those with most rows first."""
+    """Return the refused rows by kind, largest first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for kind, row in zip(answer["kinds"], answer["report"]["rows_refused"], strict=True):
         groups.setdefault(kind, []).append(row)
@@ -50,8 +50,9 @@ def problems_of(answer: dict[str, Any]) -> list[Problem]:
 
 
 def source_text(root: Path, row: dict[str, Any]) -> str:
-    """The row as it stands in its file; empty where a row is not a line."""
+    """Return the row's line in its file."""
     path = root / row["file"]
+    # a row of another format is not a line
     if path.suffix not in (*_LINES, ".csv", ".tsv"):
         return ""
     try:
@@ -62,10 +63,7 @@ def source_text(root: Path, row: dict[str, Any]) -> str:
 
 
 def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
-    """Write a copy of the rows' file with the roles that were meant; returns its path as a recipe names it.
-
-    Raises RecipeError for a file that is not JSON Lines.
-    """
+    """Write a file with corrected roles; return its path. Raises RecipeError."""
     paths = {workspace.root / row["file"] for row in rows}
     if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:
         raise RecipeError("only a file with a line of JSON for each row can be corrected here", "Correct the rows in the file.")

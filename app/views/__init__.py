@@ -1,1 +1,1 @@
-"""Views: HTML and components made from values; nothing here reads files or starts anything."""
+"""Views: HTML from values. Views read no files and start no processes."""

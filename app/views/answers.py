@@ -1,4 +1,4 @@
-"""Answers of the model to the same prompts while it learns, with differences from the expected answer marked."""
+"""Sample answers of a model over its training, with differences from the expected answer marked."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from ..language import tr
 from .markup import inert
 from .pictures import small_pictures
 
-#: The text, and the files of its pictures: rows with other pictures may have the same text.
+#: Text and image files: rows with different images may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]
 
 _WORDS = re.compile(r"\s+|[^\s\w]|\w+")
-#: Words of an answer that are compared; a longer one is shown without marks.
+#: Longer answers are shown without marks: difflib is quadratic.
 _MOST_WORDS = 400
-#: Pictures of a sample that are shown.
+#: Images shown per sample.
 _MOST_PICTURES = 4
 
 
 def answers(
     samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2, *, with_pictures: bool = True
 ) -> str:
-    """A table with a row for each prompt and a column for the first and the newest steps; empty without samples.
-
-    `with_pictures`: shows the files that the run's events name. Not for a file that is passed on: a run folder of somebody else
-    may name any picture of this machine.
-    """
+    """Return a table of prompts by steps, the first and the newest; empty without samples."""
     steps = sorted({sample.step for sample in samples})
     steps = steps if len(steps) <= most_steps else [steps[0], *steps[1 - most_steps :]]
     by_prompt: dict[_Prompt, dict[int, Sample]] = {}
     for sample in samples:
+        # not for a file that is passed on: a foreign run folder may name any image of this machine
         pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()
         by_prompt.setdefault((sample.prompt or "", pictures), {})[sample.step] = sample
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
@@ -55,7 +52,7 @@ def answers(
 
 @lru_cache(256)
 def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
-    """Cached, because each tick shows the copy. `stat` differs when another file has this name."""
+    # cached: each tick shows the copy; `stat` differs when another file has this name
     return small_copy_of(path)
 
 
@@ -76,7 +73,7 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:
-    """`answer` with wrong words struck, and words marked that have become right."""
+    """Return `answer` with wrong words struck and newly right words marked."""
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
         return inert(answer) or f"<em>{tr('empty answer')}</em>"

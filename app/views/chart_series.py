@@ -1,4 +1,4 @@
-"""The data of `<ft-chart>` as JSON: the panels of a run with their lines and levels, and the bins that are new."""
+"""Data of `<ft-chart>` as JSON: panels with lines and levels, and new bins."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SMALL_PANELS = (
     ("temperature_c", mark("Temperature"), "°C", "{:.0f} °C".format),
     ("power_w", mark("Power"), "W", "{:.0f} W".format),
 )
-#: Names of bytes, and what they are called.
+#: Memory metrics: name, label, kind.
 _GPU_LINES = (
     ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
     ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
 )  # fmt: skip
-#: A budget of this share of the GPU has no line of its own.
+#: A budget above this share of the GPU gets no line.
 _SAME = 0.99
 _HOST_LINES = (("process_rss_bytes", mark("this process"), "process"),)
 
 
 def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
-    """The panels of a run: loss, memory, and a small one for each other metric that it has."""
+    """Return the panels of a run."""
     loss = [
         {"name": name, "label": label, "kind": kind}
         for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
@@ -50,10 +50,10 @@ def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
-    """Memory in GiB. The forecast is of the process: where the driver has it apart, its CUDA context is added to its line."""
     lines = [line for line in _GPU_LINES if line[0] in digest.series] or [
         line for line in _HOST_LINES if line[0] in digest.series
     ]
+    # the forecast is of the process, so the CUDA context is added to the allocator's reserved memory
     newest = digest.newest_step
     added = round(((newest.context_bytes if newest else None) or plan.card.context_bytes or 0) / GIB, 3)
     levels = []
@@ -84,7 +84,7 @@ def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
 
 
 def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
-    """Name, title and unit of each metric beside loss and memory, and the format of a value; metrics of methods come last."""
+    """Yield name, title, unit and format of each metric besides loss and memory, metrics of methods last."""
     for name, title, unit, show in _SMALL_PANELS:
         yield name, tr(title), unit, show
     for name, (label, text) in METRICS.items():
@@ -94,7 +94,7 @@ def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
 
 
 def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
-    """Panels, marks and bins. `have`: from an earlier answer, whose bins are left out."""
+    """Return panels, marks, and bins that `have` from an earlier answer lacks."""
     is_read, state = live.refresh(), live.state()
     with live.lock:
         digest, plan, key = live.digest, live.plan(), live.key
@@ -114,12 +114,10 @@ def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
 
 
 def _part(name: str, series: Series, lowest: int) -> dict[str, Any]:
-    """The width of the bins, and those with the step `lowest` and later ones.
-
-    Each is its index and mean and, where these differ, its lowest and highest value and the count of values that are no number.
-    """
+    # a bin: index, mean, and if they differ: lowest, highest, count of missing values
     bins, scale = [], GIB if name.endswith("_bytes") else 1.0
     for index, part in sorted(series.bins.items()):
+        # the newest bin may have grown since
         if (index + 1) * series.width > lowest:
             numbers = [part.mean, part.low, part.high] if part.count else [None] * 3
             shown = [None if value is None else float(f"{value / scale:.5g}") for value in numbers]

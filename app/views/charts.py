@@ -1,7 +1,4 @@
-"""Small pictures without interaction: lines as inline SVG, for reports that open offline and for lists; bars as HTML.
-
-Lines are drawn in a 1000 x 100 box that is stretched.
-"""
+"""Static charts: lines as inline SVG for reports and lists, bars as HTML."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from ..language import tr, tr_n
 from .markup import inert
 from .series import Point
 
+#: Box of the lines, which is stretched, and number of bars.
 _WIDE, _HIGH, _BARS = 1000.0, 100.0, 40
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series of points; `css` chooses colour and stroke."""
+    """Points of one curve; `css` sets colour and stroke."""
 
     label: str
     points: Sequence[Point]
@@ -25,7 +23,7 @@ class Line:
 
 
 def picture(title: str, lines: Sequence[Line], show: Callable[[float], str]) -> str:
-    """Lines over steps between the lowest and the highest value; empty without values. `show` writes a value."""
+    """Return lines over steps; empty without values. `show` formats a value."""
     values = [value for line in lines for _, value in line.points if value is not None]
     if not values:
         return ""
@@ -43,7 +41,7 @@ def picture(title: str, lines: Sequence[Line], show: Callable[[float], str]) -> 
 
 
 def sparkline(points: Sequence[Point], label: str) -> str:
-    """A small line without axes."""
+    """Return a small line without axes."""
     values = [value for _, value in points if value is not None]
     if len(values) < 2:
         return f'<span class="ft-spark none">{inert(label)}</span>'
@@ -52,7 +50,7 @@ def sparkline(points: Sequence[Point], label: str) -> str:
 
 
 def histogram(lengths: Sequence[int], limit: int | None, label: str) -> str:
-    """Rows by length in tokens; bars over the limit have another colour."""
+    """Return bars of row lengths in tokens; bars over the limit differ in colour."""
     if not lengths:
         return ""
     right = max(max(lengths), limit or 0)
@@ -75,9 +73,9 @@ def _svg(shapes: str) -> str:
 
 
 def _polylines(line: Line, lowest: float, highest: float, right: float) -> str:
-    """The stretches between gaps."""
     stretches: list[list[str]] = [[]]
     for step, value in line.points:
+        # a gap starts a new line
         if value is None:
             stretches.append([])
         else:

@@ -1,4 +1,4 @@
-"""The chosen settings with their reasons, as HTML."""
+"""Chosen settings with their reasons, as HTML."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..language import mark, tr, tr_n
 from .markup import as_on_page, table
 from .words import micro_batch, optimizer, precision, recomputation
 
-#: Settings of which the reason is shown first: name, and the setting that has the reason.
+#: Settings shown first: name, and the setting with the reason.
 _FIRST = (
     (mark("Precision"), "load_in_4bit"), (mark("Recomputation"), "activation_checkpointing"),
     (mark("Micro-batch"), "per_device_train_batch_size"),
     (mark("Optimizer"), "optim"), (mark("Adapters"), "lora_r"), (mark("Learning rate"), "learning_rate"),
 )  # fmt: skip
 
-#: The planner's reason for what a recipe sets (`AS_SET` of finetune.planner.choices).
+#: The planner's reason for settings of the recipe: `AS_SET` of finetune.planner.choices.
 _AS_SET = "as the recipe sets it"
 
 
 def chosen(plan: Plan) -> str:
-    """Six settings with their reasons, then all."""
+    """Return six settings with their reasons, then all settings."""
     settings = plan.settings
     modules = settings.target_modules
     kinds = tr_n("{n} kind of layer", "{n} kinds of layer", len(modules)) if isinstance(modules, list) else str(modules)

@@ -1,4 +1,4 @@
-"""Comparison of runs: their curves in one chart, and the settings that differ."""
+"""Comparison of runs: curves in one chart, figures, differing settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
 def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] = ()) -> str:
-    """Loss and memory of runs in one chart, `element` or else SVG, their figures, and the settings that differ."""
+    """Return loss and memory of runs in `element` or SVG, their figures, and differing settings."""
     template, values = compare_held_out([live.run for live in lives])
     held_out = tr(template, **values)
     if element:
@@ -51,8 +51,8 @@ def _differences(lives: list[LiveRun]) -> str:
 
 
 def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Series], list[Point]]) -> list[Line]:
-    """The first of these metrics of each run."""
     return [
         Line(live.run.path.name, points(series), f"run{number}") for number, live in enumerate(lives)
+        # a GPU's metric, else the host's
         if (series := next((live.digest.series[name] for name in names if name in live.digest.series), None)) is not None
     ]  # fmt: skip

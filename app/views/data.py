@@ -1,4 +1,4 @@
-"""The data as HTML: counts, the problems to work off, a row as the model sees it with trained tokens marked, lengths."""
+"""The data as HTML: counts, problems, one row with trained tokens marked, lengths."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .templates import render
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
-#: Shares of the rows to hold out, as they are offered.
+#: Offered shares of held-out rows.
 _HELD_OUT = {0: mark("none"), 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"}
 
 
 def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Counts of rows, the held-out share, and the template."""
+    """Return row counts, the held-out share and the template."""
     counts, eval_counts = answer["report"], answer["eval_report"]
     refused = len(counts["rows_refused"])
     share = counts["trained_token_share"]
@@ -56,7 +56,7 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
 
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Reasons that keep rows from training, each with a count and a remedy; then warnings."""
+    """Return reasons that keep rows from training, each with a count and a remedy, then warnings."""
     return render(
         "data_problems", problems=list(map(_problem, kinds)), total=sum(len(problem.rows) for problem in kinds),
         are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=map(as_on_page, answer["report"]["warnings"]),
@@ -64,7 +64,7 @@ def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe
 
 
 def _problem(problem: Problem) -> tuple[str, str, str, bool]:
-    """Row count, reason, the field of a single row, and whether a button corrects the rows."""
+    # count, reason, field of a single row, whether a button corrects the rows
     row, is_single = problem.rows[0], len(problem.rows) == 1
     text = as_on_page(row["reason"] if is_single else problem.reason)
     if problem.correction:
@@ -75,7 +75,7 @@ def _problem(problem: Problem) -> tuple[str, str, str, bool]:
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
-    """One refused row as it stands in its file, with the way to the next one of its kind."""
+    """Return a refused row as in its file, with a link to the next row of its kind."""
     row = problem.rows[at]
     return render(
         "data_row", title=tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), at=at, count=len(problem.rows),
@@ -85,7 +85,7 @@ def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
 
 
 def marked(answer: Mapping[str, Any]) -> str:
-    """A row as the model sees it, trained tokens marked: by colour and underline, and for screen readers by `mark`."""
+    """Return a row as the model sees the row, with trained tokens marked."""
     if not answer["sequences"]:
         return f"<h2>{tr('No row is ready')}</h2>"
     pieces, left = [], _MARKED_CHARACTERS
@@ -104,7 +104,7 @@ def marked(answer: Mapping[str, Any]) -> str:
 
 
 def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Histogram of tokens per row with the limit of length, and the same as text."""
+    """Return a histogram of tokens per row with the limit, also as text."""
     row_lengths, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
     if not row_lengths:
         return note(tr("No rows to measure."))
@@ -122,7 +122,7 @@ def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Every refused row with its file, row, field and reason."""
+    """Return all refused rows as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, ["file", "row", "field", "reason"], extrasaction="ignore")
     writer.writeheader()
@@ -131,5 +131,5 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value that no spreadsheet takes for a formula."""
+    # a spreadsheet would run such a cell as a formula
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

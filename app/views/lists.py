@@ -1,4 +1,4 @@
-"""Boxes with a line for each item: queue, trash and sweeps."""
+"""Boxes with a line per item: queue, trash, sweeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .templates import render
 
 @dataclass(frozen=True)
 class Item:
-    """A line of a list. `message`: sent by the line's button."""
+    """One line of a list."""
 
     text: str
     state: str = ""
@@ -19,10 +19,11 @@ class Item:
     run: str = ""
     time: str = ""
     button: str = ""
+    #: Sent by the button.
     message: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
 
 
 def item_list(title: str, items: Sequence[Item], hint: str = "") -> str:
-    """A box with lines; empty without any."""
+    """Return a box with lines; empty without items."""
     return render("lines", title=title, lines=items, hint=hint)

@@ -1,4 +1,4 @@
-"""Escapes untrusted text: names, rows, chat and log lines can't add markup, scripts, colours or text direction."""
+"""Escaping of untrusted text: names, rows, chat and logs can't add markup, scripts, colours or text direction."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..language import tr
 from .options import with_labels
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
-#: A command stays as it is typed, to the end of its line or of its brackets.
+#: A command, up to the end of its line or brackets: shown as typed.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
 def inert(value: Any, limit: int = 2000) -> str:
-    """`value` as text that a browser shows and never interprets; longer than `limit` characters is cut, with an ellipsis."""
+    """Return `value` as text that browsers never interpret, cut to `limit` characters."""
     text = plain(str(value))
     return html.escape(text if len(text) <= limit else f"{text[: limit - 1]}…", quote=True)
 
 
 def plain(text: str) -> str:
-    """Text without ANSI sequences, control characters and marks that change the writing direction."""
+    """Return text without ANSI sequences, control characters and direction marks."""
     lines = _ANSI.sub("", text).split("\n")
     return "\n".join(line if line.isprintable() else "".join(filter(_is_shown, line)) for line in lines)
 
@@ -37,7 +37,7 @@ def _is_shown(letter: str) -> bool:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> str:
-    """A table of texts; a cell that is a `Safe` is HTML already. Columns that start with `>` are right-aligned."""
+    """Return a table; `Safe` cells are HTML, and columns that start with `>` are right-aligned."""
     aligned = ["right" if column.startswith(">") else "left" for column in columns]
     head = "".join(
         f'<th scope="col" class="{align}">{inert(column.removeprefix(">"))}</th>'
@@ -56,17 +56,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
 
 
 def stamp_of(name: str, html: str) -> str:
-    """The checksum by which a browser says which HTML of a part it shows."""
+    """Return the checksum of a part's HTML."""
     return f"{zlib.crc32(f'{name} {html}'.encode()):08x}"
 
 
 def interval_text(lower: float, upper: float) -> str:
-    """Both ends of an interval with their signs."""
+    """Return both ends of an interval, signed."""
     return tr("{low} to {high}", low=f"{lower:+.4f}", high=f"{upper:+.4f}")
 
 
 def action(**message: object) -> str:
-    """Attributes of a button whose press sends this to the page's handler of actions."""
+    """Return button attributes that send a message to the page."""
     return f'data-act="{inert(json.dumps(message), 10**6)}"'
 
 
@@ -75,19 +75,20 @@ class Safe(str):
 
 
 def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "") -> Safe:
-    """The element of a part, whose HTML parts.js replaces; it is filled when the part is among `parts`."""
+    """Return the element of a part, whose HTML `parts.js` replaces."""
     html, named = parts.get(name, ""), f' id="{identity}"' if identity else ""
+    # without a stamp the browser fetches the part
     stamp = f' data-stamp="{stamp_of(name, html)}"' if name in parts else ""
     return Safe(f'<div data-part="{name}" class="{css}"{named}{stamp}>{html}</div>')
 
 
 def as_on_page(text: str) -> str:
-    """A message of the engine: settings as a recipe has them, `key: value`, options as the page's labels, commands as typed."""
+    """Return an engine message in page terms: settings as in a recipe, options as labels, commands as typed."""
     return "".join(part if is_command else with_labels(_as_in_recipe(part)) for is_command, part in _parts(text))
 
 
 def _parts(text: str) -> Iterable[tuple[int, str]]:
-    """The text between commands, and the commands, with whether it is one."""
+    # split with one group: every second part is a command
     return ((number % 2, part) for number, part in enumerate(_COMMAND.split(text)))
 
 
@@ -97,24 +98,24 @@ def _as_in_recipe(text: str) -> str:
 
 @cache
 def setting_names() -> frozenset[str]:
-    """The settings of a recipe."""
+    """Return the setting names of a recipe."""
     from finetune.settings.reference import settings_reference
 
     return frozenset(row.name for row in settings_reference())
 
 
 def page_title(name: str) -> str:
-    """The heading of a page before it has a better one; `name` is one of its steps' or the rail's."""
+    """Return the heading of a page."""
     return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
 def note(text: str, kind: str = "") -> str:
-    """One line of information."""
+    """Return one line of information."""
     return f'<p class="ft-note {kind}">{inert(text)}</p>'
 
 
 def to_new_run(text: str) -> str:
-    """A line after which the browser opens New run."""
+    """Return a line after which the browser opens New run."""
     return f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>'
 
 

@@ -1,4 +1,4 @@
-"""The parts of the GPU's memory in a forecast, by phase, for New run's bar and a run's page."""
+"""Parts of a GPU's memory in a forecast, by phase."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from finetune.units import format_bytes, gib
 from ..language import mark, tr
 from .words import precision, rows
 
-#: Phases of a run by their name in a forecast: their name, and the most that one allocates.
+#: Name and explanation of each phase in a forecast.
 PHASES = {
     "train": (mark("Training"), ""),
     "load": (mark("Loading"), mark("The most that is allocated while loading.")),
     "eval": (mark("Evaluating"), mark("The most that is allocated while evaluating.")),
     "save": (mark("Saving"), mark("The most that is allocated while saving.")),
 }
-#: States that training an adapter keeps, by their part.
+#: Parts that adapter training keeps.
 _STATES = {"adapters": mark("adapters {size}"), "gradients": mark("gradients {size}"), "optimizer": mark("optimizer {size}")}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the GPU's memory: its key and name, bytes, and a sentence that explains it."""
+    """Part of the GPU's memory, with an explanation."""
 
     key: str
     name: str
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
-    """The parts of a phase, whose sum is the GPU, and the bytes that are too much."""
+    """Return the parts of a phase, which sum to the GPU's memory, and the excess bytes."""
     forecast, card = plan.forecast, plan.card
     assert forecast is not None
     budget = min(plan.usable_bytes, card.total_bytes)

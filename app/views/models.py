@@ -1,4 +1,4 @@
-"""Models that runs have made, as HTML."""
+"""Models made by runs, as HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .markup import Safe, inert, table
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One adapter, merged model or GGUF file of a run."""
+    """One adapter, merged model or GGUF file."""
 
     run: str
     base: str
@@ -27,7 +27,7 @@ class ModelFile:
 
 
 def models_of(run: RunDirectory, base: str, score: str) -> Iterable[ModelFile]:
-    """A run's adapter with its score, folders of merged models, and GGUF files."""
+    """Yield a run's adapter, merged models and GGUF files."""
     name = run.path.name
     if run.adapter.is_dir():
         yield ModelFile(name, base, mark("adapter"), run.adapter, _size(run.adapter.rglob("*")), score)
@@ -39,7 +39,7 @@ def models_of(run: RunDirectory, base: str, score: str) -> Iterable[ModelFile]:
 
 
 def models_table(models: Sequence[ModelFile], root: Path) -> str:
-    """The models, the newest run's first."""
+    """Return the table of models."""
     if not models:
         hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
         return f'<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'

@@ -1,4 +1,4 @@
-"""New run as HTML: the sentence, the verdict with its bar, three plans, the settings that people change, and the panels."""
+"""New run as HTML: sentence, verdict, plans, settings and panels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .recipe_form import form
 from .templates import render
 from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
 
-#: The settings with a field: name -> its label, lowest and highest value, and step.
+#: Label, lowest and highest value, and step of each setting with a field.
 FIELDS = {
     "num_train_epochs": (SETTING_NAMES["num_train_epochs"], "0.01", "1000", "any"),
     "learning_rate": (SETTING_NAMES["learning_rate"], "1e-8", "1", "any"),
@@ -39,25 +39,25 @@ FIELDS = {
     "lora_r": (SETTING_NAMES["lora_r"], "1", "1024", "1"),
     "effective_batch_size": (SETTING_NAMES["effective_batch_size"], "1", "65536", "1"),
 }  # fmt: skip
-#: What a column of the data is; the fields of `dataset.columns` that read it.
+#: Roles of data columns, by field of `dataset.columns`.
 ROLES = {
     "instruction": mark("Prompt"), "output": mark("Answer"), "input": mark("Context"), "system": mark("System prompt"),
     "reasoning": mark("Reasoning"), "ignore": mark("Ignore"),
 }  # fmt: skip
 _CARDS = 3
-#: A plan of at most this share of the usable memory leaves room.
+#: Largest share of the usable memory for a plan that leaves room.
 _ROOMY = 0.75
 
 
 def sentence(edited: Edited) -> str:
-    """Train [model] on [data] with [GPU]."""
+    """Return "Train [model] on [data] with [GPU]"."""
     data = edited.data
     name = tr("{n} files", n=len(data)) if isinstance(data, list) else Path(data).name
     return render("sentence", model=Path(edited.model).name, data=name, gpu=gpu_name(edited.recipe.gpu))
 
 
 def gpu_name(gpu: str) -> str:
-    """The GPU of a recipe as a person calls it."""
+    """Return the displayed name of a recipe's GPU."""
     if gpu == "cpu":
         return "CPU"
     devices = [device for device in usable_devices() if gpu in (AUTO, device.index)]
@@ -67,7 +67,7 @@ def gpu_name(gpu: str) -> str:
 
 
 def settings(edited: Edited, plan: Plan | None) -> str:
-    """The fields: each with its value, the recommended one where nothing was typed, and its price."""
+    """Return the fields with value, recommendation and cost."""
     planned, fields = plan.settings if plan else None, []
     for name, (label, lowest, highest, step) in FIELDS.items():
         value = edited.values.get(name)
@@ -100,7 +100,7 @@ def _price(name: str, plan: Plan) -> str:
 
 
 def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) -> str:
-    """The verdict, its figures, and the GPU's memory to scale."""
+    """Return the verdict, its figures, and the memory bar."""
     forecast, level = plan.forecast, plan.verdict.level
     return render(
         "answer",
@@ -115,7 +115,7 @@ def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) 
 
 
 def blocker_note(blocker: Blocker) -> str:
-    """Why a run would not start here, and the page with the fix where no button has it."""
+    """Return a blocker with its fix."""
     if blocker.elsewhere:
         return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
     shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
@@ -128,13 +128,13 @@ def blocker_note(blocker: Blocker) -> str:
 
 
 def _because(plan: Plan) -> str:
-    """The verdict's sentence without the verdict."""
+    # the title shows the verdict already
     template, values = plan.verdict_sentence()
     return capital(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
 
 
 def trouble(note: str, title: str) -> str:
-    """Only an error, and its fix."""
+    """Return an error in place of the verdict."""
     return render("answer", notes=[Safe(note)], level="unknown", title=title, text="", figures=[], bar=None, trust="")
 
 
@@ -167,9 +167,10 @@ def _figures(plan: Plan) -> list[dict[str, str]]:
 
 
 def _bar(plan: Plan) -> dict[str, Any]:
-    """Parts with their widths in percent of the GPU, or of the needed bytes if they exceed the GPU."""
+    # widths in percent of the GPU, or of the needed bytes if they exceed the GPU
     parts, over = parts_of(plan, "train")
     total = plan.card.total_bytes
+    # a round step with at most seven ticks
     whole, step = total + over, next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if total / GIB / step <= 7)
     shown = [
         {"key": part.key, "name": part.name, "size": gib(part.size), "why": part.why, "width": 100 * part.size / whole}
@@ -181,6 +182,7 @@ def _bar(plan: Plan) -> dict[str, Any]:
     ticks = [
         {"left": left, "text": f"{value:g}" if value else "0 GiB"}
         for value, left in lefts.items()
+        # no tick under the label of the end
         if left < end - 9 or not value
     ]
     too_big = tr("{size} too big", size=gib(over))
@@ -190,9 +192,9 @@ def _bar(plan: Plan) -> dict[str, Any]:
 
 
 def _trust(plan: Plan) -> str:
-    """How the forecast is made, and how far earlier runs on this GPU were from theirs."""
     how = tr("Forecast by running this very training step on tensors without data.")
     history = read_history(plan.card.name)
+    # on a CPU only the whole process can be measured
     errors = history.process_errors if plan.card.is_cpu else history.allocated_errors
     if not errors:
         return how
@@ -201,7 +203,7 @@ def _trust(plan: Plan) -> str:
 
 
 def plans(plan: Plan, *, is_complete: bool) -> str:
-    """Ways to run the same recipe as cards: only plans that fit, the fastest first."""
+    """Return ways to run the recipe: plans that fit, fastest first."""
     is_big = plan.verdict == Verdict.NO_FIT
     fitting = [row for row in plan.alternatives if row.verdict.fits or (row.chosen and not is_big)]
     if is_big:
@@ -220,11 +222,10 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
 
 
 def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternative]]:
-    """The fastest plan, the fastest plan with room to spare, and the smallest plan; the chosen plan first if it is a fourth."""
-
     def speed(row: Alternative) -> float:
         return row.tokens_per_s or 0.0
 
+    # fastest, fastest with room, smallest; the chosen plan first if none of these is chosen
     roomy = [row for row in rows if row.peak_high_bytes <= _ROOMY * usable]
     named = {
         mark("Fastest"): max(rows, key=speed) if any(map(speed, rows)) else next((row for row in rows if row.chosen), rows[0]),
@@ -264,7 +265,7 @@ def _failed(plan: Plan) -> ResourceCheck | None:
 
 
 def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[str, bool]:
-    """What keeps a run from starting, or that nothing does; and whether it may start."""
+    """Return the obstacle to a start, and whether the run may start."""
     missing = tr("Choose a model.") if not edited.model else tr("Choose your data.") if not edited.data else ""
     if missing or plan is None:
         return render("ready", state=missing or tr("Not yet."), text=""), False
@@ -284,12 +285,12 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
     return render("ready", state=tr("Ready."), text=needs), True
 
 
-#: The queue's states as they are shown.
+#: Displayed states of the queue.
 _STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting")}
 
 
 def progress(status: Mapping[str, Any]) -> str:
-    """How far a start is; the page goes to the run when it has started."""
+    """Return the progress of a start; the page opens a started run."""
     if status["state"] == "failed":
         return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
     if status["state"] == "started":
@@ -299,7 +300,7 @@ def progress(status: Mapping[str, Any]) -> str:
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
-    """The models by verdict, larger models first."""
+    """Return the models by verdict, larger models first."""
 
     def group_of(model: Model) -> Any:
         return Verdict(badges[model.name]["verdict"]) if model.name in badges else None
@@ -336,7 +337,7 @@ def _facts(model: Model, badge: Mapping[str, Any]) -> str:
 
 
 def gpu_panel(edited: Edited) -> str:
-    """This machine's GPUs first, then the catalogue by memory."""
+    """Return this machine's GPUs, then the catalogue by memory."""
     here = [
         (tr("{gpu}, {size} free", gpu=short_name(card.name), size=gib(card.free_bytes)), card.index)
         for card in usable_devices()
@@ -356,13 +357,14 @@ def _memory_gb(choice: tuple[str, str]) -> int:
 
 
 def data_panel(edited: Edited, names: Sequence[str]) -> str:
-    """The choice of data. The browser fetches the rows afterwards, because reading takes time."""
+    """Return the choice of data."""
+    # without rows: reading takes time, and the browser fetches the rows afterwards
     path = edited.data if isinstance(edited.data, str) else ", ".join(edited.data)
     return render("panel_data", path=path, names=names, kinds=", ".join(DATA_ENDINGS))
 
 
 def columns(answer: Mapping[str, Any]) -> str:
-    """The first rows, with what each column is where that can be chosen."""
+    """Return the first rows, with the role of each column."""
     roles = [(role, tr(text)) for role, text in ROLES.items()]
     shown = [{"name": name, "role": answer["roles"].get(name)} for name in answer["columns"]]
     rows = [[row.get(name, "") for name in answer["columns"]] for row in answer["rows"]]
@@ -370,7 +372,7 @@ def columns(answer: Mapping[str, Any]) -> str:
 
 
 def settings_panel(plan: Plan | None) -> str:
-    """Each setting with its reason, and a field for all of them."""
+    """Return all settings with reasons, and the form."""
     counted = (
         tr("{rows}, {tokens} tokens.", rows=rows(plan.data.rows), tokens=format_count(plan.data.total_tokens))
         if plan and plan.data
@@ -380,6 +382,6 @@ def settings_panel(plan: Plan | None) -> str:
 
 
 def recipe_panel(edited: Edited) -> str:
-    """The recipe as text, the command, and the shipped recipes."""
+    """Return recipe text, command, and shipped recipes."""
     command = command_line(edited.recipe) if edited.is_complete else ""
     return render("panel_recipe", text=edited.text, command=command, recipes=list(shipped_recipes()))

@@ -1,4 +1,4 @@
-"""Options of commands in texts of the engine, as the fields of the page that set them are called."""
+"""Command options in engine texts, as labels of the page."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 from ..language import mark, tr
 
-#: The page's choices of a score -> the command's.
+#: Scores of `finetune eval` by the page's label.
 SCORES = {
     mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
 HELD_OUT_BEFORE = mark("held-out rows of the run it continued")
-#: Options that a field, a choice or a button of the page stands for -> its label.
+#: Page labels by option.
 _LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
     "forgetting": HELD_OUT_BEFORE, "last": mark("Last step, not the best"), "output": mark("Folder in the run"),
@@ -21,14 +21,14 @@ _LABELS = {
     "force": mark("Start anyway"),
 }  # fmt: skip
 _SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
-#: An option and its value: a number, a text in quotes, a score, a type of GGUF, or `FILE`, which stands for one.
+#: An option and its value: number, quoted text, score, GGUF type, or the placeholder `FILE`.
 _OPTION = re.compile(
     rf"(?<![\w-])--({'|'.join(_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
 )
 
 
 def with_labels(text: str) -> str:
-    """The text with the page's labels in place of options: `“Tolerance: 0.01”` for `--tolerance 0.01`."""
+    """Return the text with labels for options: `“Tolerance: 0.01”` for `--tolerance 0.01`."""
     return _OPTION.sub(lambda option: _labelled(option[1], option[2] or ""), text)
 
 

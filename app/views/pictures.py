@@ -1,4 +1,4 @@
-"""Small copies of the pictures of a row or a message, as HTML."""
+"""Small copies of images, as HTML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .markup import inert
 
 
 def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
-    """Small copies of pictures, as `display.small_pictures` makes them; missing pictures as text."""
+    """Return small copies of images; missing images as text."""
     shown = []
     for picture in small:
         size = pixels(picture["width"], picture["height"])
@@ -23,5 +23,5 @@ def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pixels(width: int, height: int) -> str:
-    """`640 x 480 pixels`."""
+    """Return `640 x 480 pixels`."""
     return tr("{width} x {height} pixels", width=f"{width:,}", height=f"{height:,}")

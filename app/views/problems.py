@@ -1,4 +1,4 @@
-"""Boxes of HTML with the problems and the fix of an error."""
+"""Boxes with the problems and the fix of an error."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from .markup import as_on_page, inert
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
-    """A box with the problems and the fix, which screen readers announce, in this request's language."""
+    """Return a box that screen readers announce."""
     lines = "".join(f"<li>{inert(as_on_page(line))}</li>" for line in problems[:20])
     remedy = f'<p class="ft-fix">{inert(as_on_page(fix))}</p>' if fix else ""
     return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
 
 
 def problem_of(error: Exception) -> str:
-    """The box of any error."""
+    """Return the box of any error."""
     if isinstance(error, FinetuneError):
         return problem(error.title, error.problems, error.fix)
     return problem(FinetuneError.title, [str(error)])
 
 
-#: What handling a message raises that the page would not send.
+#: Errors in handling a message that the page never sends.
 WRONG_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
 
 
 def refusal(error: Exception) -> str:
-    """The box of an error in handling a message of the page; settings that can't be used are counted."""
+    """Return the box of an error in handling a message."""
     if isinstance(error, RecipeError):
         title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
         return problem(title, error.problems, error.fix)
+    # UnicodeError is a ValueError, but of a file's text
     if isinstance(error, WRONG_MESSAGE) and not isinstance(error, UnicodeError):
         return problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
     return problem_of(error)

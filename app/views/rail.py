@@ -1,4 +1,4 @@
-"""The rail beside every page, as HTML: mark, pages, the running job, and the memory of this machine's GPUs."""
+"""Rail beside every page, as HTML: pages, running job, GPU memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..language import LANGUAGES, current, mark, tr
 from .templates import render
 from .words import minutes
 
-#: Pages below the button for a new run: address, name, and the path of the icon.
+#: Pages in the rail: address, name, path of the icon.
 PAGES = (
     ("runs", mark("Runs"), "M2 12.5 6 7l3 3 5-6.5"),
     ("models", mark("Models"), "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6"),
     ("settings", mark("Settings"), "M2.5 4.5h11M2.5 8h11M2.5 11.5h11"),
 )
-#: Pages that belong to one of the rail.
+#: Rail page of pages outside the rail.
 _BELONGS = {"run": "runs"}
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """The run at work: its share of the steps and seconds left (None: not known yet)."""
+    """The running job; None for unknown values."""
 
     name: str
     share: float | None
@@ -33,16 +33,16 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Memory of one GPU now, in bytes. `run_bytes`: of the run at work there; None where it is not measured."""
+    """Memory of one GPU now, in bytes."""
 
     name: str
     total_bytes: int
     free_bytes: int
+    #: None: not measured.
     run_bytes: int | None = None
 
     @property
     def used_bytes(self) -> int:
-        """What all programs take."""
         return max(0, self.total_bytes - self.free_bytes)
 
     @property
@@ -55,24 +55,24 @@ class GpuMemory:
 
 
 def rail(address: str) -> str:
-    """Skip links, logo, the button for a new run, and the pages; `address` is the open page."""
+    """Return logo, New run button, and pages; `address`: the open page."""
     pages = [(target, tr(name), path) for target, name, path in PAGES]
     return render("rail", address=address, current=_BELONGS.get(address, address), pages=pages)
 
 
 def status(job: RunningJob | None, gpus: Sequence[GpuMemory]) -> str:
-    """The running job and the GPUs' memory, at the foot of the rail."""
+    """Return the running job and GPU memory."""
     return render(
         "rail_status", job=job, gpus=gpus, minutes=minutes, short_name=short_name, gib=lambda size: f"{size / GIB:.1f}"
     )
 
 
 def foot() -> str:
-    """Theme, language and version."""
+    """Return theme, language and version."""
     languages = [(code, name) for code, name in LANGUAGES.items() if code != current()]
     return render("rail_foot", languages=languages, version=__version__)
 
 
 def short_name(gpu_name: str) -> str:
-    """A GPU's name without its maker's."""
+    """Return a GPU's name without NVIDIA and GeForce."""
     return gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")

@@ -1,4 +1,4 @@
-"""The form: one field for each recipe key, with type, choices and help from the schema."""
+"""Form with one field per recipe key, from the schema."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..language import tr
 from ..planning.draft import Edited
 from .templates import render
 
-#: A page must not allow a model's own code.
+#: A click must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)
 
 
 class Field:
-    """One setting as a form component, and the conversion between text and value."""
+    """One setting as a form field."""
 
     def __init__(self, row: Setting) -> None:
         self.name, self.row = row.name, row
@@ -31,7 +31,6 @@ class Field:
 
     @property
     def default(self) -> str:
-        """The schema's default as text; empty without a default."""
         return "" if self.row.default in ("required", None, [], {}) else _shown(self.row.default)
 
     @property
@@ -45,39 +44,40 @@ class Field:
         return " ".join([tr(self.row.description), *kind, usual])
 
     def text(self, edited: Edited) -> str:
-        """The draft's value, or the default, as text."""
         values: Any = edited.values
         for part in self.name.split("."):
             values = values.get(part) if isinstance(values, dict) else None
         return self.default if values is None else _shown(values)
 
     def value(self, text: Any) -> Any:
-        """Parse the typed text as a recipe does; None removes the setting, so that the default applies."""
+        """Parse the typed text like a recipe; None restores the default."""
         written = str(text).strip()
         if written in ("", self.default):
             return None
         value = recipe_yaml.parse_value(written)
+        # a text setting keeps `1` or `true` as text
         return str(written) if self.row.type.startswith("text") and not isinstance(value, (list, dict)) else value
 
 
 def fields() -> list[Field]:
-    """All settings in the schema's order."""
+    """Return all settings in schema order."""
     return [Field(row) for row in settings_reference() if row.name not in _LEFT_OUT]
 
 
 def form() -> str:
-    """All fields in groups, with the schema's defaults; the browser fetches the form when a person opens it."""
+    """Return all fields in groups, with defaults."""
     groups = [(title, [field for field in fields() if field.row.group == title]) for title in GROUPS]
     return render("form", groups=groups)
 
 
 def changed_values(edited: Edited) -> dict[str, str]:
-    """The text of each field that is not at its default, by name."""
+    """Return the texts of fields that differ from their default."""
+    # the form itself has only defaults, and the browser fills these in
     return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
 
 
 def as_settings(field: Field, text: Any) -> dict[str, Any]:
-    """A field's text as arguments of `Draft.change`. Raises RecipeError when it is no valid value."""
+    """Return a field's text as arguments of `Draft.change`. Raises RecipeError."""
     try:
         return {field.name.replace(".", "__"): field.value(text)}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Curves, messages and log of a run as HTML: the table and the summary of its curves, its messages, the end of the log."""
+"""Curves, messages and log of a run as HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..live import Digest, LiveRun
 
-#: Kinds of the events that are messages.
+#: Event kinds that are messages.
 _KINDS = {
     "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
     "out_of_memory": mark("out of memory"),
@@ -31,7 +31,7 @@ _loss = "{:.4f}".format
 
 
 def curves(live: LiveRun) -> str:
-    """Loss and memory over steps as SVG, with their summary."""
+    """Return loss and memory over steps as SVG, with a summary."""
     digest, plan, end = live.digest, live.plan(), float(max(1, live.digest.step))
     loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
     losses = (
@@ -49,7 +49,7 @@ def curves(live: LiveRun) -> str:
 
 
 def summary_of(digest: Digest, plan: Plan) -> str:
-    """The chart's summary as text."""
+    """Return the chart's summary as text."""
     loss = digest.series.get("loss")
     if loss is None:
         return tr("No step is complete yet.")
@@ -71,7 +71,7 @@ def summary_of(digest: Digest, plan: Plan) -> str:
 
 
 def messages(digest: Digest) -> str:
-    """The run's messages: states, retries, warnings."""
+    """Return states, retries and warnings."""
     from .run_head import STATES
 
     rows = []
@@ -100,7 +100,7 @@ def messages(digest: Digest) -> str:
 
 
 def log_tail(live: LiveRun) -> str:
-    """The end of log.txt."""
+    """Return the end of log.txt."""
     try:
         with live.run.log.open("rb") as file:
             file.seek(max(0, live.run.log.stat().st_size - _LOG_BYTES))
@@ -112,7 +112,7 @@ def log_tail(live: LiveRun) -> str:
 
 
 def numbers(digest: Digest, plan: Plan) -> str:
-    """The curves as a table: steps evenly spaced, with loss and memory."""
+    """Return loss and memory at evenly spaced steps as a table."""
     loss = digest.series.get("loss")
     if loss is None:
         return note(tr("No step is complete yet."))
@@ -130,7 +130,6 @@ def numbers(digest: Digest, plan: Plan) -> str:
 
 
 def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
-    """Peaks of the GPU's memory, else the process's memory. Reserved memory includes the CUDA context, like the forecast."""
     names = {
         "card_used_bytes": (tr("whole GPU, with other programs"), "whole"),
         "peak_reserved_bytes": (tr("Reserved memory and CUDA context"), "reserved"),
@@ -138,6 +137,7 @@ def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
     }
     if names.keys().isdisjoint(digest.series):
         names = {"process_rss_bytes": (tr("process"), "memory")}
+    # the forecast includes the CUDA context, the allocator's reserved memory does not
     added = {"peak_reserved_bytes": _context_bytes(digest, plan)}
     curves = [(name, digest.series[name].points(highest=True)) for name in names if name in digest.series]
     return [
@@ -147,15 +147,13 @@ def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
 
 
 def _context_bytes(digest: Digest, plan: Plan) -> int:
+    # the plan's CUDA context where the driver does not report other programs
     return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
 
 
 def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
-    """The measured peak to compare with the forecast's `peak_bytes`, and its name: the training process without other programs.
-
-    On a GPU that is the allocator's reserved memory and the CUDA context, which is the plan's where the driver does not report
-    other programs.
-    """
+    """Return name and bytes of the measured peak to compare with the forecast's `peak_bytes`."""
+    # the training process without other programs, as in the forecast
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
         return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None

@@ -1,4 +1,4 @@
-"""The row of figures of a run and its memory, measured beside forecast, as HTML."""
+"""Figures and memory of a run, measured beside forecast, as HTML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .words import loss_text
 _SMOOTHING = 0.8
 #: Phases by their name in the events.
 _PHASES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark("Evaluating"), "save": mark("Saving")}
-#: Parts of the bar of the Fit page that training does not take.
+#: Parts of New run's bar that training does not take.
 _NOT_TAKEN = ("spread", "free", "held")
 
 
@@ -48,7 +48,7 @@ class Pair:
 
 
 def figures(digest: Digest, plan: Plan) -> str:
-    """Loss, held-out loss, peak memory, speed and GPU, each beside its reference; where a step's time goes."""
+    """Return loss, held-out loss, peak, speed and GPU, each beside a reference."""
     cells = [_loss(digest), _held_out(digest), _peak(digest, plan), _speed(digest.newest_step, plan), _gpu(digest, plan)]
     clauses, values = digest.pace.step_time(plan)
     step_time = as_on_page(" ".join(tr(clause, **values) for clause in clauses))
@@ -69,6 +69,7 @@ def _loss(digest: Digest) -> Cell:
             last, last_step = loss_text(series.last), f"{series.last_step:,}"
             where = tr("at step {step}, {loss} at {before} before", step=f"{series.missing[0]:,}", loss=last, before=last_step)
         return tr("Loss"), tr("not a number"), where
+    # the newest step may have no value
     average = next((value for _, value in reversed(smoothed(series.points(), _SMOOTHING)) if value is not None), None)
     first = tr("from {loss}", loss=loss_text(series.first)) if series.first is not None else ""
     return tr("Loss, smoothed"), loss_text(average) if average is not None else tr("not yet"), first
@@ -127,11 +128,12 @@ def _percent(measured: float, forecast: float) -> str:
 
 
 def memory(digest: Digest, plan: Plan) -> str:
-    """Whether memory is as forecast, the peak of each phase and the forecast's parts."""
+    """Return the measured memory beside the forecast, by phase and part."""
     on_gpu = not plan.card.is_cpu
     process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
     peaks = [process, *(_phases(digest, plan) if on_gpu else [])]
     pairs = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
+    # 6 % of space right of the longest bar
     scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in pairs)]) * 1.06
     parts = [part for part in parts_of(plan, "train")[0] if part.key not in _NOT_TAKEN] if plan.forecast else []
     foot = tr(

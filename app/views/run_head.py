@@ -1,4 +1,4 @@
-"""The head of a run's page as HTML: name, state and buttons, progress with the time left, and what to do after the end."""
+"""Head of a run's page as HTML: name, state, buttons, progress, next steps."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ TABS = {
     "overview": mark("Overview"), "samples": mark("Samples"), "evaluate": mark("Evaluate"), "chat": mark("Chat"),
     "export": mark("Export"), "settings": mark("Settings"), "log": mark("Log"),
 }  # fmt: skip
-#: Name of a state, and how it looks.
+#: Name and look of each state.
 STATES = {
     "queued": (mark("In the queue"), "plain"), "starting": (mark("Starting"), "plain"), "running": (mark("Running"), "ok"),
     "pausing": (mark("Pausing"), "warn"), "paused": (mark("Paused"), "warn"),
     "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
     "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
-#: States in which a run does not go on by itself, and its page says why instead of its figures.
+#: States whose reason replaces the figures on the page.
 BROKEN = ("diverged", "failed", "lost")
 _CURRENT = ' aria-current="page"'
-#: Values are called old after so many seconds.
+#: Age in seconds from which values are called old.
 _OLD_S = 5.0
-#: From here on a message says what to type in a terminal.
+#: Start of a message's command for the terminal.
 _TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
-#: Headings of a run that ran out of memory in a phase other than training.
+#: Headings for out of memory outside training.
 _OUT_OF_MEMORY = {
     "load": mark("Out of memory while the model was loading"), "evaluate": mark("Out of memory in an evaluation"),
     "save": mark("Out of memory while it was saving"),
@@ -45,7 +45,7 @@ _OUT_OF_MEMORY = {
 
 
 def pill(state: RunState) -> str:
-    """The state as a coloured word."""
+    """Return the state as a coloured word."""
     name, css = STATES.get(state.state, (state.state.capitalize(), "plain"))
     if state.exit_code == DiskFull.exit_code:
         name = mark("Paused, disk full")
@@ -54,7 +54,7 @@ def pill(state: RunState) -> str:
 
 
 def title(live: LiveRun, state: RunState) -> str:
-    """Name, state and buttons; model, data, method and GPU."""
+    """Return name, state, buttons and facts."""
     return render(
         "run_title", name=live.run.path.name, pill=Safe(pill(state)), state=state.state,
         can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
@@ -62,7 +62,7 @@ def title(live: LiveRun, state: RunState) -> str:
 
 
 def about(live: LiveRun) -> list[str]:
-    """Model, data, method, GPU, and when it started."""
+    """Return model, data, method, GPU and start time."""
     plan, settings = live.plan(), live.plan().settings
     data = Path(str(settings.dataset.path)).name if settings.dataset.path else tr("the bundled data")
     if plan.data:
@@ -79,7 +79,7 @@ def _resume_label(live: LiveRun) -> str:
 
 
 def checkpoint_step(live: LiveRun) -> int | None:
-    """Step of the newest checkpoint that is still there."""
+    """Return the step of the newest checkpoint on disk."""
     newest = live.digest.newest.get(Checkpoint.kind)
     if isinstance(newest, Checkpoint) and (live.run.checkpoints / f"checkpoint-{newest.step}").is_dir():
         return newest.step
@@ -87,7 +87,7 @@ def checkpoint_step(live: LiveRun) -> int | None:
 
 
 def progress(live: LiveRun, state: RunState) -> str:
-    """Steps done of all, and how long it takes still; the tab's title."""
+    """Return the finished steps and the time left."""
     digest, newest, settings = live.digest, live.digest.newest_step, live.plan().settings
     total = (newest.total_steps if newest else None) or live.plan().total_steps
     share = min(1.0, digest.step / total) if total else 0.0
@@ -124,11 +124,12 @@ def _age(digest: Digest) -> str:
     seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
     if seconds <= _OLD_S:
         return ""
+    # in steps of 5 s, so that the text changes rarely
     return tr("values are {time} old", time=minutes(5 * (seconds // 5)))
 
 
 def tabs(name: str, n_samples: int, current: str) -> str:
-    """The run's parts as links; run.js follows them without loading the page anew."""
+    """Return the tabs as links; `run.js` switches tabs without a page load."""
     links = "".join(
         f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"'
         f"{_CURRENT if tab == current else ''}>"
@@ -139,7 +140,7 @@ def tabs(name: str, n_samples: int, current: str) -> str:
 
 
 def survived(live: LiveRun) -> str:
-    """The plan with which a run continued after it ran out of memory; empty otherwise."""
+    """Return the smaller plan after out of memory; empty otherwise."""
     retry, failed = live.digest.newest.get(Retry.kind), live.digest.newest.get(OutOfMemory.kind)
     if not isinstance(retry, Retry) or not isinstance(failed, OutOfMemory) or not retry.changes:
         return ""
@@ -151,7 +152,7 @@ def survived(live: LiveRun) -> str:
 
 
 def next_steps(live: LiveRun, state: RunState) -> str:
-    """The result of an ended run, and the next steps."""
+    """Return the result of an ended run, and its next steps."""
     if state.state == "paused":
         is_full = state.exit_code == DiskFull.exit_code
         why = tr("The disk is full: free some space first." if is_full else "The GPU is free.")
@@ -180,7 +181,7 @@ def next_steps(live: LiveRun, state: RunState) -> str:
 
 
 def failure(live: LiveRun, state: RunState) -> str:
-    """One card instead of the figures: what happened, why, at which step, and what to press."""
+    """Return a card with cause, step and remedies, instead of the figures."""
     is_float16 = live.plan().settings.dtype == "float16"
     half = f"{live.plan().settings.learning_rate / 2:.2g}" if state.state == "diverged" and not is_float16 else ""
     other = not half and (state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest))
@@ -191,7 +192,7 @@ def failure(live: LiveRun, state: RunState) -> str:
 
 
 def explanation_of(live: LiveRun, state: RunState) -> str:
-    """What happened, at which step, and why."""
+    """Return the cause of a failure."""
     step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
     name, why = tr(STATES[state.state][0]), _reason(state.message)
     heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
@@ -209,7 +210,7 @@ def _address(live: LiveRun, tab: str) -> str:
 
 
 def _reason(message: str) -> str:
-    """A state's message without the command that the terminal is told to type."""
+    # without the command for the terminal: the page has buttons
     text = as_on_page(_TYPED.split(message)[0].strip())
     if not text:
         return tr("It left no message.")

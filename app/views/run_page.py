@@ -1,7 +1,4 @@
-"""The run's page as HTML: its head, its tabs, and the parts that are followed while it is open.
-
-`texts` has the HTML of each part by its name.
-"""
+"""Run page as HTML: head, tabs, and the parts that the browser follows."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here 
 
 
 def page(name: str, tab: str, head: str, body: str) -> str:
-    """The page of a run or a sweep, which run.js follows."""
+    """Return the page of a run or a sweep; `run.js` follows its parts."""
     address = f"/ft/run/{quote(name, safe='')}"
     return (
         f'<div id="run-page" class="ft-page" data-run="{inert(name)}" data-tab="{tab}" data-address="{address}" '
@@ -40,7 +37,7 @@ def page(name: str, tab: str, head: str, body: str) -> str:
 
 
 def head(parts: Mapping[str, str]) -> str:
-    """Name, progress and tabs."""
+    """Return the head with its parts."""
     return (
         f'{part("title", parts)}<div data-said role="status"></div>{part("progress", parts)}'
         f'<p id="run-lost" role="status" hidden></p>{part("now", parts)}{part("tabs", parts)}'
@@ -48,7 +45,7 @@ def head(parts: Mapping[str, str]) -> str:
 
 
 def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
-    """The tabs. `forms`: HTML by tab with forms; `parts`: HTML by part of the open tab."""
+    """Return the tabs. `forms`: HTML of tabs with forms; `parts`: HTML of the open tab."""
     chart = chart_element([live.run.path.name]) if has_charts() else part("curves", parts)
     overview = (
         f'{part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
@@ -66,7 +63,7 @@ def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> s
 
 
 def empty() -> str:
-    """The page without a run."""
+    """Return the page without a run."""
     return (
         f'<div class="ft-empty" data-title="{tr("Run")}"><h1 class="ft-title">{tr("No run yet")}</h1>'
         f"<p>{tr('A run shows here while it trains, and stays when it is done.')}</p>"
@@ -75,7 +72,7 @@ def empty() -> str:
 
 
 def texts(live: LiveRun, tab: str) -> dict[str, str]:
-    """The HTML of each part of a tab without forms, and of the head."""
+    """Return the HTML of each part of the head and of a tab without forms."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
     shown = {
@@ -114,7 +111,7 @@ def _settings(live: LiveRun) -> str:
     except OSError:
         text = ""
     command = ""
-    with contextlib.suppress(RecipeError):  # it was edited by hand
+    with contextlib.suppress(RecipeError):  # a hand-edited recipe may be invalid
         typed = command_line(parse_recipe(text))
         command = f'<h3>{tr("The same as a command")}</h3><p class="ft-mono">{inert(typed)}</p>'
     shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("Recipe")}">{inert(text, 100_000)}</pre>{command}'

@@ -22,7 +22,7 @@ from .words import day, loss_text, minutes
 
 @dataclass(frozen=True)
 class RunRow:
-    """The facts of one run; a text is empty where there is nothing to show."""
+    """Texts of one run; empty where unknown."""
 
     name: str
     model: str
@@ -39,7 +39,7 @@ class RunRow:
 
 
 def row_of(live: LiveRun, scores: Scores) -> RunRow:
-    """The run's current facts."""
+    """Return the run's current facts."""
     live.refresh()
     digest, plan, name = live.digest, live.plan(), live.run.path.name
     total, loss = plan.total_steps, digest.series.get("loss")
@@ -55,7 +55,7 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
 
 
 def peak_beside_forecast(live: LiveRun) -> str:
-    """`20.9 / 21.1`: GiB measured and forecast of the same process."""
+    """Return `20.9 / 21.1`: measured and forecast GiB of the process."""
     plan = live.plan()
     measured, forecast = measured_peak(live.digest, plan)[1], plan.forecast.peak_bytes if plan.forecast else None
     texts = [
@@ -71,8 +71,8 @@ def _last(loss: Series | None) -> str:
 
 
 def _held_out(digest: Digest) -> str:
-    """The lowest held-out loss; the result's if the run has ended."""
     result, series = digest.newest.get(Result.kind), digest.series.get("eval_loss")
+    # an ended run: the result's loss, else the lowest so far
     if isinstance(result, Result) and result.eval_loss is not None:
         return loss_text(result.eval_loss)
     return loss_text(series.low) if series is not None and series.low is not None else ""
@@ -84,7 +84,7 @@ def _training_s(digest: Digest) -> float:
 
 
 def _day(moment_s: float) -> str:
-    """`today 14:58`, `24 Nov`; with the year if it isn't this year."""
+    # today 14:58; 24 Nov; 24 Nov 2025
     moment, now = time.localtime(moment_s), time.localtime()
     if moment[:3] == now[:3]:
         return tr("today {time}", time=time.strftime("%H:%M", moment))

@@ -1,4 +1,4 @@
-"""The parts of the page of all runs as HTML: the table, the queue and the trash."""
+"""Page of all runs as HTML: table, queue, trash."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .run_row import RunRow
 from .templates import render
 from .words import clock
 
-#: Columns: the field of a row, its name in the page's CSS, its title, and whether it has numbers.
+#: Columns: field of a row, CSS name, title, and whether the values are numbers.
 _COLUMNS = (
     ("model", "model", mark("Model"), False), ("curve", "loss", mark("Loss"), False),
     ("held_out", "held", mark("Held out"), True), ("score", "score", mark("Score"), True),
     ("peak", "peak", mark("Peak / forecast, GiB"), True), ("time", "time", mark("Time"), True),
     ("started", "started", mark("Started"), False),
 )  # fmt: skip
-#: States of an entry of the queue.
+#: Displayed states of the queue.
 _STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 
 
 def runs_table(rows: Sequence[RunRow]) -> str:
-    """The runs, newest first."""
+    """Return the table of runs."""
     columns = [(key, tr(title), f"c-{css}{' right' if number else ''}") for key, css, title, number in _COLUMNS]
     return render("runs_table", rows=rows, columns=columns, pill=lambda state: Safe(pill(state)), state_name=_state_name)
 
@@ -38,7 +38,7 @@ def _state_name(state: RunState) -> str:
 
 
 def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Waiting and failed starts, the newest first."""
+    """Return waiting and failed starts, newest first."""
     return item_list(tr("Queue"), [_entry(*entry) for entry in reversed(entries) if entry[1]["state"] != "started"])
 
 
@@ -54,14 +54,14 @@ def _entry(name: str, status: Mapping[str, Any]) -> Item:
 
 
 def trash(deleted: Sequence[tuple[str, Path]]) -> str:
-    """Deleted runs, each with a button that restores it."""
+    """Return deleted runs with Restore buttons."""
     restore = tr("Restore")
     items = [Item(name, button=restore, message={"restore": [path.name]}, key=path.name) for name, path in deleted]
     return item_list(tr("Trash"), items, tr("They stay in the folder .trash beside the runs until you remove them there."))
 
 
 def undo(deleted: Sequence[tuple[str, Path]]) -> str:
-    """Names of the runs just deleted, with an Undo button."""
+    """Return the names of just deleted runs, with an Undo button."""
     text = tr("Deleted {name}." if len(deleted) == 1 else "Deleted {n} runs.", n=len(deleted), name=inert(deleted[0][0]))
     buttons = f"<button type='button' class='ft-act' {action(restore=[path.name for _, path in deleted])}>{tr('Undo')}</button>"
     return f'<div class="ft-undo" role="status"><p>{text}</p>{buttons}</div>'

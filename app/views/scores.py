@@ -1,4 +1,4 @@
-"""An evaluation's scores, differences and rows, as HTML."""
+"""Scores, differences and rows of an evaluation, as HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .markup import as_on_page, note, table
 from .words import minutes
 
 _ROWS_SHOWN = 12
-#: What the figures and scores of an evaluation are called; others, such as a field's, have their own names.
+#: Displayed names of figures and scores; a JSON field's score has the field's name.
 _TITLES = {
     "exact": mark("exact match"), "contains": mark("contains"), "regex": mark("regular expression"), "json": "JSON",
     "numeric": mark("number"), "calls": mark("tool calls"), "loss": mark("loss"),
@@ -24,7 +24,7 @@ _TITLES = {
 
 
 def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) -> str:
-    """What `finetune eval --json` printed: a table of scores, their differences, and rows in the chosen order."""
+    """Return scores, differences and rows of `finetune eval --json`."""
     base, tuned, figures = result["base"], result["tuned"], measures(result)
     rows = [[title_of(figure.title), *figure.values] for figure in figures]
     names = names_of(result)
@@ -46,12 +46,12 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
 
 
 def title_of(title: str) -> str:
-    """A figure's name on the page."""
+    """Return a figure's displayed name."""
     return tr(_TITLES[title]) if title in _TITLES else title
 
 
 def rows_of(result: dict[str, Any]) -> str:
-    """How many and which rows an evaluation was of."""
+    """Return the number and source of an evaluation's rows."""
     n = f"{result['rows']:,}"
     if result.get("forgetting"):
         return tr("{n} held-out rows of the run it continued", n=n)
@@ -59,18 +59,18 @@ def rows_of(result: dict[str, Any]) -> str:
 
 
 def names_of(result: dict[str, Any]) -> tuple[str, str]:
-    """The two models: base and tuned, or before and after continuing an adapter."""
+    """Return the names of both models: base and tuned, or before and now."""
     is_continued = result.get("forgetting") or result.get("against_adapter")
     return (tr("before"), tr("now")) if is_continued else (tr("base"), tr("tuned"))
 
 
 def forgetting_notes(groups: list[Forgetting]) -> str:
-    """Losses before and now on groups of rows of other tasks."""
+    """Return losses before and now on rows of earlier tasks."""
     return "".join(note(as_on_page(group.summary())) for group in groups)
 
 
 def task_table(tasks: list[TaskScore]) -> str:
-    """Scores of benchmark tasks."""
+    """Return scores of benchmark tasks."""
     lines = [
         [f"{task.task}, {task.metric}", task.rows, _number(task.base), _number(task.tuned),
          as_on_page(format_difference(task.difference)) if task.difference else ""]
@@ -81,7 +81,7 @@ def task_table(tasks: list[TaskScore]) -> str:
 
 
 def no_call_note(no_call: NoCall | None) -> str:
-    """Whether the model leaves tools alone where none is due."""
+    """Return whether the model avoids unneeded tool calls."""
     if no_call is None:
         return ""
     summary = as_on_page(no_call.summary())

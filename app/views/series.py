@@ -1,9 +1,4 @@
-"""A metric over steps in bounded memory: bins of equal width that keep the lowest and highest value, so spikes stay visible.
-
-Bins are aligned to multiples of their width, a power of two. When there are too many, neighbours are merged and the width
-doubles. So a bin depends only on the values in it, never on when they came: appending leaves all earlier bins as they are, and
-reading a run in one go or step by step gives the same series. A value that is not a number leaves a gap.
-"""
+"""A metric over steps in bounded memory: bins keep the lowest and highest value, so spikes stay visible."""
 
 from __future__ import annotations
 
@@ -20,13 +15,14 @@ MOST_BINS = 1000
 
 @dataclass
 class Bin:
-    """Values of the steps from `index * width`; `missing` counts values that are no number."""
+    """Values of the steps from `index * width`."""
 
     low: float = math.inf
     low_step: int = 0
     high: float = -math.inf
     total: float = 0.0
     count: int = 0
+    #: Count of values that are not numbers.
     missing: int = 0
 
     def take(self, step: int, value: float) -> None:
@@ -53,10 +49,7 @@ Point = tuple[float, float | None]
 
 @dataclass
 class Series:
-    """One metric. `add` in any order of steps; a step may come again, as after a resume.
-
-    `missing`: step and text of the newest value, where that is not a number.
-    """
+    """One metric. Steps may come in any order and repeatedly, as after a resume."""
 
     width: int = 1
     bins: dict[int, Bin] = field(default_factory=dict)
@@ -64,10 +57,11 @@ class Series:
     first_step: int | None = None
     last: float | None = None
     last_step: int | None = None
+    #: Step and text of the newest value, if not a number.
     missing: tuple[int, str] | None = None
 
     def add(self, step: int, value: Any) -> None:
-        """Take a value; None and text (`nan`, `inf`) are missing values, which leave a gap."""
+        """Add a value; None, `nan` and `inf` leave a gap."""
         part = self.bins.setdefault(step // self.width, Bin())
         if isinstance(value, (int, float)) and math.isfinite(value):
             part.take(step, float(value))
@@ -81,7 +75,7 @@ class Series:
             self._double()
 
     def newest_text(self, show: Callable[[float], str]) -> str:
-        """The newest value with its step; where it is not a number, the text and the last number."""
+        """Return the newest value with its step; for a missing value also the last number."""
         number = ""
         if self.last is not None:
             number = tr("{value} at step {step}", value=show(self.last), step=f"{self.last_step:,}")
@@ -97,11 +91,13 @@ class Series:
         return min((part.low for part in self.bins.values() if part.count), default=None)
 
     def points(self, *, highest: bool = False) -> list[Point]:
-        """The mean or the highest value of each bin, at the bin's middle; a bin without values is a gap."""
+        """Return mean or highest value per bin, at the bin's middle; empty bins are gaps."""
         middle, bins = (self.width - 1) / 2, sorted(self.bins.items())
         return [(index * self.width + middle, part.high if highest and part.count else part.mean) for index, part in bins]
 
     def _double(self) -> None:
+        # bins are aligned to multiples of a power of two, so a bin depends only on its values and not on when they came:
+        # appending keeps earlier bins, and reading a run in one go or step by step gives the same series
         merged: dict[int, Bin] = {}
         for index, part in sorted(self.bins.items()):
             merged[index // 2] = merged[index // 2].merged(part) if index // 2 in merged else part
@@ -109,11 +105,12 @@ class Series:
 
 
 def smoothed(points: list[Point], factor: float) -> list[Point]:
-    """Exponential moving average without the pull of its beginning; gaps stay. `factor` 0 is raw, below 1."""
+    """Return an exponential moving average; gaps stay. `factor`: 0 is raw, below 1."""
     average, weight, averages = 0.0, 0.0, list[Point]()
     for step, value in points:
         if value is not None:
             average = factor * average + (1 - factor) * value
             weight = factor * weight + (1 - factor)
+        # divided by the weight: no pull towards 0 at the beginning
         averages.append((step, average / weight if value is not None and weight else None))
     return averages

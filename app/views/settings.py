@@ -1,4 +1,4 @@
-"""The settings of the page as HTML: looks, the hub's login, and a check of this machine."""
+"""Page settings as HTML: looks, hub login, machine check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = {
     "ok": (mark("Good"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Look at it"), "warn"),
     "fail": (mark("Broken"), "bad"),
 }  # fmt: skip
-#: The checks of `finetune doctor`; others are shown by their own names.
+#: Translated names of `finetune doctor` checks.
 _CHECKS = (
     mark("packages"), mark("driver"), mark("card memory"), mark("architecture"), mark("compiler"), mark("host memory"),
     mark("disk"), mark("hub"), mark("hub login"), mark("spill"), mark("port"),
@@ -27,7 +27,7 @@ _LOGIN = "<code>hf auth login</code>"
 
 
 def choices(token_from: str) -> str:
-    """Theme, language and login."""
+    """Return theme, language and login."""
     login = tr("Not logged in. Models that ask for consent, and pushing, need {command} in a terminal.", command=_LOGIN)
     if token_from:
         login = tr("Logged in: the token is from {source}.", source=inert(token_from))
@@ -35,7 +35,7 @@ def choices(token_from: str) -> str:
 
 
 def examined(answer: Mapping[str, Any] | None, *, is_running: bool) -> str:
-    """Findings of `finetune doctor`, errors first, and the button that runs it."""
+    """Return findings of `finetune doctor`, errors first, and the button that runs the check."""
     order = list(reversed(_STATES))
     findings = sorted(answer["findings"] if answer else (), key=lambda finding: order.index(finding["state"]))
     moment = time.localtime(answer["time_s"]) if answer else None

@@ -1,4 +1,4 @@
-"""A sweep as HTML: its line on Runs, and its page: the result in words, its arms' curves over each other, and their table."""
+"""A sweep as HTML: line on Runs, result, curves and table of arms."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .words import setting_name, value_text
 if TYPE_CHECKING:
     from finetune.sweep.sweep import ArmResult, Sweep
 
-#: Curves over each other that can still be told apart.
+#: Curves that can be told apart in one chart.
 MOST_CURVES = 5
-#: States that only an arm has.
+#: States of arms only.
 _ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
 
 
 def listed(sweeps: Sequence[Sweep]) -> str:
-    """The sweeps, newest first; empty without any."""
+    """Return the sweeps; empty without sweeps."""
     summaries = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in sweeps]
     rows = zip(sweeps, summaries, strict=True)
     return item_list(tr("Sweeps"), [Item(summary, _state(sweep), run=sweep.path.name) for sweep, summary in rows])
 
 
 def sentence(sweep: Sweep) -> str:
-    """The result in words."""
+    """Return the result in words."""
     return "; ".join(map(as_on_page, sweep.sentence(arm_name).split("; ")))
 
 
 def arm_name(values: dict[str, Any]) -> str:
-    """An arm's settings as the page calls them: `Learning rate 0.0002 · LoRA rank 16`."""
+    """Return `Learning rate 0.0002 · LoRA rank 16`."""
     return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
 
 
 def head(sweep: Sweep) -> str:
-    """Its name; the rule; and how it goes on."""
+    """Return name, rule and command of a sweep."""
     from finetune.sweep.sweep import RULE
 
     name = inert(sweep.path.name)
@@ -55,7 +55,7 @@ def head(sweep: Sweep) -> str:
 
 
 def body(sweep: Sweep) -> str:
-    """The arms' curves, of more than five those with the lowest losses; and the place of `arms`."""
+    """Return the curves of the best arms, and the place of `arms`."""
     results = sweep.results()
     chosen = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
     element = chart_element([entry.name for entry in chosen], [arm_name(entry.values) for entry in chosen])
@@ -67,14 +67,14 @@ def body(sweep: Sweep) -> str:
 
 
 def arms(sweep: Sweep) -> str:
-    """The result in words, and each arm with a link to its page."""
+    """Return the result in words and the table of arms."""
     linked = arms_table(sweep.results(), lambda entry: f'<a href="/run?run={quote(entry.name)}">{inert(entry.name)}</a>')
     state = tr("{sentence}.", sentence=_state(sweep))
     return f'<section class="ft-box"><p role="status"><b>{state}</b> {inert(sentence(sweep))}</p>{linked}</section>'
 
 
 def losses(sweep: Sweep) -> str:
-    """The held-out losses of every arm as SVG."""
+    """Return the held-out losses of all arms as SVG."""
     curves = [
         Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
         for number, entry in enumerate(sweep.results())
@@ -83,7 +83,7 @@ def losses(sweep: Sweep) -> str:
 
 
 def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:
-    """Values, state, loss and distance to the best of every arm; `run`: HTML that names its run."""
+    """Return the table of arms; `run`: HTML that names an arm's run."""
     rows = []
     for entry in results:
         gap = entry.behind

@@ -1,4 +1,4 @@
-"""Renders the HTML templates of app/templates; inserted values are escaped and can't change colours or text direction."""
+"""HTML templates of app/templates, with escaped values."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
+    # stricter than autoescape: `inert` also removes colours and text direction
     def shown(value: Any) -> Any:
         return value if isinstance(value, Markup) else Markup(value if isinstance(value, Safe) else inert(value))
 
@@ -30,5 +31,5 @@ def _environment() -> Any:
 
 
 def render(name: str, /, **values: Any) -> Safe:
-    """The HTML of a template."""
+    """Return the HTML of a template."""
     return Safe(_environment().get_template(f"{name}.html").render(**values).strip())

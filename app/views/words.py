@@ -1,4 +1,4 @@
-"""Settings in words: the page describes a change by its effect, not as a command line spells it."""
+"""Settings in words: a change is described by its effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..language import mark, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
-#: Settings that the page calls otherwise than the recipe.
+#: Displayed names of settings.
 SETTING_NAMES = {
     "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
     "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
@@ -33,12 +33,12 @@ SETTING_NAMES = {
     "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
     "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
 }  # fmt: skip
-#: Settings whose size a sentence can say.
+#: Phrases for numeric settings.
 _NUMBERS = {
     "max_length": mark("Shorten the longest row to {n} tokens"), "lora_r": mark("LoRA rank {n}"),
     "effective_batch_size": mark("{n} rows per step"),
 }  # fmt: skip
-#: A setting and its value as text -> what it does.
+#: Phrases by setting and value.
 _SWITCHES = {
     ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
     ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
@@ -54,17 +54,17 @@ _SWITCHES = {
     ("excess_length", "drop"): mark("leave longer rows out"), ("gpu", "auto"): mark("Use this machine's GPU"),
     ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
 }  # fmt: skip
-#: Settings that follow from others, or say that something is off.
+#: Settings that follow from other settings.
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
 
 
 def setting_name(name: str) -> str:
-    """A setting as the page calls it."""
+    """Return a setting's displayed name."""
     return tr(SETTING_NAMES.get(name, name.replace("_", " ").capitalize()))
 
 
 def in_words(override: str) -> str:
-    """What `key=value key=value` does, as a phrase for a button."""
+    """Return the effect of `key=value key=value` as a phrase for a button."""
     settings = override_values(override)
     phrases = [phrase for name, value in settings.items() if (phrase := _phrase(name, value, settings))]
     return tr("; ").join(phrases) or tr("Change the recipe")
@@ -94,7 +94,7 @@ def _recompute(count: int) -> str:
 
 
 def plan_in_words(settings: Settings) -> str:
-    """`16-bit weights, no gradient checkpointing`: how these settings fit a model into a GPU."""
+    """Return `16-bit weights, no gradient checkpointing`."""
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
@@ -104,17 +104,17 @@ def plan_in_words(settings: Settings) -> str:
 
 
 def capital(text: str) -> str:
-    """The text as the beginning of a sentence."""
+    """Capitalise the first letter only."""
     return text[:1].upper() + text[1:]
 
 
 def precision(settings: Settings) -> str:
-    """Bits of the base model's weights."""
+    """Return the bits of the base model's weights."""
     return tr("{bits}-bit", bits=base_format_of(settings).bits)
 
 
 def recomputation(settings: Settings) -> str:
-    """Which layers run their forward pass twice."""
+    """Return which layers use gradient checkpointing."""
     kind, count = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
     if kind is False:
         return tr("no gradient checkpointing")
@@ -126,28 +126,28 @@ def recomputation(settings: Settings) -> str:
 
 
 def optimizer(settings: Settings) -> str:
-    """The optimizer's name."""
+    """Return the optimizer's displayed name."""
     name = _OPTIMIZERS.get(settings.optim)
     return tr(name) if name else settings.optim.replace("_", " ")
 
 
 def micro_batch(settings: Settings) -> str:
-    """`1 row × 16`: rows at a time, and how many times in a step."""
+    """Return `1 row × 16`: rows at a time, and times per step."""
     return f"{rows(settings.per_device_train_batch_size)} × {settings.gradient_accumulation_steps}"
 
 
 def rows(count: int) -> str:
-    """`1 row`, `564 rows`."""
+    """Return `1 row` or `564 rows`."""
     return tr_n("{n} row", "{n} rows", count)
 
 
 def loss_text(value: float) -> str:
-    """A loss with three decimals; with four below 0.1."""
+    """Return a loss with three decimals, below 0.1 with four."""
     return f"{value:.{4 if abs(value) < 0.1 else 3}f}"
 
 
 def minutes(seconds: float) -> str:
-    """`41 min`, `18 h 15 min`, `50 s`."""
+    """Return `41 min`, `18 h 15 min` or `50 s`."""
     if seconds < 60:
         return tr("{s} s", s=f"{seconds:.0f}")
     whole = round(seconds / 60)
@@ -155,19 +155,19 @@ def minutes(seconds: float) -> str:
 
 
 def day(moment: time.struct_time) -> str:
-    """`24 Nov`."""
+    """Return `24 Nov`."""
     return tr("{day} {month}", day=moment.tm_mday, month=tr(_MONTHS).split()[moment.tm_mon - 1])
 
 
 def clock(time_s: float) -> str:
-    """`14:58`; `24 Nov 14:58` on another day."""
+    """Return `14:58`, or `24 Nov 14:58` on another day."""
     moment = time.localtime(time_s)
     hour = time.strftime("%H:%M", moment)
     return hour if moment[:3] == time.localtime()[:3] else f"{day(moment)} {hour}"
 
 
 def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
-    """How much slower or faster than `own` tokens per second; empty where one is not known."""
+    """Return the change of speed against `own` tokens per second; empty if unknown."""
     if not own or not tokens_per_s:
         return ""
     change = round(100 * (tokens_per_s / own - 1))
@@ -176,12 +176,12 @@ def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
 
 
 def override_values(override: str) -> dict[str, str]:
-    """The names that an override sets, with their values as text."""
+    """Return the names in an override with their values as text."""
     return dict(item.partition("=")[::2] for item in shlex.split(override))
 
 
 def value_text(value: Any) -> str:
-    """A setting's value as text; of the data its file."""
+    """Return a setting's value as text; for data its file."""
     if isinstance(value, dict):
         return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
     if isinstance(value, bool):

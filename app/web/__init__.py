@@ -1,1 +1,1 @@
-"""The web server: access, limits and page filter."""
+"""Web server: access, limits and page filter."""

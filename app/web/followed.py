@@ -1,4 +1,4 @@
-"""Pages whose parts a browser follows (`parts.js`), and answers to their buttons and forms."""
+"""Pages whose parts a browser follows, and answers to their messages."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ from ..views.templates import render
 
 
 class RefusedError(ValueError):
-    """A parameter is wrong; the text names it and its allowed values."""
+    """Wrong parameter, with its allowed values."""
 
 
 class FollowedPage(ABC):
-    """A page whose changed parts the browser fetches every `every_ms` from /ft/page/ and `name`. `css`: class of each part."""
+    """A page whose parts `parts.js` fetches."""
 
     name: str
     part_names: tuple[str, ...]
+    #: Interval of the browser's requests for changed parts, from /ft/page/`name`.
     every_ms = 2000
+    #: CSS class of each part.
     css = ""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def html(self, query: Mapping[str, str]) -> str:
-        """HTML of the page when it is opened; the browser fetches the parts. `query`: parameters of the address."""
         return render("page", page=self, before=Safe(self.before()), parts=dict.fromkeys(self.part_names, ""))
 
     def before(self) -> str:
-        """HTML before the parts, which never changes."""
+        # HTML before the parts, fixed while the page is open
         return ""
 
     @abstractmethod
     def parts(self) -> dict[str, str]:
-        """The HTML of each part."""
+        """Return the HTML of each part."""
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button; return the message to show as `said`, and other new parts. Raises what `attempted` expects."""
+        """Handle a button. Raises the errors that `attempted` handles."""
         raise KeyError(message)
 
     def add_routes(self, api: Any) -> None:
-        """The routes that parts.js asks."""
-
         @api.get(f"/ft/page/{self.name}")
         def changed(shown: str = "") -> Response:
             try:
@@ -64,13 +63,13 @@ class FollowedPage(ABC):
 
 
 def changed_parts(parts: Mapping[str, str], shown: str) -> dict[str, tuple[str, str]]:
-    """Stamp and HTML of each changed part. `shown`: the stamps that the browser has, separated by dots."""
+    """Return stamp and HTML of each part whose stamp is not in `shown`."""
     stamped = {name: (stamp_of(name, html), html) for name, html in parts.items()}
     return {name: pair for name, pair in stamped.items() if pair[0] not in shown.split(".")}
 
 
 def attempted(act: Callable[[Mapping[str, Any]], dict[str, str] | None], message: Mapping[str, Any]) -> dict[str, str]:
-    """The answer to a message. `said` names what went wrong, a full disk among others."""
+    """Return the answer to a message; `said` explains an error."""
     try:
         return {"said": ""} | (act(message) or {})
     except (FinetuneError, OSError, *WRONG_MESSAGE) as error:
@@ -78,10 +77,10 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str] | None], message
 
 
 def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sweeps: bool = False) -> Response:
-    """The answer about a run or a sweep; 404 without one, 400 for a wrong parameter, 409 for damaged files."""
+    """Return the answer about a run: 404 no run, 400 wrong parameter, 409 damaged files."""
     try:
         run = context.workspace.run(name) or (context.workspace.sweep(name) if sweeps else None)
-    except OSError:  # a name that no file can have
+    except OSError:  # a name that no file system allows
         run = None
     if run is None:
         return _plain(404, "There is no such run.")
@@ -94,7 +93,7 @@ def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sw
 
 
 def as_json(body: Any) -> Response:
-    """A JSON answer that no browser keeps."""
+    """Return uncached JSON."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False)
     return Response(text, media_type="application/json", headers=_NO_STORE)
 

@@ -1,9 +1,4 @@
-"""Checks each request before the app sees it: pure ASGI, so that server-sent events are not buffered. Everything fails closed.
-
-A request passes when its Host is one of ours, its Origin (if any) is that same host, no other site sent it, its route is on the
-list below, it has the token (link once, then cookie; or bearer), and its body has a type and size that the route accepts.
-Gradio checks nothing of this: any site may upload.
-"""
+"""Guard: checks each request before the app; fails closed."""
 
 from __future__ import annotations
 
@@ -20,17 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
-#: Routes that the page needs; all others, also those that a new Gradio may add, answer 404.
+#: Routes that the page needs. All other routes answer 404, also routes that a new Gradio adds.
 READ = re.compile(
     r"/(?:|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
-    r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
+    r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # run names may have other letters
     r"|/ft/report/[^/\x00-\x1f\x7f]{1,200}/(?:report|comparison)\.html"
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
 WRITE = re.compile(r"/gradio_api/upload/?|/ft/new/change|/ft/page/[a-z]+|/ft/run/[^/\x00-\x1f\x7f]{1,200}")
 BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
-#: Of uploads: how many at once, and their bytes and age on disk.
+#: Limits of uploads: parallel uploads, bytes on disk, age on disk.
 UPLOADS_AT_ONCE = 2
 MOST_UPLOAD_BYTES = 512 * 2**20
 MOST_UPLOAD_AGE_S = 3600.0
@@ -48,20 +43,20 @@ _OURS = {name for name, _ in HEADERS} | {b"content-security-policy", b"server"}
 
 @dataclass(frozen=True)
 class Access:
-    """Access settings: the token, the port, and the host names of this server."""
+    """Token, port and host names of this server."""
 
     token: str
     port: int
     hosts: tuple[str, ...] = LOOPBACK
-    any_port: bool = False  # behind a port mapping, as in a container, the browser's port is another one
+    any_port: bool = False  # a container's port mapping changes the port that browsers see
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie; with the port, as two apps on one machine share their cookies."""
+        # with the port: two apps on one machine share their cookies
         return f"ft_token_{self.port}"
 
     def knows(self, host: str) -> bool:
-        """True for a Host header that names this server."""
+        """Return whether a Host header names this server."""
         name, colon, port = host.rpartition(":")
         if not colon or not re.fullmatch("[0-9]{1,5}", port):
             name, port = host, "80"
@@ -70,20 +65,19 @@ class Access:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Status and text of the answer to a refused request."""
+    """Answer to a refused request."""
 
     status: int
     text: str
 
 
 class Guard:
-    """The ASGI application around the app."""
+    """ASGI application around the app."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with a refusal."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -105,6 +99,7 @@ class Guard:
             await self.app(scope, _limited(receive, limit), _hardened(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str], linked: str) -> Refusal | None:
+        # Gradio checks none of this: any site may upload
         method, path, host = scope["method"], scope["path"], headers.get("host", "")
         if not self.access.knows(host):
             return Refusal(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
@@ -130,7 +125,7 @@ class Guard:
         return any(hmac.compare_digest(token.encode("latin1", "replace"), wanted) for token in sent)
 
     async def _set_cookie(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
-        """Move the token from the address, which browsers keep in their history, to a cookie."""
+        # out of the address: browsers keep addresses in their history
         query_string = urlencode([(name, value) for name, value in query if name != "token"])
         target = f"/{scope['path'].lstrip('/')}{'?' + query_string if query_string else ''}"
         cookie = f"{self.access.cookie}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -165,13 +160,13 @@ def _body_refusal(method: str, path: str, headers: dict[str, str]) -> Refusal | 
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    """Count the received bytes: a missing or wrong content-length does not evade the limit."""
     got = 0
 
     async def counted() -> Message:
         nonlocal got
         message = await receive()
         got += len(message.get("body", b""))
+        # counted: a missing or wrong content-length must not evade the limit
         if got > limit:
             return {"type": "http.disconnect"}
         return message
@@ -180,8 +175,6 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def _hardened(send: Send) -> Send:
-    """Send with our headers, without headers that let another site read the answer."""
-
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = [
@@ -199,7 +192,7 @@ def _hardened(send: Send) -> Send:
 
 
 async def answer(send: Send, refusal: Refusal) -> None:
-    """Send a refusal, as plain text."""
+    """Send a refusal as plain text."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"), *HEADERS]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": f"{refusal.text}\n".encode()})
@@ -222,7 +215,7 @@ def _cookie(header: str, name: str) -> str:
 
 
 class UploadLimit:
-    """Refuses more than UPLOADS_AT_ONCE (429), and all when MOST_UPLOAD_BYTES are used (507), after removing old ones."""
+    """Limits parallel uploads (429) and their bytes (507)."""
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder, self._running = app, folder, 0
@@ -243,6 +236,7 @@ class UploadLimit:
     def _used_bytes(self) -> int:
         taken = 0
         for entry in self.folder.iterdir():
+            # abandoned: used uploads are moved out of this folder
             if time.time() - entry.stat().st_mtime > MOST_UPLOAD_AGE_S:
                 shutil.rmtree(entry, ignore_errors=True)
             else:

@@ -1,7 +1,4 @@
-"""Rewrites Gradio's HTML: adds our HTML, scripts, styles and content security policy, and removes what other hosts have.
-
-Scripts need a nonce that is new for each page, so markup injected through data can't run.
-"""
+"""Filter of Gradio's HTML: adds our parts, removes other hosts' content."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from ..browser_files import FOLDER, has_charts
 from ..views.problems import problem_of
 from .own_files import OWN_FOLDER
 
-#: Gradio's script for a page in a frame of another site, which is refused here.
+#: Gradio's script for frames of other sites; frames are refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
-#: Styles and scripts of every page; beside them those of New run and Run, the pages with the most controls, and of all others.
+#: Styles and scripts of every page, of New run and Run, and of all other pages.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "parts.js")
 _OF_CHARTS = ("uplot.css", "chart.css") if has_charts() else ()
 _OF_PAGE: dict[str, tuple[str, ...]] = {
@@ -36,21 +33,21 @@ _OF_PAGE: dict[str, tuple[str, ...]] = {
 _OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
-#: A text in a script: `tr("Free")`.
+#: Text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
 #: Makes HTML for the query of a request.
 MakeHtml = Callable[[Mapping[str, str]], str]
-#: By the value of an HTML component, because Gradio keeps one page for all requests.
+#: Makers by the value of an HTML component: Gradio keeps one page for all requests.
 FIRST_HTML: dict[str, MakeHtml] = {}
 
 
 def policy(nonce: str) -> bytes:
-    """The content security policy of a page. Styles are inline in Gradio; scripts only from here or with the nonce.
-
-    Gradio compiles its templates with eval, which only a script that runs already can call.
-    """
+    """Return a page's content security policy."""
     return (
+        # the nonce is new for each page: markup injected through data can't run
+        # 'unsafe-eval': Gradio compiles its templates with eval, which only a script that already runs can call
+        # 'unsafe-inline': Gradio's styles are inline
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; manifest-src 'self'; base-uri 'self'; "
         "form-action 'none'; frame-src 'none'; frame-ancestors 'none'; object-src 'none'"
@@ -76,7 +73,7 @@ class PageFilter:
             nonlocal start, body
             if message["type"] == "http.response.start":
                 headers = [*message["headers"], (b"content-security-policy", policy(nonce))]
-                if path.startswith(("/assets/", "/theme.css")) and message["status"] == 200:  # their names have a checksum
+                if path.startswith(("/assets/", "/theme.css")) and message["status"] == 200:  # their names contain a checksum
                     headers.append((b"cache-control", b"private, max-age=31536000, immutable"))
                 message = {**message, "headers": headers}
                 if any(key.lower() == b"content-type" and value.startswith(b"text/html") for key, value in headers):
@@ -100,7 +97,7 @@ class PageFilter:
 
 
 def rewritten(page: bytes, nonce: str, path: str, query: Mapping[str, str]) -> bytes:
-    """The page at `path` in this request's language, without foreign tags, with our HTML, styles and scripts and the nonce."""
+    """Return the page with our HTML, styles, scripts and nonce."""
     code = language.current()
     page = re.sub(rb'<html lang="[\w-]*"', f'<html lang="{"zh-CN" if code == "zh" else code}"'.encode(), page, count=1)
     page = _CONFIG.sub(lambda config: _with_html(config, query), _FRAME_SCRIPT.sub(b"", page, 1), 1)
@@ -118,12 +115,11 @@ def _head(path: str) -> bytes:
 
 
 def _with_html(match: re.Match[bytes], query: Mapping[str, str]) -> bytes:
-    """Gradio's description of the page with the HTML of this request."""
     config = json.loads(match[1])
     for props in (component["props"] for component in config["components"] if component["type"] == "html"):
         try:
             props["value"] = FIRST_HTML[props["value"]](query)
-        except Exception as error:  # noqa: BLE001 - the other parts of the page are shown
+        except Exception as error:  # noqa: BLE001 - the remaining parts are shown
             traceback.print_exc()
             props["value"] = problem_of(error)
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
@@ -135,7 +131,7 @@ def _in_script(value: Any) -> str:
 
 @cache
 def _script_texts(code: str) -> str:
-    """The texts of all scripts that the catalogue of the language has, as JSON."""
+    # only texts that the scripts use: the catalogue is large
     calls = (call for path in Path(__file__).parents[1].glob("*.js") for call in SCRIPT_CALL.finditer(path.read_text("utf-8")))
     catalogue = language.catalogue(code)
     return _in_script({text: catalogue[text] for text in sorted({call[1] for call in calls}) if text in catalogue})

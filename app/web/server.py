@@ -1,4 +1,4 @@
-"""The server: FastAPI with Gradio mounted behind the guard; prints its link when it answers."""
+"""Server: FastAPI with Gradio behind the guard."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from .page_filter import PageFilter
 
 _LEAST_TOKEN = 16
 _REQUEST_HEAD_S = 10.0
-#: More are answered with 503, before the process runs out of file descriptors.
+#: More connections get 503, before file descriptors run out.
 _MOST_CONNECTIONS = 512
-#: Every address of this machine.
+#: All addresses of this machine.
 ANY_HOST = ("0.0.0.0", "::")
 
 
 def page_token() -> str:
-    """Return FINETUNE_UI_TOKEN or a new random token. Raises CommandError if it is short or can't be in a header or link."""
+    """Return FINETUNE_UI_TOKEN or a random token. Raises CommandError."""
     token = os.environ.get("FINETUNE_UI_TOKEN")
     if token is None:
         return secrets.token_urlsafe(32)
+    # the token stands in a header, a cookie and a link
     if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"\\'):
         fix = 'Unset FINETUNE_UI_TOKEN for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"'
         raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", fix)
@@ -46,7 +47,7 @@ def page_token() -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket: at `port`, or the next free one of twenty; 0 takes any. Raises CommandError when none is free."""
+    """Return a socket at `port` or one of the next twenty; 0: any. Raises CommandError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in range(port, port + 20) if port else [0]:
         listener = port_socket(family)
@@ -54,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
             listener.bind((host, number))
         except OSError as error:
             listener.close()
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # taken, or not ours to take
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the port is taken, or privileged
                 raise CommandError(f"can't listen on {host}: {error.strerror}", "Use --host 127.0.0.1.") from None
             continue
         return listener
@@ -62,7 +63,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Access:
-    """Access by loopback names, the address listened on, and the names of --allow-host."""
+    """Return access by loopback, listening and allowed names."""
     names = [*LOOPBACK, *(name.lower() for name in allowed)]
     wide = host in ANY_HOST
     if not wide:
@@ -71,7 +72,7 @@ def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ())
 
 
 def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
-    """The guarded application, and the app's context, which the caller closes."""
+    """Return the guarded application and its context, which the caller closes."""
     temporary = Path(tempfile.mkdtemp(prefix="finetune-ui-"))  # mode 0700
     os.environ.update(
         GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=str(temporary / "files"), GRADIO_SSR_MODE="False", **SETTINGS,
@@ -79,7 +80,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     (temporary / "files").mkdir(mode=0o700)
     (temporary / "empty").mkdir(mode=0o700)
     os.chdir(temporary / "empty")  # Gradio would serve files of the working directory
-    warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
+    warnings.filterwarnings("ignore", message="SSR mode is not supported")  # SSR is off
     import gradio
     from fastapi import FastAPI
     from fastapi.middleware.gzip import GZipMiddleware
@@ -95,7 +96,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     for path in [*OWN_FILES, *fetched_files()]:
         handler = own_file(path)
         api.get(f"/ft/{path.name}")(handler)
-        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
+        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets the current file
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
@@ -127,18 +128,18 @@ def _refused(context: Any) -> Any:
 
 
 def _report(workspace: Workspace, name: str, file: str) -> Any:
-    """A run's report or comparison as a download: its HTML is not shown on this page's origin."""
     from fastapi.responses import FileResponse, PlainTextResponse
 
     run = workspace.run(name)
     path = run.path / file if run is not None and file in ("report.html", "comparison.html") else None
     if path is None or not path.is_file() or path.is_symlink():
         return PlainTextResponse("There is no report.", status_code=404)
+    # a download: a run folder's HTML must not run on this page's origin
     return FileResponse(path, media_type="text/html", filename=f"{name}-{file}", content_disposition_type="attachment")
 
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
-    """Serve until Ctrl-C. Runs continue afterwards."""
+    """Serve until Ctrl-C; runs continue."""
     token = page_token()
     bound = listen(host, port)
     port = bound.getsockname()[1]
@@ -154,7 +155,7 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
 
 
 def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
-    """Print the link when the server answers, not before."""
+    # the link must work when it is printed
     for _ in range(600):
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{host}:{port}/healthz", timeout=1):
             print(f"finetune ui: http://{host}:{port}/?token={token}", flush=True)  # noqa: T201
@@ -168,10 +169,11 @@ def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class ImpatientProtocol(H11Protocol):
-        """Closes a connection that has sent no complete request head in time, also after its first request."""
+        """Closes connections without a complete request head."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            # slow senders could take all connections, also after a first request
             self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent, True, None)
 
         def close_if_silent(self, was_idle: bool, earlier_request: Any) -> None:

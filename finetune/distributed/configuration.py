@@ -1,4 +1,4 @@
-"""Configuration files of accelerate and DeepSpeed for a recipe's `launch` section, written into the run directory."""
+"""Configuration files of accelerate and DeepSpeed for the `launch` section."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 def is_distributed(settings: Recipe) -> bool:
-    """Whether a launcher is needed: for several processes, or for FSDP or DeepSpeed."""
+    """Return whether the run needs a launcher."""
     return settings.launch.num_processes > 1 or settings.launch.strategy != "ddp"
 
 
 def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
-    """Problems of this machine with the `launch` section: missing cards, or no DeepSpeed."""
+    """Return what this machine lacks for the `launch` section."""
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
@@ -38,7 +38,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
 
 
 def write_configuration(run: Path, plan: Plan) -> Path:
-    """Write `launch/accelerate.yaml` (and `launch/deepspeed.json`) into a run directory; returns the former's path."""
+    """Write the files in RUN/launch; return the path of `accelerate.yaml`."""
     folder = run.absolute() / "launch"
     folder.mkdir(exist_ok=True)
     deepspeed = folder / "deepspeed.json"
@@ -50,7 +50,7 @@ def write_configuration(run: Path, plan: Plan) -> Path:
 
 
 def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, Any]:
-    """The content of accelerate's configuration file; `deepspeed` is the path of DeepSpeed's."""
+    """Return accelerate's configuration."""
     launch = settings.launch
     kind = {"ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[launch.strategy]
     values: dict[str, Any] = {
@@ -60,10 +60,10 @@ def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, A
         # on one machine 0 lets accelerate find a free port
         "main_process_port": launch.main_process_port if launch.num_machines > 1 else 0,
     }  # fmt: skip
-    if launch.strategy != "deepspeed":  # DeepSpeed's own file has it
+    if launch.strategy != "deepspeed":  # DeepSpeed's own file sets the precision
         values["mixed_precision"] = _PRECISION[settings.dtype]
     if launch.strategy == "fsdp":
-        # the model does gradient checkpointing, not FSDP; every rank loads the weights: 4-bit ones can't be broadcast
+        # the model does gradient checkpointing, not FSDP; every rank loads the weights: 4-bit weights can't be broadcast
         values["fsdp_config"] = {
             "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": launch.offload == "cpu", "fsdp_state_dict_type": "FULL_STATE_DICT",
@@ -77,9 +77,10 @@ def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, A
 
 
 def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
-    """DeepSpeed ZeRO-2 (shards gradients and optimizer states) or ZeRO-3 (weights, too). transformers fills in `auto`."""
+    """Return DeepSpeed's configuration for ZeRO-2 or ZeRO-3."""
     launch = settings.launch
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    # transformers fills in "auto"
     optimizer = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
     return {
         "train_batch_size": micro * steps * launch.num_processes, "train_micro_batch_size_per_gpu": micro,
@@ -98,6 +99,7 @@ def _zero(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = {
         "stage": launch.zero_stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto",
     }  # fmt: skip
+    # ZeRO-2 shards gradients and optimizer states, ZeRO-3 also weights
     if launch.zero_stage == 2:
         values |= {"allgather_bucket_size": 2 * 10**8, "reduce_scatter": True}
     else:

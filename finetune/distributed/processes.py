@@ -1,4 +1,4 @@
-"""Starts several ranks for the supervisor as if they were one worker: command, environment, signals, exit status."""
+"""Launcher of several ranks for the supervisor."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from finetune.events import Event, State, event_from
 from finetune.files import read_object
 from finetune.planner.plan import Plan
 
-#: Seconds that the launcher waits for the other ranks when one has failed, before it kills them.
+#: Seconds between the failure of a rank and the kill of all ranks.
 SHUTDOWN_S = 15
 _WORKER = "finetune.run.worker"
 
 
 class Launcher:
-    """Runs the worker through `accelerate launch` or torchrun: several processes, FSDP or DeepSpeed."""
+    """Runs the worker through `accelerate launch` or torchrun."""
 
     def __init__(self, run: Path, log: Path, plan: Plan) -> None:
         self.run, self.log, self.plan = run, log, plan
         self.local_world_size = plan.settings.launch.num_processes // plan.settings.launch.num_machines
 
     def command(self) -> list[str]:
-        """`accelerate launch` of the worker with the run's configuration; torchrun on the CPU, which accelerate lacks."""
         worker = ["-m", _WORKER, str(self.run)]
         if not self.plan.card.is_cpu:
             configuration = write_configuration(self.run, self.plan)
@@ -43,10 +42,10 @@ class Launcher:
         rendezvous = ["--master-addr", launch.main_process_ip, "--master-port", str(port)]
         node = ["--nnodes", str(launch.num_machines), "--node-rank", str(launch.machine_rank)]
         size = ["--nproc-per-node", str(self.local_world_size)]
+        # accelerate can't launch ranks on the CPU
         return [sys.executable, "-m", "torch.distributed.run", *node, *rendezvous, *size, *worker]
 
     def environment(self) -> dict[str, str]:
-        """Environment of the launcher and all ranks: shutdown timeout, threads per rank, network interface."""
         values = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
         if "OMP_NUM_THREADS" not in os.environ:
             values["OMP_NUM_THREADS"] = str(max(1, (psutil.cpu_count(logical=False) or 1) // self.local_world_size))
@@ -56,13 +55,13 @@ class Launcher:
         return values
 
     def prepare(self) -> None:
-        """Remove the final events of an earlier attempt's ranks."""
+        # final events of an earlier attempt would count for this attempt
         ending_path(self.run, 0).parent.mkdir(exist_ok=True)
         for local in range(self.local_world_size):
             ending_path(self.run, local).unlink(missing_ok=True)
 
     def send(self, launcher: subprocess.Popen[bytes], number: int) -> None:
-        """Send a signal to every rank; the launcher itself would end them in the middle of a step."""
+        # not to the launcher: it would end the ranks in the middle of a step
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(launcher.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -70,22 +69,23 @@ class Launcher:
                         child.send_signal(number)
 
     def exit_status(self, code: int, emit: Callable[[Event], None]) -> int:
-        """One exit status from the final events of all local ranks; emits the failure's event. `code`: the launcher's own."""
+        """Return one exit status for all local ranks; emit the event of the failure."""
         ranks = range(self.local_world_size)
         endings = {local: ending for local in ranks if (ending := read_object(ending_path(self.run, local)))}
         if 0 in endings and endings[0]["exit_code"] in COMMON_EXITS:  # local rank 0 has written the event
             return int(endings[0]["exit_code"])
+        # `code` is the launcher's own exit status
         if not endings:  # no rank wrote a final event
             return code
         cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
         silent = [str(local) for local in ranks if local not in endings]
-        if silent and cause["exit_code"] == FAILED:  # the other ranks' errors about lost connections follow from the kill
+        if silent and cause["exit_code"] == FAILED:  # lost connections of the remaining ranks follow from the kill
             processes = f"process {', '.join(silent)} of {self.local_world_size}"
             resume = f"resume from the last checkpoint with: finetune resume {self.run}"
             message = f"{processes} was killed (often: out of host memory), see {self.log}; {resume}"
             emit(State(state="failed", exit_code=FAILED, message=message))
         elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
-            # any process on any machine may have failed first: the others only report a lost connection
+            # any process on any machine may have failed first: the remaining processes only report a lost connection
             reason = f"a process ended, or its machine could not be reached ({cause['event'].get('message', '')[:200]})"
             message = f"{reason}, see log.txt on each machine; resume on every machine with: finetune resume {self.run}"
             emit(State(state="failed", exit_code=FAILED, message=message))
@@ -94,13 +94,13 @@ class Launcher:
         return int(cause["exit_code"])
 
 
-#: When ranks end differently, the first of these exit statuses is the cause.
+#: The first of these exit statuses is the cause when ranks end differently.
 _CAUSES = sorted(errors.exit_code_causes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
 _ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the network interface that this machine uses to reach `address`; None when unknown."""
+    """Return the network interface on the route to `address`; None if unknown."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,4 @@
-"""Rank-0 and all-reduce helpers; no-ops when world size is 1.
-
-Local rank 0 of each machine writes that machine's run directory (events, checkpoints, adapter). Every rank writes its final
-event to a file for the supervisor, which reports one failure for all.
-"""
+"""Helpers for ranks; no-ops at world size 1."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from finetune import errors
 from finetune.events import Event, EventWriter, OutOfMemory, State, event_json
 from finetune.files import write_json
 
-#: Exit statuses that all ranks reach at the same step, so that they meet at a barrier before they exit.
+#: Exit statuses that all ranks reach at the same step: a barrier before the exit is safe.
 COMMON_EXITS = (errors.FINISHED, errors.Diverged.exit_code, *errors.STOPPED)
 _OUT_OF_MEMORY = errors.OutOfMemory.exit_code
 _PR_SET_PDEATHSIG = 1
@@ -36,32 +32,32 @@ class Rank:
 
     @property
     def is_local_rank_0(self) -> bool:
-        """Whether this process writes its machine's run directory."""
+        # local rank 0 writes its machine's run directory: events, checkpoints, adapter
         return self.local == 0
 
 
 def this_rank() -> Rank:
-    """This process's rank, from torchrun's environment variables."""
+    """Return this process's rank."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Rank()
     return Rank(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
 def ending_path(run: Path, local: int) -> Path:
-    """File of the final event of local rank `local`, in the run directory `run`."""
+    """Return the file of a local rank's final event."""
     return run / "launch" / f"ending-{local}.json"
 
 
 class RankEvents(EventWriter):
-    """Event writer of one of several ranks: local rank 0's are written, failures go to the supervisor, others are dropped."""
+    """Event writer of a rank; failures go to the supervisor."""
 
     def __init__(self, events: Path, rank: Rank) -> None:
         super().__init__(events)
         self._rank, self._ending = rank, ending_path(events.parent, rank.local)
 
     def emit(self, event: Event) -> None:
-        """Write an event, pass it to the supervisor, or drop it."""
         code = _OUT_OF_MEMORY if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
+        # the supervisor reports one failure for all ranks
         if code is not None:
             self._write_ending(event, code)
         if self._rank.is_local_rank_0 and (code is None or code in COMMON_EXITS):
@@ -72,7 +68,7 @@ class RankEvents(EventWriter):
             if (store := _store()) is not None:
                 store.set(_OUT_OF_MEMORY_KEY, str(self._rank.number))
         elif code == errors.FAILED and (culprit := _shared_out_of_memory()) is not None:
-            # the connection was lost after another's out of memory
+            # a lost connection after another rank's out of memory
             event = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory")
             code = _OUT_OF_MEMORY
         self._ending.parent.mkdir(exist_ok=True)
@@ -80,13 +76,13 @@ class RankEvents(EventWriter):
 
 
 def set_up(rank: Rank) -> None:
-    """End this process when the launcher dies; called before anything is loaded."""
+    """End this process with its launcher."""
     if rank.world > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tear_down(rank: Rank, code: int) -> int:
-    """The process's exit status: `code` at world size 1; else 0 after a barrier for common exits, 1 for failures."""
+    """Return the exit status: 0 after a barrier for common exits, 1 for failures."""
     if rank.world == 1:
         return code
     if code not in COMMON_EXITS:
@@ -100,7 +96,7 @@ def tear_down(rank: Rank, code: int) -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank has reached this call."""
+    """Wait for all ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -108,17 +104,17 @@ def barrier() -> None:
 
 
 def all_reduce_max(number: int) -> int:
-    """The maximum over all ranks."""
+    """Return the maximum over all ranks."""
     return int(all_reduce([number], "MAX")[0])
 
 
 def all_reduce_min(number: int) -> int:
-    """The minimum over all ranks."""
+    """Return the minimum over all ranks."""
     return -all_reduce_max(-number)
 
 
 def all_reduce(numbers: list[float], operation: str) -> list[float]:
-    """Element-wise SUM, MAX, ... over all ranks."""
+    """Return SUM, MAX, ... over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -135,16 +131,16 @@ def _shared_out_of_memory() -> int | None:
     try:
         is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])
         return int(store.get(_OUT_OF_MEMORY_KEY)) if is_set else None
-    except RuntimeError:  # the launcher, which has the store, has ended, too
+    except RuntimeError:  # the launcher has ended, and with the launcher its store
         return None
 
 
 def _store() -> Any:
-    """The launcher's key-value store, which outlives a process that ran out of memory; None when it can't be reached."""
     import torch.distributed as dist
 
     try:
         port = int(os.environ["MASTER_PORT"])
+        # the launcher's store outlives a process that ran out of memory
         return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=2))
     except (RuntimeError, KeyError):
         return None

@@ -1,1 +1,1 @@
-"""Run: the run directory, the training process, its supervisor, and how to start, stop and resume a run."""
+"""Run directory, training process, supervisor, and control of runs."""

@@ -1,4 +1,4 @@
-"""Compares measured memory with the plan's forecast after two steps and at the end, and records it for later plans."""
+"""Compare measured memory with the plan's forecast; record measurements for later plans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from finetune.planner.plan import Plan, Verdict
 from finetune.planner.run_time import seconds_spent
 from finetune.units import format_bytes, format_seconds
 
-#: First steps that allocate more than this share over the forecast are worth a warning.
+#: Excess over the forecast, as a share, from which a warning is emitted.
 MARGIN = 0.10
 _WARM_UP_STEPS = 2
 
 
 def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, step: int) -> ForecastCheck:
-    """Forecast and highest measured bytes and segments, and the relative errors; None for what this machine can't measure."""
+    """Return forecast and measured bytes with relative errors; None for unmeasured values."""
     forecast, card = plan.forecast, plan.card
     measured, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
     predicted, peak, least, most, predicted_reserved, segments = [None] * 6 if forecast is None else (
@@ -26,7 +26,7 @@ def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, ste
         forecast.reserved_peaks.get("train"), forecast.segments.get("train"),
     )  # fmt: skip
     in_use = None if card.is_cpu else card.total_bytes - card.free_bytes
-    # The median: a program that starts between the driver's two answers would count as context.
+    # median: a program that starts between the driver's two answers would count as context
     contexts = [size for sample in samples if (size := sample.context_bytes) and size > 0]
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
@@ -54,11 +54,9 @@ def _error(measured: int | None, predicted: int | None) -> float | None:
 
 
 def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
-    """A warning when the run allocated far more than forecast, None when it did not or was started with --force.
-
-    It is never more than the budget, which limits the allocator: that would have been out of memory.
-    """
+    """Return a warning when the run allocated far more than forecast."""
     error = check.allocated_error
+    # the excess never exceeds the budget: the allocator's limit would have raised out of memory
     if error is None or error <= MARGIN or plan.verdict == Verdict.NO_FIT:
         return None
     return (
@@ -69,13 +67,12 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
 
 
 def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
-    """The comparison for the peaks of the whole run; None without a step."""
+    """Compare the peaks of the whole run with the forecast; None without a step."""
     return compare_with_forecast(plan, steps, at="end", step=steps[-1].step) if steps else None
 
 
 def outcome(events: Sequence[Event]) -> tuple[str, bool]:
-    """Return how long a run took, its peak beside the forecast, and its losses, in a line; and whether the peak was outside
-    its interval."""
+    """Return a line of duration, peak and losses, and whether the peak missed its forecast interval."""
     check, sentences, outside = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))], ""
     if check and (peak := check.measured_peak_bytes) and (forecast := check.predicted_peak_bytes):
         least, most = check.predicted_low_bytes or 0, check.predicted_high_bytes or peak
@@ -90,7 +87,7 @@ def outcome(events: Sequence[Event]) -> tuple[str, bool]:
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Return seconds of loading and seconds since, of a run that trained in one go; None for a resumed run."""
+    """Return seconds of loading and of training; None for a resumed run."""
     starts = [event for event in events if isinstance(event, Start)]
     began = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
     if len(starts) != 1 or starts[0].step or not (began and began.time_s and starts[0].time_s and events[-1].time_s):
@@ -99,10 +96,7 @@ def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
 
 
 def record_measurements(plan: Plan, check: ForecastCheck, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
-    """Record speed, memory and the CUDA context's size on this card, for later plans; to be called by the training process.
-
-    Raises OSError when the cache can't be written.
-    """
+    """Record step time, memory and CUDA context for later plans. Raises OSError."""
     later = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
     load_s, train_s = whole_run or (None, None)
     record_run(plan, check, step_s=statistics.median(later) if later else None, load_s=load_s, train_s=train_s)

@@ -1,4 +1,4 @@
-"""The base adapter, from which a run continues: resolved, checked, and copied into the run with held-out rows of its run."""
+"""Base adapter of a continued run: resolve, check, copy."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import RunDirectory, open_run
 from finetune.settings import Recipe, Settings
 
-#: In RUN/origin: which adapter it is, and the held-out rows of its run.
+#: Names in RUN/origin: the adapter's facts, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class BaseAdapterFacts:
-    """Where an adapter is from: its run, or folder, its step and held-out loss, and a hash of its base model's weights.
+    """Origin of an adapter; None for facts that other programs do not record."""
 
-    None is not known: adapters of other programs.
-    """
-
+    #: Run or folder.
     name: str
     step: int | None = None
     eval_loss: float | None = None
+    #: Hash of the base model's weights.
     base: str | None = None
 
     def summary(self) -> str:
-        """For example `runs/first (step 40, held-out loss 0.0123)`."""
+        """Return `runs/first (step 40, held-out loss 0.0123)`."""
         parts = [f"step {self.step:,}"] if self.step is not None else []
         parts += [f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss is not None else []
         return f"{self.name} ({', '.join(parts)})" if parts else self.name
 
 
 def with_adapter_folder(recipe: Recipe) -> Recipe:
-    """Return the recipe with its adapter's folder in place of a run's name. Raises RecipeError without an adapter."""
+    """Return the recipe with its adapter's folder. Raises RecipeError."""
     name = recipe.adapter_name_or_path
     if name is None:
         return recipe
@@ -58,7 +57,7 @@ def with_adapter_folder(recipe: Recipe) -> Recipe:
 
 
 def require_usable_adapter(settings: Settings) -> None:
-    """Raise RecipeError when the adapter that training continues from has changed, or belongs to another base model."""
+    """Raise RecipeError for a changed adapter, or an adapter of another base model."""
     if settings.adapter_name_or_path is None:
         return
     adapter = read_base_adapter(settings.adapter_name_or_path)
@@ -70,11 +69,11 @@ def require_usable_adapter(settings: Settings) -> None:
         problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
         raise RecipeError(problems, "Give another adapter.")
     sealed, base_model, now = facts_of(adapter.folder).base, adapter.base_model, weights_fingerprint(settings)
-    if sealed is None and base_model and (Path(base_model) / CONFIG).is_file():  # a folder of this machine, however it is spelt
+    if sealed is None and base_model and (Path(base_model) / CONFIG).is_file():  # two spellings of a local folder
         sealed = weights_fingerprint(settings.model_copy(update={"model_name_or_path": base_model}))
     if sealed is not None and now is not None:
         differs = sealed != now
-    else:  # a folder of another machine says nothing, a name on the hub does
+    else:  # only names on the hub can be compared: a folder of another machine is unknown here
         differs = bool(_NAME.fullmatch(adapter.base_model or "")) and adapter.base_model != settings.model_name_or_path
     if differs:
         raise RecipeError(
@@ -93,7 +92,8 @@ def facts_of(folder: Path) -> BaseAdapterFacts:
 
 
 def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
-    """Copy the adapter and the held-out rows of its run into a run, which then no longer needs that one."""
+    """Copy the adapter and the held-out rows of its run into `run`."""
+    # from here on `run` does not need the adapter's run
     run.base_adapter.mkdir()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         shutil.copyfile(folder / name, run.base_adapter / name)
@@ -106,13 +106,13 @@ def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
 
 
 def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
-    """Facts of the adapter that a run continued from; None when it began with a new one."""
+    """Return the facts of the adapter that a run continued from."""
     values = read_object(run.base_adapter / _FACTS)
     return BaseAdapterFacts(**values) if values else None
 
 
 def load_base_adapter(model: Any, run: RunDirectory) -> None:
-    """Load the adapter that the run continues from into `model`. Raises RecipeError when it does not match."""
+    """Load the run's base adapter into `model`. Raises RecipeError."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -123,7 +123,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
         raise RecipeError(problem, "Continue from another adapter.")
     try:
         load_result: Any = set_peft_model_state_dict(model, tensors)
-    except (RuntimeError, KeyError, ValueError) as error:  # of other shapes
+    except (RuntimeError, KeyError, ValueError) as error:  # tensors of other shapes
         raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
     odd = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
     if odd:

@@ -1,7 +1,4 @@
-"""The best step by held-out loss, and the folders in which a run's end leaves it and the last step.
-
-Both follow from the trainer's history, which every checkpoint is sealed with, so that a resumed run has it, too.
-"""
+"""The best step by held-out loss, and the result folders of a finished run."""
 
 from __future__ import annotations
 
@@ -33,32 +30,33 @@ NOT_COMPARED = "No step has been evaluated on the same held-out rows by all of t
 
 @dataclass(frozen=True)
 class EvaluatedStep:
-    """Held-out loss after a step; infinite when it was not a number."""
+    """Held-out loss after a step; infinite when not a number."""
 
     step: int
     loss: float
 
 
+# both follow from the trainer's history, which every checkpoint is sealed with, so a resumed run has the history, too
 def evaluations(history: list[dict[str, Any]]) -> list[EvaluatedStep]:
-    """The evaluations of a trainer's `log_history`, in order."""
+    """Return the evaluations in a trainer's `log_history`."""
     losses = ((entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry)
     return [EvaluatedStep(step, loss if math.isfinite(loss) else math.inf) for step, loss in losses]
 
 
 def best_of(evaluated: list[EvaluatedStep]) -> EvaluatedStep | None:
-    """The lowest held-out loss, of equal ones the first; None when none is finite."""
+    """Return the first evaluation with the lowest finite held-out loss."""
     finite = [evaluation for evaluation in evaluated if evaluation.loss < math.inf]
     return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
 
 def since_best(evaluated: list[EvaluatedStep]) -> int:
-    """Evaluations after the best one."""
+    """Return the number of evaluations after the best one."""
     best = best_of(evaluated)
     return len(evaluated) - (evaluated.index(best) + 1 if best else 0)
 
 
 def weights_of(run: RunDirectory, step: int) -> Path:
-    """The folder with a step's adapter; of step 0 the adapter that the run continued from."""
+    """Return the folder of a step's adapter; step 0 is the base adapter."""
     return run.checkpoints / f"checkpoint-{step}" if step else run.base_adapter
 
 
@@ -67,7 +65,7 @@ def _damage(run: RunDirectory, step: int) -> list[str]:
 
 
 def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:
-    """The best of the steps whose checkpoint is intact on every machine, as all ranks find it."""
+    """Return the best step whose checkpoint is intact on every machine."""
     for evaluation in sorted(evaluated, key=lambda evaluation: evaluation.loss):
         if evaluation.loss < math.inf and ranks.all_reduce_min(int(not _damage(run, evaluation.step))):
             return evaluation
@@ -75,15 +73,12 @@ def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedS
 
 
 def unusable_best_message(step: int, problem: str) -> str:
-    """The warning that the best step's checkpoint can't be used."""
+    """Return the warning about an unusable best checkpoint."""
     return f"step {step} had the lowest held-out loss, but checkpoint-{step} can't be used ({problem})"
 
 
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
-    """Write adapter/ with the best step and, where that is not the last one, adapter-last/; each is renamed when whole.
-
-    Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns the result.
-    """
+    """Write adapter/ with the best step, and adapter-last/ for another last step. All ranks call this."""
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
@@ -91,7 +86,7 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     if writes:
         shutil.rmtree(building, ignore_errors=True)
     ranks.barrier()
-    if trainer.plan.settings.launch.strategy != "ddp":  # sharded: all ranks take part
+    if trainer.plan.settings.launch.strategy != "ddp":  # sharded weights: all ranks take part in gathering
         trainer.save_model(str(building))
     elif writes:
         model: Any = trainer.model
@@ -127,16 +122,17 @@ def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep 
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
-    shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)  # its library lets only the owner read it
+    # safetensors makes the file readable only by the owner
+    shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
-    sync_folder(target.parent)  # before the run reports that it has finished: the result survives a power cut
+    sync_folder(target.parent)  # before the run reports its end: the result must survive a power cut
 
 
 def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
-    """Return a sentence, as a template and its values, on the runs' losses at the last step that all have evaluated."""
+    """Return a template and values: losses at the last step that all runs have evaluated."""
     losses = dict[str, dict[int, float]]()
     for run in runs:
         evaluated = [event for event in read_events(run.events) if isinstance(event, Evaluation)]
@@ -150,7 +146,7 @@ def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]
 
 
 def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
-    """A message: which step the adapter is of, why, and where the last step's is."""
+    """Return a message that says which step the adapter is from, and why."""
     if result.last_path is None:
         return f"adapter in {run.adapter}"
     continued = "" if result.step else ", the adapter that it continued from"

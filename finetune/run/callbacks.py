@@ -1,4 +1,4 @@
-"""Trainer callback that emits a `step` event per optimizer step, obeys stop requests and ends a diverged run."""
+"""Trainer callback: `step` events, stop requests, end of diverged runs."""
 
 from __future__ import annotations
 
@@ -32,24 +32,21 @@ if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
 
 
-_COMPARED_STEP = 2  # the first with optimizer states; finetune.run.training.LongestEarly puts the longest row into it
-_CHECKED_STEPS = 10  # that have run each kind of layer: not every batch has a picture, or a token for each expert
-_SPIKE_WINDOW = 5  # losses that the watchdog compares with
-_COLLAPSED_STEPS = 8  # in a row, that end a run
-#: Beside the signals that stop a run, agreed on like them: its best step becomes the result. Runs ignore this signal, SIGHUP.
+_COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
+_CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
+_SPIKE_WINDOW = 5  # losses in the watchdog's median
+_COLLAPSED_STEPS = 8  # consecutive steps
+#: Request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP.
 _FINISH = 1
-_MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; after 16 it is 1
+_MOST_SKIPPED_STEPS = 20  # fp16's loss scale starts at 65536 and halves per skipped step: it reaches 1 after 16
 
 
 class NothingLeftToTrain(Exception):
-    """The checkpoint that a run resumes from is of its last step."""
+    """Raised when the checkpoint to resume from is the last step's."""
 
 
 class StopRequest:
-    """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts.
-
-    Another file asks for the run's end, with a result.
-    """
+    """SIGTERM, SIGINT or a request file: stop after the optimizer step."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -59,7 +56,8 @@ class StopRequest:
             signal.signal(number, self._remember)
 
     def agreed(self) -> int | None:
-        """The signal, when any rank has received one, else whether the run `finishes`; all ranks ask after the same step."""
+        """Return the signal of any rank and set `finishes`; all ranks call this after the same step."""
+        # the first request counts
         request = self.signal or next(iter(read_stop_requests(self._run)), 0)
         agreed = all_reduce_max(request or (_FINISH if self._run.finish_request.exists() else 0))
         self.finishes, self.signal = agreed == _FINISH, agreed if agreed > _FINISH else None
@@ -70,7 +68,7 @@ class StopRequest:
 
 
 def require_gradients(model: Any) -> None:
-    """Raise RecipeError for adapters without a gradient in modules that ran, which read the weights of these layers."""
+    """Raise RecipeError for adapters that the model bypasses: no gradient, though the module ran."""
     trained = [item for item in model.named_parameters() if ".lora_B." in item[0] and item[1].requires_grad]
     adapted = {name.partition(".lora_B.")[0]: parameter.grad is not None for name, parameter in trained}
     if bypassed := [path for path, reached in adapted.items() if not reached and _ran(path, adapted)]:
@@ -83,18 +81,18 @@ def require_gradients(model: Any) -> None:
 
 
 def _ran(path: str, adapted: dict[str, bool]) -> bool:
-    """Whether another adapter of the same module has a gradient, or of the decoder layer if the module has no other. A module
-    that a batch leaves out, such as an expert, a vision tower or cross-attention, has none at all."""
+    # a module that the batch leaves out (an expert, the vision tower, cross-attention) has no gradient in any adapter
     module = path.rpartition(".")[0]
     beside = [reached for other, reached in adapted.items() if other != path and other.rpartition(".")[0] == module]
     layer = module.rpartition(".")[0]
+    # the module's only adapter: ask the whole decoder layer
     if not beside and layer.rpartition(".")[2].isdigit():
         beside = [reached for other, reached in adapted.items() if other.startswith(f"{layer}.")]
     return any(beside)
 
 
 class RunCallback(TrainerCallback):
-    """Emits an event per step and decides when the run ends; the trainer saves."""
+    """Emits the events of each step and ends the run."""
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
@@ -102,7 +100,7 @@ class RunCallback(TrainerCallback):
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
         events.listeners.append(self._watch.observe)
         self.spike: str | None = None
-        self.trainer: RunTrainer  # which is made with this callback
+        self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
         self.diverged: str | None = None
         self.stopped_early: str | None = None
         self._first: list[Memory] = []
@@ -112,20 +110,22 @@ class RunCallback(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """Touch events.jsonl after each micro-batch, so that a long step does not look like a hang."""
+        """Touch `events.jsonl` after each micro-batch."""
         self._require_directory()
+        # a long step must not look like a hang to the supervisor
         os.utime(self._events.path)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Check the adapters' gradients in the first steps, unless FSDP or DeepSpeed has them."""
         self._steps += 1
+        # FSDP and DeepSpeed keep the gradients in their own shards
         if self._steps <= _CHECKED_STEPS and not shards_weights(self.trainer.plan.settings.launch):
             require_gradients(self.trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Finish early when asked."""
+        """Stop on request: pause with a checkpoint, or finish early with an evaluation."""
         self._require_directory()
         self._launched = time.perf_counter()
+        # resuming is bit-exact only after a complete optimizer step
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
         elif self._stop.finishes and state.global_step < state.max_steps:
@@ -137,10 +137,9 @@ class RunCallback(TrainerCallback):
             raise FinetuneError(f"{self._events.path.parent} was deleted while the run trained", "Start it again.")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Emit the step: loss and gradient norm are known here, and the device is synchronised."""
         if not logs or "loss" not in logs:
             return
-        # the trainer has read the loss since `on_step_end`, which waits for all kernels of the step
+        # the trainer has read the loss since `on_step_end`, and reading waits for all kernels of the step
         host_wait_s = None if self.trainer.plan.card.is_cpu else time.perf_counter() - self._launched
         tokens = self.trainer.take_counts()
         supervised = tokens["supervised"]
@@ -175,10 +174,11 @@ class RunCallback(TrainerCallback):
         self._history.after_step(memory, state.global_step, state.max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
+        """Recall the best step of a resumed run and apply the plan's learning rate."""
         if state.global_step == 0:
             return
         self.trainer.recall_best()
+        # the checkpoint restores the old rate; a retry may have lowered the plan's rate since
         rate = args.learning_rate
         groups = self.trainer.optimizer.param_groups  # type: ignore[union-attr]
         for group in groups:
@@ -187,16 +187,17 @@ class RunCallback(TrainerCallback):
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in groups])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a run resumed from its last step: the trainer looks at the number of steps only after one more step."""
+        """End a run that resumes from its last step."""
+        # transformers compares the step with max_steps only after training one more step
         if state.global_step >= state.max_steps:
             raise NothingLeftToTrain
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save the best step so far, and end the run when none was better for the recipe's patience."""
+        """Save the best step; stop when the recipe's patience is exhausted."""
         is_best = self.trainer.is_best_so_far()
-        if state.global_step >= state.max_steps or self._stop.finishes:  # its adapter is written next
+        if state.global_step >= state.max_steps or self._stop.finishes:  # the adapter is saved next
             return
-        control.should_save |= is_best and state.global_step > 0  # step 0 is the adapter that it continued from
+        control.should_save |= is_best and state.global_step > 0  # step 0 is the base adapter
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
         if patience and waited >= patience:
             self.stopped_early = (
@@ -204,15 +205,14 @@ class RunCallback(TrainerCallback):
                 "held-out loss"
             )
             control.should_training_stop = True
-            control.should_save = False  # a checkpoint of this step would continue past it
+            control.should_save = False  # resuming from this step's checkpoint would train on
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Look for a leak: between epochs only long-lived tensors are allocated."""
+        # between epochs only long-lived tensors are allocated: growth is a leak
         for message in self._watch.epoch(self._memory.sample()):
             self._events.warn(message)
 
     def _report_compiling(self, step: int) -> None:
-        """Emit what torch has compiled since the last step, if anything; warn when a layer is not one graph."""
         compilations, breaks_before = self._compilations, self._compilations.graph_breaks
         if not self.trainer.plan.settings.torch_compile or not compilations.update():
             return
@@ -221,7 +221,7 @@ class RunCallback(TrainerCallback):
             self._events.warn(f"torch_compile: layers are not one graph each, {compilations.graph_breaks} graph breaks")
 
     def _compare(self, state: Any, memory: Memory) -> None:
-        """After step 2 (or the only one) compare the peak so far with the forecast; a run resumed later has passed it."""
+        # a resumed run starts past this step
         if state.global_step > _COMPARED_STEP:
             return
         self._first.append(memory)
@@ -232,7 +232,6 @@ class RunCallback(TrainerCallback):
                 self._events.warn(message)
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
-        """Opt-in watchdog: a loss far above its recent median ends the attempt without a checkpoint."""
         factor = self.trainer.plan.settings.loss_spike_factor
         if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
             usual = statistics.median(self._losses)
@@ -242,11 +241,11 @@ class RunCallback(TrainerCallback):
         self._losses.append(loss)
 
     def _check_finite(self, step: int, logs: dict[str, Any], control: Any) -> None:
-        """A loss or gradient norm that isn't finite ends the run, except while fp16's loss scaler skips such steps."""
         skipped = self.trainer.accelerator.optimizer_step_was_skipped
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         for name in ("loss", "grad_norm"):
             value = logs.get(name)
+            # fp16's loss scaler skips steps with infinite gradients until its scale fits
             if skipped and name == "grad_norm" and self._skipped_steps < _MOST_SKIPPED_STEPS:
                 continue
             if value is not None and not math.isfinite(value):
@@ -254,7 +253,7 @@ class RunCallback(TrainerCallback):
                 _end_now(control)
 
     def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
-        """End a run whose chosen answers have become unlikely: losses on pairs ask only that rejected ones become more so."""
+        # preference losses only push rejected answers below chosen ones: both can become unlikely
         collapse = self.trainer.method.collapse(counts)
         self.collapsed_steps = self.collapsed_steps + 1 if collapse else 0
         if self.collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:

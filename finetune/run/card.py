@@ -1,4 +1,4 @@
-"""The run's card: which of the machine's it is, opened and limited to the plan's budget before anything is loaded."""
+"""The run's GPU: select, open, and limit to the plan's memory budget."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
-    """Return UUIDs of the visible GPUs that the run uses on this machine.
-
-    One process uses the planned GPU; if it is gone, a GPU of the same name, else the first GPU. Several processes use the first
-    GPUs, and the plan is for the fullest GPU. Empty on a CPU, and for a plan without a UUID.
-    """
+    """Return the UUIDs of the run's GPUs on this machine; empty on a CPU."""
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:
         return ()
     devices = list(usable_devices())
     processes = plan.settings.launch.processes_here
+    # the planned GPU, else a GPU of the same name, else the first; several processes take the first GPUs (plan: fullest GPU)
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
     return tuple(device.uuid for device in devices[:processes])
 
 
 def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
-    """A message when the run uses another kind of card than the planned one, or a smaller one; else an empty text."""
+    """Return a message for a run on a smaller GPU or another kind of GPU than planned."""
     if not cards or plan.card.uuid in cards:
         return ""
     taken = min(_devices(cards), key=lambda device: device.total_bytes, default=None)
@@ -51,7 +48,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
 
 
 def lost_card(plan: Plan, run: Path) -> CardError | None:
-    """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
+    """Return the error of a GPU that stopped answering the driver."""
     visible_entries = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
     visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIX)]
     run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
@@ -59,6 +56,7 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
         devices, lost_devices = nvidia.read_devices()
     except DriverError:
         return None
+    # for example after the GPU fell off the bus
     if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(run_uuids):
         return None
     return CardError(
@@ -68,17 +66,18 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
 
 
 def visibility(cards: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that sees these cards only, set before it first asks the driver; empty without cards."""
+    """Return environment variables that show only these GPUs, to be set before the first driver call."""
     return {nvidia.VISIBLE_VARIABLE: ",".join(cards), **dict([nvidia.DRIVER_ORDER])} if cards else {}
 
 
 def restrict_visible_devices(run: RunDirectory) -> None:
-    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
+    """Show this process only the run's GPU; call before other imports."""
+    # bitsandbytes calls CUDA at import
     os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 
 
 def holders_of(cards: tuple[str, ...]) -> list[str]:
-    """Processes that use these cards, with their bytes, largest first."""
+    """Return the processes on these GPUs with their bytes."""
     return [holder for device in _devices(cards) for holder in device.holders]
 
 
@@ -90,10 +89,8 @@ def _devices(cards: Collection[str]) -> list[Device]:
 
 
 def plain_segments_message(plan: Plan) -> str:
-    """A message when the segments of torch's allocator can't expand, though the forecast counts on it; else an empty text.
-
-    Asked after the model was loaded: torch 2.9.1 ignored expandable segments without a word.
-    """
+    """Return a message when torch ignores `expandable_segments`."""
+    # torch 2.9.1 ignored the setting silently; known only after the model was loaded
     if not expandable_segments() or not cuda.has_plain_segments():
         return ""
     peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
@@ -105,13 +102,13 @@ def plain_segments_message(plan: Plan) -> str:
 
 
 def available_bytes(plan: Plan) -> int | None:
-    """Return the bytes that the run may take of its GPU now, CUDA context included; None where the driver does not say."""
+    """Return the bytes that the run may use now, CUDA context included."""
     free = [device.free_bytes for device in _devices(cards_of(plan))]
     return min(plan.usable_bytes, *free) if free else None
 
 
 def open_card(plan: Plan, number: int) -> None:
-    """Create the CUDA context of card `number` and run a kernel. Raises CardError with what would help."""
+    """Create the CUDA context and run a kernel. Raises CardError."""
     try:
         cuda.open_card(number)
     except (RuntimeError, AssertionError) as error:
@@ -119,12 +116,10 @@ def open_card(plan: Plan, number: int) -> None:
 
 
 def limit_card(plan: Plan) -> str:
-    """Limit the allocator to the budget less the context; return a warning when less is free than the forecast's upper end.
-
-    The driver of Windows would spill to host memory: there, free memory limits the allocator, too.
-    """
+    """Limit the allocator to the budget; return a warning when too little is free."""
     context, free = plan.card.context_bytes or 0, cuda.free_bytes()
     limit = max(0, plan.usable_bytes - context)
+    # the Windows driver would spill to host memory
     allowed = min(limit, free) if has_windows_driver() else limit
     cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
     upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit
@@ -136,15 +131,13 @@ def limit_card(plan: Plan) -> str:
 
 
 def kernel_problem() -> str:
-    """Why Triton's kernels can't be compiled and run on the open card; empty when they can.
-
-    TRL's loss and compiled layers need them; bitsandbytes brings other kernels.
-    """
+    """Return why Triton's kernels can't run, or an empty text."""
+    # for TRL's loss and compiled layers; bitsandbytes ships compiled kernels
     problem = triton_needs()
     if not problem:
         try:
             cuda.try_kernel()
-        except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver each have errors of their own
+        except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver raise different errors
             line = (str(error).strip().splitlines() or [""])[0][:300]
             problem = f"Triton can't compile: {type(error).__name__}: {line}"
     return problem

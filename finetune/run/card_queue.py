@@ -1,4 +1,4 @@
-"""One run at a time on a card: other runs wait in order, by ticket files. A ticket is valid while its process lives."""
+"""Queue of runs for a GPU, by ticket files. A ticket is valid while its process lives."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from finetune.files import cache_dir, read_object, write_json
 from finetune.run.state import is_record, is_recorded_process, process_record
 from finetune.system import take_lock
 
-#: Seconds to wait for another run that joins; each takes milliseconds.
+#: Limit of the wait for another run's `join`, which takes milliseconds.
 _JOIN_S = 10.0
 
 
 class Queue:
-    """The queue of the runs that share a card with this one. `folder` is all runs' of this user on this machine."""
+    """Queue of runs that share a GPU."""
 
     def __init__(self, folder: Path, cards: Sequence[str]) -> None:
+        # the folder holds the tickets of all runs of this user
         self.folder, self.cards = folder, list(cards)
 
     def join(self, run: Path) -> None:
-        """Add the calling process to the end of the queue, also when the clock has been set back."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear before one that has seen it missing
+        lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear ahead of a started run
         try:
             taken = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
             last = max((int(number) for number in taken if number.isdecimal()), default=0)
+            # not the time alone: the clock may have been set back
             self._ticket = self.folder / f"{max(time.time_ns(), last + 1):020d}-{os.getpid()}.json"
             write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
         finally:
@@ -35,10 +36,10 @@ class Queue:
                 lock.release()
 
     def ahead(self) -> list[str]:
-        """Run directories ahead in the queue, in order; empty when it is the caller's turn."""
+        """Return the run directories ahead in the queue."""
         ahead = []
         for ticket in sorted(self.folder.glob("*.json")):
-            if (record := read_object(ticket)) is None:  # just removed, or being written
+            if (record := read_object(ticket)) is None:  # removed meanwhile, or incomplete
                 continue
             if not is_record(record) or not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
@@ -47,10 +48,9 @@ class Queue:
         return ahead
 
     def leave(self) -> None:
-        """Leave the queue; the next run starts."""
         self._ticket.unlink(missing_ok=True)
 
 
 def card_queue(cards: Sequence[str]) -> Queue:
-    """The queue for cards of this machine, by UUID or name."""
+    """Return the queue for GPUs, by UUID or name."""
     return Queue(cache_dir() / "queue", cards)

@@ -1,4 +1,4 @@
-"""Start, stop and resume runs, for the command line and the page. A run outlives the process that started it."""
+"""Start, stop and resume runs. A run outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ from finetune.run.state import is_alive, is_recorded_process, process_record, re
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import start_detached
 
-#: Settings that do not affect the result, but are fixed once a run exists.
+#: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
-#: They choose among the steps and change none of them.
+#: Settings that choose among the steps without changing them.
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "the learning rate of all steps so far was for the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 
 
 def start(run: RunDirectory) -> int:
-    """Start a run's supervisor in its own session, output to log.txt. Returns its process id.
-
-    Raises RecipeError when the run is already running, DiskFull when its directory can't be written.
-    """
+    """Start a run's supervisor in a new session; return its process id. Raises CommandError or DiskFull."""
     for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "no regular file"
@@ -46,11 +43,11 @@ def start(run: RunDirectory) -> int:
     process = None
     try:
         for request in (run.stop_requests, run.finish_request):
-            request.unlink(missing_ok=True)  # which an earlier start obeyed
+            request.unlink(missing_ok=True)  # obeyed by an earlier start
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())
-        write_json(run.process, {"supervisor": process_record(process.pid)})  # from now on every command sees the run as alive
+        write_json(run.process, {"supervisor": process_record(process.pid)})  # other commands see the run as alive
     except OSError as error:
         if process is not None:
             process.kill()
@@ -59,10 +56,7 @@ def start(run: RunDirectory) -> int:
 
 
 def resume(run: RunDirectory) -> int:
-    """Resume a run from its newest intact checkpoint.
-
-    Raises RecipeError when it is running or finished, PackagesError when installed packages are outside the supported versions.
-    """
+    """Resume a run from its newest intact checkpoint. Raises CommandError or PackagesError."""
     refuse_other_versions(LIBRARIES)
     state = read_state(run)
     if state.state == "finished":
@@ -74,7 +68,7 @@ def resume(run: RunDirectory) -> int:
 
 
 def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
-    """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError for settings that can't change."""
+    """Save and return `key=value` changes for the next attempts. Raises RecipeError."""
     changes = load_changes(overrides)
     base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
@@ -99,12 +93,12 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
 
 
 def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
-    """Stop a run after its step, with a checkpoint, however often it is called. False when it was not running.
+    """Stop a run after its step, with a checkpoint. Returns False if the run was not running.
 
-    `now`: end a run immediately that was asked before.
+    `now`: repeat an earlier request, which ends the run immediately.
     """
     processes = read_processes(run)
-    for role in ("supervisor", "worker"):  # without a supervisor the request goes to the worker
+    for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
         record = processes.get(role)
         if record and is_recorded_process(record):
             # a worker takes a second request as the first
@@ -115,10 +109,7 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
 
 
 def finish(run: RunDirectory) -> bool:
-    """Ask a run to end after its step, finished, with its best step as the result. False when it was not running.
-
-    Raises DiskFull when its directory can't be written.
-    """
+    """End a run after its step, with its best step as the result. Raises DiskFull."""
     if not is_alive(run):
         return False
     try:
@@ -130,7 +121,7 @@ def finish(run: RunDirectory) -> bool:
 
 
 def wait(run: RunDirectory, deadline_s: float) -> bool:
-    """Wait until no process of the run is alive; False when one still is after the deadline."""
+    """Wait until no process of the run is alive; return False after the deadline."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if not is_alive(run):

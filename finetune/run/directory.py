@@ -1,4 +1,4 @@
-"""The run directory, which has all files of a run.
+"""Run directory: the paths of a run, creation, listing and lookup.
 
 recipe.yaml plan.json events.jsonl log.txt process.json data/ origin/ checkpoints/ adapter/ adapter-last/ trackers/
 """
@@ -21,9 +21,9 @@ from finetune.files import cache_dir, parse_checked
 from finetune.manifest import require_unchanged
 from finetune.system import is_locked, rename, take_lock
 
-#: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.
+#: Lock file of a run directory under construction; without a lock its process was killed.
 _UNFINISHED = ".being-made"
-#: Seconds after which that process surely has locked it.
+#: Seconds after which a living process has taken the lock.
 _LOCKED_AFTER_S = 60
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
@@ -52,63 +52,59 @@ class RunDirectory:
     events = _Entry("events.jsonl")
     #: Settings that retries have changed.
     adjustments = _Entry("adjustments.json")
-    #: The forecast of the plan with those settings, and the settings.
+    #: The forecast for the adjusted settings, and these settings.
     adjusted_forecast = _Entry("adjusted_forecast.json")
-    #: Is there while somebody waits for the CUDA allocator's history.
+    #: Exists while a command waits for the CUDA allocator's history.
     snapshot_request = _Entry("snapshot-request")
-    #: Is there once somebody has asked the run to end after its step, with a result.
+    #: Exists after a request to end the run after its step, with a result.
     finish_request = _Entry("finish-request")
-    #: Disk space for the last events of a run on a full disk, freed before they are written.
+    #: Disk space that the supervisor frees to write the last events on a full disk.
     reserve = _Entry(".reserve")
     #: Output of the training process.
     log = _Entry("log.txt")
     #: Process ids with their start times.
     process = _Entry("process.json")
-    #: Is there in an arm of a sweep, which keeps the held-out loss of each row.
+    #: Exists in an arm of a sweep: the run keeps the held-out loss of each row.
     arm = _Entry("arm")
     #: Lock file of the supervisor.
     lock = _Entry("lock")
     #: Lock file of the training process, which may outlive its supervisor.
     worker_lock = _Entry("worker.lock")
-    #: Requests to stop: a line for each where there are no signals, else one when the first was sent.
+    #: Requests to stop: a line per request on Windows, elsewhere one line when the first signal was sent.
     stop_requests = _Entry("stop")
-    #: Lock file of who asks it to stop.
+    #: Lock file of a command that requests a stop.
     stop_lock = _Entry("stop.lock")
-    #: The tokenised rows, which a resumed run reads again.
+    #: The tokenised rows.
     data = _Entry("data")
     #: Sealed checkpoints, `checkpoint-<step>`.
     checkpoints = _Entry("checkpoints")
-    #: The adapter that training continued from, when it did not begin with a new one.
+    #: The adapter that training continued from; absent after a start with a new adapter.
     base_adapter = _Entry("origin")
-    #: The result: adapter, tokenizer and plan. With held-out rows it is of the best step.
+    #: The result: adapter, tokenizer and plan; of the best step, with held-out rows.
     adapter = _Entry("adapter")
-    #: The last step's adapter, when the best one by held-out loss is another's.
+    #: The last step's adapter, when the best step is an earlier step.
     last_adapter = _Entry("adapter-last")
     #: Files of TensorBoard, W&B and Trackio.
     trackers = _Entry("trackers")
 
     def snapshot(self, moment: str) -> Path:
-        """The CUDA allocator's history up to a moment: `peak`, `now`, `out-of-memory` or `end`."""
+        """Return the file of a CUDA memory history: `peak`, `now`, `out-of-memory` or `end`."""
         return self.path / f"memory_snapshot-{moment}.pickle"
 
     @property
     def snapshots(self) -> dict[str, Path]:
-        """The memory histories on disk by moment, the newest last."""
         written = sorted(self.path.glob("memory_snapshot-*.pickle"), key=lambda path: path.stat().st_mtime_ns)
         return {path.stem.removeprefix("memory_snapshot-"): path for path in written}
 
 
 def create(path: Path, fill: Any) -> RunDirectory:
-    """Create a run directory atomically: `fill(RunDirectory)` writes into a hidden one, which is then renamed.
-
-    A taken name gets -2, -3, ... Raises DiskFull when it can't be written.
-    """
+    """Create a run directory atomically: `fill` a hidden directory, then rename it. Raises DiskFull."""
     building: Path | None = None
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for mark in path.parent.glob(f".*/{_UNFINISHED}"):
-            with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
+            with contextlib.suppress(FileNotFoundError):  # its process has finished the directory meanwhile
                 if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
                     shutil.rmtree(mark.parent, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -116,8 +112,9 @@ def create(path: Path, fill: Any) -> RunDirectory:
         lock = take_lock(building / _UNFINISHED, 1)
         fill(RunDirectory(building))
         if lock is not None:
-            lock.release()  # Windows deletes and renames nothing that is open
+            lock.release()  # Windows can't delete or rename an open file
         (building / _UNFINISHED).unlink(missing_ok=True)
+        # a taken name gets -2, -3, ...
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -150,18 +147,18 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
 
 
 def remember(run: RunDirectory) -> None:
-    """Note a run outside runs/, so that commands in this folder find it by its name and as `latest`."""
+    """Register a run outside runs/ for look-ups by name in this folder."""
     path, here = run.path.absolute(), Path.cwd()
     if path.parent == here / "runs":
         return
     with contextlib.suppress(OSError):  # a full disk or a read-only home: the run is found by its path
         _index().parent.mkdir(parents=True, exist_ok=True)
-        with _index().open("a", encoding="utf-8") as file:  # one short line: two processes don't mix theirs
+        with _index().open("a", encoding="utf-8") as file:  # one short append: lines of two processes don't mix
             file.write(with_checksum(json.dumps({"from": str(here), "run": str(path)})) + "\n")
 
 
 def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
-    """Return runs below `runs`, and runs started in this folder with another output_dir; newest first."""
+    """Return runs below `runs` and runs started in this folder, newest first."""
     here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
@@ -170,7 +167,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         try:
             entry = parse_checked(line)
             path = Path(entry["run"]) if entry["from"] == here else None
-        except (ValueError, TypeError, KeyError):  # a line that was cut off, or is none of ours
+        except (ValueError, TypeError, KeyError):  # a truncated or foreign line
             continue
         if path is not None and path not in by_path and (path / "plan.json").is_file():
             by_path[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -182,7 +179,7 @@ def _index() -> Path:
 
 
 def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
-    """Return the run at `source`: a directory, a name, or `latest`. Raises RecipeError for no run."""
+    """Return the run at a path, a name, or `latest`. Raises CommandError."""
     if str(source) == "latest":
         newest_first = runs_from_here(runs)
         if not newest_first:
@@ -199,7 +196,7 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
 
 
 def require_data(run: RunDirectory) -> None:
-    """Raise RecipeError when the run's tokenised rows or tokenizer are missing or have changed."""
+    """Raise CommandError when tokenised rows or the tokenizer are missing or changed."""
     fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
         raise CommandError(f"{run.data} is missing or incomplete", fix)
@@ -207,7 +204,7 @@ def require_data(run: RunDirectory) -> None:
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
-    """Runs below a folder, newest first."""
+    """Return the runs below a folder, newest first."""
     directories = [RunDirectory(path.parent) for path in runs.glob("*/plan.json") if not path.parent.name.startswith(".")]
     return _newest_first(directories)
 

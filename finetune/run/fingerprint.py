@@ -1,4 +1,4 @@
-"""The inputs of a result (settings, rows, base model), as facts that are sealed with the result and compared at each use."""
+"""Hashes and settings that determine a result: sealed with the result, compared at each use."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
 _HASHES = {"data", "base", "base_config", "origin", "reference"}
-#: The hashes of the base model say what it is, wherever it is; the rows' hash is `data`.
+#: Not compared by name: hashes identify the base model and the rows wherever they are.
 _NAMES_OF_INPUTS = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
 
 
 def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
-    """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model.
-
-    The base model's files are read for their hash, unless the run reads its folder of quantised weights, which is verified.
-    """
+    """Return the facts for a checkpoint's manifest."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
-    with contextlib.suppress(FileNotFoundError):  # a finished adapter is merged without its rows
+    with contextlib.suppress(FileNotFoundError):  # merging a finished adapter does not need the rows
         facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
     if base:
+        # the quantised file is verified when opened; else the base model's files are read again
         facts |= base_facts(plan.settings, reread=not reads_own_file(plan.settings))
     if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
         facts["origin"] = sha256_of(origin)
@@ -47,12 +45,12 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
 
 
 def reads_own_file(settings: Settings) -> bool:
-    """Whether the base model is read from this project's folder of quantised weights, which is verified when it is opened."""
+    """Return whether the base model comes from the project's folder of quantised weights."""
     return settings.layer_offloading is not False and bool(base_format_of(settings).quantised_file)
 
 
 def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
-    """Hashes of the base model's weights and configurations; none where it is not on this disk. Raises ModelError."""
+    """Return hashes of the base model's files; empty without local files. Raises ModelError."""
     hashes = {
         "base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings),
         "base_generation": generation_fingerprint(settings),
@@ -61,16 +59,14 @@ def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
 
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
+    """Return the facts that must be equal to resume."""
+    # a change of other facts only makes resuming inexact
     names = {*settings_that_decide(Decides.RESULT), *_HASHES} - _NAMES_OF_INPUTS
     return {name: value for name, value in facts.items() if name in names}
 
 
 def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, reread: bool = False) -> None:
-    """Raise CommandError when the adapter in a folder is not what this run wrote, or (`base`) the base model is another.
-
-    `reread`: hash the base model's files, whatever their time is.
-    """
+    """Raise CommandError for an adapter of another run, or (`base`) another base model."""
     if not folder.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if base:
@@ -84,7 +80,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
         return
     plan = adjusted_plan(run)
     own = deciding_facts(seal_facts(plan, run, base=False))
-    if folder.parent == run.path:  # a retry may have lowered it since a checkpoint
+    if folder.parent == run.path:  # a retry may have lowered the rate since the checkpoint
         own["learning_rate"] = plan.settings.learning_rate
     if differences := facts_differ(sealed, own):
         raise CommandError([f"{folder} is not of this run: {line}" for line in differences[:5]], fix)
@@ -93,9 +89,9 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
 
 
 def require_same_base(folder: Path, settings: Settings, *, reread: bool = False) -> None:
-    """Raise CommandError when the adapter in a folder was trained on another base model."""
+    """Raise CommandError when the adapter in `folder` was trained on another base model."""
     sealed = _sealed_facts(folder)
-    if not {"base", "base_config"} & set(sealed):  # trained on a machine without the files
+    if not {"base", "base_config"} & set(sealed):  # the training machine had no local files to hash
         return
     if differences := facts_differ(sealed, base_facts(settings, reread=reread)):
         raise CommandError(
@@ -105,12 +101,9 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
 
 
 def find_base(run: RunDirectory, name: str | None = None) -> None:
-    """Save `name`, if it is given, as the folder where a run's base model is now.
-
-    Raises ModelError when that folder, or the one of before, is missing, and CommandError for another model.
-    """
+    """Save `name` as the folder of the run's base model. Raises ModelError or CommandError."""
     settings = read_plan(run.plan).settings
-    folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - of an unknown user it stays
+    folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
     if (name or folder.is_absolute()) and not folder.is_dir():
         raise ModelError(
             f"the folder of the base model is missing: {folder.absolute()}",
@@ -130,7 +123,7 @@ def find_base(run: RunDirectory, name: str | None = None) -> None:
     values, times = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
     values.pop("checksum", None)
     write_json(run.plan, {**values, "base_folder": str(folder.absolute())}, checksum=True)
-    os.utime(run.plan, ns=(times.st_atime_ns, times.st_mtime_ns))  # which orders the runs
+    os.utime(run.plan, ns=(times.st_atime_ns, times.st_mtime_ns))  # runs are listed by this time
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The held-out loss of each row at the evaluations of a sweep's arm."""
+"""Held-out loss of each row, at the evaluations of a sweep's arm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Held-out losses of an arm after `step`: the mean, and of each row with its trained tokens, empty where unknown."""
+    """Held-out losses of an arm after a step; empty where unknown."""
 
     step: int
     mean: float
@@ -26,14 +26,14 @@ class RowLosses:
 
 
 def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: list[tuple[float, int]]) -> None:
-    """Write them, and the mean over batches that the run's events have. Raises OSError."""
+    """Write the row losses and their mean over batches. Raises OSError."""
     path = run.path / "evaluations" / f"held-out-{step}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"mean": mean, "losses": [loss for loss, _ in rows], "tokens": [tokens for _, tokens in rows]})
 
 
 def row_losses_of(run: RunDirectory) -> list[RowLosses]:
-    """The held-out losses that an arm has kept, by step; a file that is being written is left out."""
+    """Return the saved held-out losses of an arm by step."""
     entries = []
     for path in (run.path / "evaluations").glob("held-out-*.json"):
         try:
@@ -46,16 +46,17 @@ def row_losses_of(run: RunDirectory) -> list[RowLosses]:
 
 
 def lowest(curve: Iterable[RowLosses]) -> RowLosses | None:
-    """The lowest finite losses."""
+    """Return the lowest finite losses."""
     return min((entry for entry in curve if math.isfinite(entry.mean)), key=lambda entry: entry.mean, default=None)
 
 
 @contextlib.contextmanager
 def recorded_row_losses(model: Any) -> Iterator[list[tuple[float, int]]]:
-    """Yields the list to which each forward pass inside the block adds its rows; empty where the loss is not by TRL's head."""
+    """Yield a list that collects the row losses of each forward pass."""
     rows: list[tuple[float, int]] = []
 
     def record(_module: Any, _arguments: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        # only TRL's loss head returns log_probs
         if getattr(outputs, "log_probs", None) is not None:
             rows.extend(row_losses(outputs, inputs))
 
@@ -67,13 +68,13 @@ def recorded_row_losses(model: Any) -> Iterator[list[tuple[float, int]]]:
 
 
 def row_losses(outputs: Any, inputs: dict[str, Any]) -> list[tuple[float, int]]:
-    """Mean loss and number of the trained tokens of each row of a batch that TRL's head has computed."""
+    """Return mean loss and trained tokens of each row of a batch."""
     losses, counted = -outputs.log_probs.double(), outputs.label_mask
     positions = inputs.get("position_ids")
-    if positions is None or positions.shape[0] != 1:  # each row is one of the tensor's
+    if positions is None or positions.shape[0] != 1:  # padded batch: one row per tensor row
         sums, counts = losses.sum(dim=1).tolist(), counted.sum(dim=1).tolist()
         return [(total / max(1, count), int(count)) for total, count in zip(sums, counts, strict=True)]
-    starts = (positions[0] == 0).nonzero().flatten().tolist()  # of the rows of a batch without padding
+    starts = (positions[0] == 0).nonzero().flatten().tolist()  # rows of a padding-free batch
     parts = [
         (losses[0, start:end].sum().item(), int(counted[0, start:end].sum()))
         for start, end in itertools.pairwise([*starts, losses.shape[1]])

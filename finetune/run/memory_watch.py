@@ -1,4 +1,4 @@
-"""Warns about memory leaks, spills to host memory, fragmentation and other programs, from each step's memory sample."""
+"""Warnings about memory leaks, spills to host memory, fragmentation and other programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from finetune.card.allocator import has_windows_driver
 from finetune.events import Event, Memory, Phase
 from finetune.units import GIB, MIB, format_bytes
 
-_SLOW_FACTOR = 5.0  # a spill to host memory is silent; steps are reported to be 10 to 1000 times slower
+_SLOW_FACTOR = 5.0  # spills to host memory are silent; users report 10 to 1000 times slower steps
 _OTHERS_GREW_BYTES = 512 * MIB
 _LEAK_EPOCHS, _LEAK_BYTES = 3, 32 * MIB
 _FRAGMENTED_SHARE, _FRAGMENTED_BYTES = 0.25, GIB
 
 
 class MemoryWatch:
-    """Takes each step's memory sample and returns warnings, each of them once."""
+    """Returns warnings about the memory of a run, each once."""
 
     def __init__(self, may_spill: bool | None = None) -> None:
-        """`may_spill`: whether a full card spills to host memory; None asks this machine."""
+        # None: ask this machine whether a full GPU spills to host memory
         self._may_spill = has_windows_driver() if may_spill is None else may_spill
         self._warned: set[str] = set()
         self._step_s: deque[float] = deque(maxlen=50)
@@ -28,12 +28,11 @@ class MemoryWatch:
         self._peak_allocated_bytes = 0
 
     def observe(self, event: Event) -> None:
-        """Remember the peak of a phase between steps: its reserved memory stays reserved."""
+        # memory that a phase reserved stays reserved in training
         if isinstance(event, Phase):
             self._raise_peak(event)
 
     def step(self, memory: Memory, step_s: float) -> list[str]:
-        """Warnings after an optimizer step that took `step_s` seconds."""
         self._raise_peak(memory)
         warnings = {
             "spill": self._spill(memory, step_s), "others": self._others(memory), "fragments": self._fragmentation(memory),
@@ -42,7 +41,6 @@ class MemoryWatch:
         return [text for kind, text in warnings.items() if text and self._first(kind)]
 
     def epoch(self, memory: Memory) -> list[str]:
-        """Warnings at the end of an epoch: allocated memory that grows from epoch to epoch is a leak."""
         if memory.allocated_bytes is not None:
             self._epoch_levels.append(memory.allocated_bytes)
         if not is_leaking(self._epoch_levels) or not self._first("leak"):
@@ -93,7 +91,7 @@ class MemoryWatch:
 
 
 def is_leaking(levels: list[int]) -> bool:
-    """True when allocated memory grew at the end of each of the last epochs, by more than noise."""
+    """Return whether allocated memory grew in each of the last epochs, beyond noise."""
     last = levels[-_LEAK_EPOCHS:]
     return (
         len(last) == _LEAK_EPOCHS

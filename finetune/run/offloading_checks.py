@@ -1,4 +1,4 @@
-"""Checks of layer offloading before a run: enough host memory, or a drive that reads fast enough."""
+"""Checks of layer offloading: host memory, speed of the drive."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from finetune.planner.plan import LayerCopies, Plan
 from finetune.planner.resources import too_little_host_memory
 from finetune.units import MIB, format_bytes
 
-#: A drive with which a step takes more than so many times its arithmetic is refused: one of spinning discs, or over a network.
+#: Slowest accepted step, as a multiple of its computing time: refuses hard disks and network drives.
 MOST_TIMES = 5.0
 _OTHER_DRIVE = "set FINETUNE_CACHE to a folder on an NVMe drive"
-#: Bytes that are written and read, one piece after another, and the seconds that each of both takes at most.
+#: Bytes of the sample and of each piece; limit in seconds for writing, and for reading.
 SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0
 
 
 def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
-    """Return the plan with the measured speed of the drive. `force` accepts a slow drive; `folder`: of the offloaded layers.
-
-    Raises MachineError for too little host memory or too slow a drive, DiskFull for too little space.
-    """
+    """Return the plan with the drive's measured speed. Raises MachineError or DiskFull."""
     check_host_memory(plan)
     copies = plan.layer_copies
     if copies is None or copies.place == "cpu" or plan.card.is_cpu:
@@ -36,9 +33,10 @@ def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | No
 
 
 def check_host_memory(plan: Plan) -> None:
-    """Raise MachineError when less is free than the plan's offloaded layers need; before they are loaded."""
+    """Raise MachineError when too little host memory is free for the offloaded layers."""
     copies = plan.layer_copies
-    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:  # a retry or resume changed it
+    # a retry or resume may have changed the setting
+    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:
         return
     free = free_for_run()
     needed = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
@@ -47,7 +45,7 @@ def check_host_memory(plan: Plan) -> None:
 
 
 def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:
-    # counts the files of an earlier run, which are reused or replaced when they are opened
+    # files of an earlier run are reused or replaced
     available = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.quantised/*"))
     if copies.weight_bytes > available:
         raise DiskFull(
@@ -70,10 +68,7 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
 
 
 def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float | None:
-    """Bytes per second that are read of a new file in `folder`, past the system's cache; None where that can't be avoided.
-
-    Takes up to two times MOST_S and leaves nothing. Raises DiskFull when the file can't be written.
-    """
+    """Return bytes per second of uncached reads in `folder`; None on Windows. Raises DiskFull."""
     if not hasattr(os, "posix_fadvise"):  # Windows
         return None
     parent = existing_parent(folder)
@@ -83,6 +78,7 @@ def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float |
             while written < sample_bytes and time.monotonic() < end:
                 written += file.write(piece)
             os.fsync(file.fileno())
+            # drop the file from the page cache: measure the drive
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             buffer, n_read, begin = bytearray(PIECE_BYTES), 0, time.perf_counter()

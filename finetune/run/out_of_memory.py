@@ -1,7 +1,6 @@
-"""Explain an out-of-memory error: the requested bytes, the holders of the memory, and whether fragmentation is the cause.
+"""Explain an out-of-memory error: requested bytes, holders of the memory, fragmentation.
 
-A snapshot is what `torch.cuda.memory._snapshot` returns, empty on a CPU; its format is in that function's docstring. It is
-taken after the error was raised: tensors of the failing operator and of the backward pass may be free again.
+A snapshot is a `torch.cuda.memory._snapshot()` after the error: tensors of the failed operator may be free again.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
-#: Holders that are named.
+#: Holders in a message.
 MOST_HOLDERS = 6
 
 
 def describe(error: BaseException, phase: str, plan: Plan, now: Memory, snapshot: dict[str, Any]) -> OutOfMemory:
-    """Return the event: error text, requested bytes, measured and forecast memory, its holders, and the settings in use."""
+    """Return the event of an out-of-memory error."""
     settings, forecast = plan.settings, plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
     asked = requested_bytes(snapshot) or _asked_bytes(str(error))
     return OutOfMemory(
@@ -62,17 +61,16 @@ def _asked_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free blocks of reserved memory, bytes. `usable`: blocks that the request may be given, of its pool and stream."""
+    """Free blocks of reserved memory, bytes."""
 
     blocks: tuple[int, ...] = ()
+    #: Blocks of the request's pool and stream.
     usable: tuple[int, ...] = ()
 
 
+# the format of a snapshot is in the docstring of `torch.cuda.memory._snapshot`; a snapshot is empty on a CPU
 def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory | None:
-    """The free blocks at the time of a snapshot; None when it has no segments.
-
-    torch frees whole cached segments before it gives up, so the remaining free blocks share segments with live ones.
-    """
+    """Return the free blocks in a snapshot; None without segments."""
     segments = snapshot.get("segments", ())
     if not segments:
         return None
@@ -82,6 +80,7 @@ def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory
     stream = streams.most_common(1)[0][0]
     pool = None if asked_bytes is None else "small" if asked_bytes <= SMALL_REQUEST else "large"
     for segment in segments:
+        # torch frees whole cached segments before it gives up: the remaining free blocks share segments with live blocks
         free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
         blocks += free
         if segment["stream"] == stream and pool in (None, segment["segment_type"]):
@@ -90,14 +89,13 @@ def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory
 
 
 def requested_bytes(snapshot: dict[str, Any]) -> int | None:
-    """Bytes of the newest request that failed, to the byte; None unless the allocator's history was recorded."""
+    """Return the exact bytes of the newest failed request; None without recorded history."""
     entries = [entry for trace in snapshot.get("device_traces", ()) for entry in trace if entry["action"] == "oom"]
     return max(entries, key=lambda entry: entry["time_us"])["size"] if entries else None
 
 
 def holders(snapshot: dict[str, Any]) -> dict[str, int]:
-    """What holds most of the allocated memory, with its bytes, largest first: the line of code that allocated it where the
-    history was recorded, else blocks of one size."""
+    """Return the largest holders of allocated memory with bytes: code lines, or block sizes without history."""
     holder_bytes: Counter[str] = Counter()
     sizes: Counter[int] = Counter()
     for block in (block for segment in snapshot.get("segments", ()) for block in segment["blocks"]):
@@ -113,7 +111,7 @@ def holders(snapshot: dict[str, Any]) -> dict[str, int]:
 
 
 def reservable_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_free_bytes: int | None) -> int | None:
-    """Bytes that could still be reserved: within the run's limit, and free on the card; None when neither is known."""
+    """Return the bytes that the run can still reserve; None if unknown."""
     limits = [card_free_bytes] if card_free_bytes is not None else []
     if limit_bytes is not None and reserved_bytes is not None:
         limits.append(limit_bytes - reserved_bytes)
@@ -121,12 +119,12 @@ def reservable_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_f
 
 
 def explanation(event: OutOfMemory) -> str:
-    """Why memory ran out, as one text."""
+    """Explain why memory ran out."""
     return " ".join(explanation_lines(event))
 
 
 def explanation_lines(event: OutOfMemory) -> list[str]:
-    """Why memory ran out: the request, the fragments, the plan's expectation, the largest holders."""
+    """Return the request, the fragments, the plan's expectation and the largest holders."""
     lines = [_request(event), _fragments(event), _expectation(event)]
     if event.holders:
         named = ", ".join(f"{what} ({format_bytes(size)})" for what, size in event.holders.items())
@@ -177,7 +175,7 @@ def _reserved(size: int | None) -> str:
 
 
 def _line(block: dict[str, Any]) -> str:
-    """File, line and function of Python that allocated a block, outside torch; empty without history."""
+    # the innermost Python frame outside torch
     for frame in block.get("frames", ()):
         path = frame["filename"].replace("\\", "/")
         if path.endswith(".py") and "/torch/" not in path:

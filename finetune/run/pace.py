@@ -1,4 +1,4 @@
-"""How long the rest of a run will take, by its own steps and evaluations, and where the time of a step goes."""
+"""Remaining time of a run, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
-#: Slow first steps of an attempt, the fewest measured steps, and the share of a step's time from which on a wait is reported.
+#: Slow first steps of an attempt; fewest measured steps; smallest reported wait, as a share of the step.
 _WARM_UP_STEPS, _LEAST_STEPS, _REPORTED_SHARE = 2, 5, 0.1
-#: Clauses of the sentence that says where the time of a step goes.
+#: Clauses about the time of a step.
 STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
     "The GPU waited about {waited} of {step} ms a step for Python;",
     "By the speed model, the GPU waited about {waited} of {step} ms a step for Python;",
@@ -28,14 +28,13 @@ STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
 
 @dataclass
 class Pace:
-    """Seconds of the newest steps and evaluations of a run, from its events.
+    """Seconds of the newest steps and evaluations of a run."""
 
-    `steps_s`: from the end of the step before, so with a checkpoint between, but without an evaluation. `evaluations_s`: an
-    evaluation with its samples. `last`: the newest step or start. `waits`: step_s, host_wait_s, gpu_utilisation.
-    """
-
+    #: From the end of the previous step: with a checkpoint in between, without an evaluation.
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
+    #: With the sample answers.
     evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))
+    #: step_s, host_wait_s, gpu_utilisation.
     waits: deque[tuple[float, float, float | None]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
     eval_steps: int | None = None
     last: Step | Start | None = None
@@ -49,7 +48,6 @@ class Pace:
         return pace
 
     def add(self, event: Event) -> None:
-        """Take in one event; most kinds change nothing."""
         match event:
             case Start():
                 self.last, self.eval_steps, self._evaluation = event, event.eval_steps, None
@@ -61,12 +59,13 @@ class Pace:
                 self.last, self._evaluation = event, None
 
     def _add_step(self, step: Step) -> None:
-        seconds, before = step.step_s, self.last  # after a start, the step's own
+        seconds, before = step.step_s, self.last  # first step after a start: no previous end
         if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
             seconds = step.time_s - before.time_s
         interval_s = _plausible(seconds)
         if self._evaluation is not None and (evaluation_s := _plausible(self._evaluation.eval_s)) is not None:
-            if interval_s is not None and step.step_s is not None and interval_s > step.step_s:  # with its samples
+            # the rest is the evaluation with its samples
+            if interval_s is not None and step.step_s is not None and interval_s > step.step_s:
                 evaluation_s, interval_s = max(evaluation_s, interval_s - step.step_s), step.step_s
             self.evaluations_s.append(evaluation_s)
         if interval_s is not None:
@@ -76,22 +75,21 @@ class Pace:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step, by the median of the newest steps; None before the first step."""
+        """Seconds until the last step, by medians; None before the first step."""
         if not isinstance(self.last, Step) or self.last.total_steps is None or not self.steps_s:
             return None
         steps = max(0, self.last.total_steps - self.last.step)
         return steps * statistics.median(self.steps_s) + self._evaluations_left_s()
 
     def _evaluations_left_s(self) -> float:
-        """Seconds of the evaluations before the last step, which are as long as the newest ones."""
         if not (self.eval_steps and self.evaluations_s and isinstance(self.last, Step) and self.last.total_steps):
             return 0.0
         count = (self.last.total_steps - 1) // self.eval_steps - (self.last.step - 1) // self.eval_steps
-        count -= self._evaluation is not None  # that of the newest step has ended
+        count -= self._evaluation is not None  # the newest step's evaluation has ended
         return max(0, count) * statistics.fmean(self.evaluations_s)
 
     def step_time(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
-        """Return the clauses of `STEP_TIME` for the newest steps, and their values; none where it is unknown."""
+        """Return clauses of `STEP_TIME` and their values; empty for unknown times."""
         from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH  # here: imports stay at most ten deep
 
         steps, settings = list(self.waits)[_WARM_UP_STEPS:], plan.settings
@@ -105,7 +103,7 @@ class Pace:
         seconds = {"step": step_s, "wait": wait_s, "waited": waited_s, "saved": min(waited_s, saved_s)}
         values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()}
         values["reason"] = plan.reasons.get("torch_compile", "")
-        # each micro-batch waits for the GPU where the loss selects tokens: a step ends with one backward pass to wait for
+        # the loss selects tokens, which waits for the GPU in each micro-batch: only one backward pass is left at the step's end
         idle = utilisations and waited_s >= _REPORTED_SHARE * step_s
         if wait_s >= _REPORTED_SHARE * step_s / settings.gradient_accumulation_steps and not idle:
             return [BUSY], values
@@ -115,5 +113,5 @@ class Pace:
 
 
 def _plausible(seconds: float | None) -> float | None:
-    """None where a damaged file has no such time."""
+    # a damaged file may have any number
     return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None

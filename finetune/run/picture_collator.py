@@ -1,4 +1,4 @@
-"""Batches of rows with pictures: TRL's collator for the tokens, and the model's own processor for the pictures."""
+"""Collator for examples with images."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class PictureCollator:
-    """Makes the batch that TRL's vision collator makes of the same rows."""
+    """Makes the same batch as TRL's vision collator."""
 
     def __init__(self, tokens: Collator, processor: PictureProcessor) -> None:
         self._tokens, self._tensors = tokens, PictureTensors(processor)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch. Raises DataError for a picture that is gone or was changed."""
         batch = dict(self._tokens([{name: value for name, value in row.items() if name != PICTURES} for row in rows]))
+        # raises DataError for a missing or changed image
         sources = [[source_of(value) for value in row[PICTURES]] for row in rows]
         return batch | self._tensors(batch["input_ids"], sources)
 
 
 def save_picture_processor(processor: PictureProcessor, data: Path) -> None:
-    """Save the processor beside the tokenizer in a run's folder of data, and the pixel values that it has counted."""
+    """Save the processor and its counted pixel values."""
     save_processor(processor.processor, str(data / "tokenizer"))
     write_json(data / _PIXEL_VALUES, processor.value_counts)
 
 
 def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:
-    """The processor in a run's folder of data."""
+    """Return the processor in a run's data folder."""
     folder = data / "tokenizer"
     processor = ModelPictures(settings, folder)(run_tokenizer(folder, settings))
     processor.value_counts |= read_object(data / _PIXEL_VALUES) or {}

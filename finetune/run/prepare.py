@@ -1,4 +1,4 @@
-"""Turns a recipe into a run directory: checks card, data, plan and disk before it writes anything."""
+"""Prepare a run: check GPU, data, plan and disk, then write the run directory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Prepared:
     plan: Plan
     data: PreparedData
     tokenizer: Any
-    pictures: Any = None  # the model's processor, for rows with pictures
+    pictures: Any = None  # the model's processor, for examples with images
 
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
-    """Read and tokenise the data, and plan. Raises a FinetuneError; `force` accepts a plan that does not fit."""
+    """Read and tokenise the data, and plan. Raises FinetuneError; `force` accepts a plan that does not fit."""
     recipe, _ = named_model(with_adapter_folder(recipe))
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
@@ -57,7 +57,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     require_usable_adapter(settings)
     recipe = resolved(recipe, method=settings.method) if recipe.method == AUTO else recipe
     longest = (plan.data.longest if plan.data else None) or 0
-    shorter = settings.max_length if longest > settings.max_length else None  # the planner's own, where rows are longer
+    shorter = settings.max_length if longest > settings.max_length else None  # the planner's max_length cuts longer rows
     prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or shorter)
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
@@ -77,8 +77,6 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
 
 
 class _Rows:
-    """Reads a recipe's rows for a run: problems that a plan only notes are errors here."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.selected: SelectedRows
@@ -88,6 +86,7 @@ class _Rows:
         if model.is_dir():
             check_weights(model)
         self.selected = selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
+        # a plan only notes these problems
         selected.raise_problems()
         self._progress("planning")
         token_rows = selected.encoded.trained_embedding_rows
@@ -105,7 +104,7 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
 
 
 def create_run(prepared: Prepared) -> RunDirectory:
-    """Create the run directory atomically. Raises DiskFull when there is no space or no permission."""
+    """Create the run directory atomically. Raises DiskFull."""
     plan = prepared.plan
     path, needed = Path(plan.settings.output_dir), plan.forecast.disk_bytes if plan.forecast else 0
     if needed > (free := free_disk_bytes(path)):

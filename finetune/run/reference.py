@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of every row, computed once before the training and kept in the run directory."""
+"""Reference log-probabilities of every row, computed once before training."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 
     from finetune.run.training import RunTrainer
 
-#: Facts of the seal that these values follow from.
+#: Sealed facts that determine the values.
 _FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
 
 
 def add_reference(trainer: RunTrainer) -> str:
-    """Give the trainer's rows the columns of their reference; returns the hash of the values, for the seal.
-
-    Values of an earlier attempt are reused; damaged values, and values of other rows or another model, are computed again. A
-    checkpoint that was sealed with other values is refused by their hash.
-    """
+    """Add the reference columns to the trainer's rows; return the hash of the values."""
     folder = trainer.run.path / "reference"
     facts = {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
     rows = {name: part for name in ("train", "eval") if (part := getattr(trainer, f"{name}_dataset")) is not None}
+    # an earlier attempt's values are reused; a checkpoint sealed with other values is refused by the hash
     values = _read(folder, facts, trainer.events.warn)
     if values is None or any(len(values.get(name, ())) != len(part) for name, part in rows.items()):
         with trainer.measured_phase("reference"):
@@ -48,12 +45,12 @@ def add_reference(trainer: RunTrainer) -> str:
 
 
 def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> dict[str, np.ndarray] | None:
-    """The values in a folder; None without any, and with a warning where they can't be used."""
     if not folder.is_dir():
         return None
     problems = changes_in(folder)
     if not problems and read_json(folder / MANIFEST, dict).get("facts") != facts:
         problems = ["it is of other rows or another model"]
+    # values of other rows or another model, or damaged values
     if problems:
         warn(f"the precomputed reference is computed again: {problems[0]}")
         return None
@@ -69,10 +66,10 @@ def _write(folder: Path, values: dict[str, np.ndarray], facts: dict[str, Any]) -
 
 
 def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
-    """Log-probabilities of the chosen and the rejected answer of each row, in fp32. The longest rows come first: memory
-    runs out early or never."""
     model, size = trainer.model, trainer.plan.settings.per_device_train_batch_size
+    # longest rows first: memory runs out early or never
     order = np.argsort(-np.array(row_lengths(rows)), kind="stable")
+    # columns: chosen, rejected
     values = np.zeros((len(rows), 2), np.float32)
     model.eval()  # type: ignore[union-attr]
     for start in range(0, len(rows), size):
@@ -81,6 +78,6 @@ def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
         with trainer.accelerator.autocast(), narrow_tiles(model.config, on_cpu=trainer.plan.card.is_cpu):  # type: ignore[union-attr]
             computed = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
         values[indices] = computed.float().reshape(2, -1).T.cpu().numpy()
-        os.utime(trainer.events.path)  # a long pass is no hang
+        os.utime(trainer.events.path)  # keeps the supervisor from seeing a hang
     model.train()  # type: ignore[union-attr]
     return values

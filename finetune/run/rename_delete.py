@@ -1,4 +1,4 @@
-"""Rename, delete and restore runs, for the command line and the page."""
+"""Rename, delete and restore runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from finetune.run.directory import RunDirectory, remember
 from finetune.run.state import is_alive
 from finetune.system import rename
 
-_NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # a folder of Windows can't end in a dot
+_NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
 
-#: Folder of deleted runs, and what is added to their names: when, and a number.
+#: Folder of deleted runs, and the suffix of their names: time and a number.
 _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 
 
 def rename_run(run: RunDirectory, name: str) -> RunDirectory:
-    """Give a run another name in its folder. Raises RecipeError when the name is invalid or taken, or the run is alive."""
+    """Rename a run in its folder. Raises CommandError."""
     name = name.strip()
     if not _NAME.fullmatch(name):
         raise CommandError(
@@ -34,7 +34,7 @@ def rename_run(run: RunDirectory, name: str) -> RunDirectory:
 
 
 def delete_run(run: RunDirectory) -> Path:
-    """Delete a run by moving it to .trash in its folder; returns its path there. Raises RecipeError when it is alive."""
+    """Move a run to .trash; return its new path. Raises CommandError."""
     _refuse_alive(run)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
     target = run.path.parent / _TRASH / f"{run.path.name}-{stamp}"
@@ -43,7 +43,7 @@ def delete_run(run: RunDirectory) -> Path:
 
 
 def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
-    """Name and folder of each deleted run of a folder of runs, the last deleted first."""
+    """Return the deleted runs, last deleted first."""
     folders = [
         path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
     ]
@@ -52,7 +52,7 @@ def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
 
 
 def restore_run(runs: Path, folder_name: str) -> RunDirectory:
-    """Move a deleted run back under its name. Raises RecipeError for no such run or a taken name."""
+    """Move a deleted run back under its name. Raises CommandError."""
     name = next((name for name, path in deleted_runs(runs) if path.name == folder_name), None)
     if name is None:
         raise CommandError(f"{folder_name[:100]!r} is not in the trash", f"See {runs / _TRASH}")

@@ -1,4 +1,4 @@
-"""Retries after out of memory: the next smaller plan with the same effective batch size, and changes of earlier retries."""
+"""Retries after out of memory: the next smaller plan, and the saved changes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ _EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_ever
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The run's plan with the changes of its retries; where they change memory, with the forecast that `forecast_adjusted` has
-    made.
-
-    Raises RecipeError when the changes are damaged.
-    """
+    """Return the run's plan with the changes of its retries. Raises CommandError."""
     plan = read_plan(run.plan)
     try:
         changes = _adjustments(run)
@@ -51,8 +47,7 @@ def adjusted_plan(run: RunDirectory) -> Plan:
 
 
 def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
-    """Return the adjusted plan with its own forecast, which is saved in the run directory; without a forecast where none can be
-    made: a forecast of other settings says nothing about this attempt."""
+    """Return the adjusted plan with a new, saved forecast, or without one if forecasting fails."""
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
@@ -68,19 +63,19 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
                 rows = load_from_disk(str(folder))
                 counts += [row_lengths(rows), trained_counts(rows)]
         forecast = reforecast(plan, statistics_of_lengths(*counts))
-    except Exception:  # noqa: BLE001 - the run continues without one
+    except Exception:  # noqa: BLE001 - a forecast of other settings would mislead, none is fine
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
-    with contextlib.suppress(OSError):  # a full disk: it is made again at the next attempt
+    with contextlib.suppress(OSError):  # a full disk: the next attempt forecasts again
         adjusted = _AdjustedForecast(_changes_of(changes, Decides.BYTES), forecast, time.time())
         write_json(run.adjusted_forecast, to_json(adjusted), checksum=True)
     return dataclasses.replace(plan, forecast=forecast)
 
 
 def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
-    """After a retry: the first smaller plan whose likely peak is within `available_bytes`, else the smallest one, and its
-    changes, which are saved. Each attempt in between would load the model only to run out of memory."""
+    """Return the first smaller plan that fits, else the smallest plan, and the saved changes."""
     changes: dict[str, Any] = {}
+    # each attempt in between would load the model only to run out of memory
     while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:
         smaller = next_smaller(plan, "train")
         if smaller is None:
@@ -92,25 +87,21 @@ def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) ->
 
 
 def adjusted_since_s(run: RunDirectory) -> float:
-    """Return the time of the last change of memory; 0 without one."""
+    """Return the time of the last change of memory settings."""
     try:
         adjusted = _adjusted_forecast(run, _adjustments(run))
-    except (OSError, ValueError):  # damaged, which `adjusted_plan` reports
+    except (OSError, ValueError):  # `adjusted_plan` reports the damage
         return 0.0
     return adjusted.since_s if adjusted else 0.0
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
-    """Save `changes` for the next attempts."""
+    """Save changes for the next attempts."""
     write_json(run.adjustments, {**_adjustments(run), **changes}, checksum=True)
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
-    """Changes that need less memory at the same effective batch size; None when nothing is left to try.
-
-    In order: a smaller micro-batch with more gradient accumulation, gradient checkpointing of all layers, offload of their
-    inputs, the input embedding in host memory, offload of the layers' weights. Only the last two make loading smaller.
-    """
+    """Return changes that need less memory at the same effective batch size, or None."""
     settings = plan.settings
     if phase == "load":
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
@@ -118,33 +109,35 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     if phase == "evaluate" and settings.per_device_eval_batch_size > least:
         return {"per_device_eval_batch_size": max(least, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    # then gradient checkpointing, its offload, the embedding, the layers: only the last two reduce the memory of loading
     divisor = next((part for part in range(2, micro + 1) if micro % part == 0 and micro // part >= least), None)
     if divisor and not settings.packing:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         return {**_EVERY_LAYER}
-    if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
+    # ZeRO-3 can't offload the checkpoints
+    if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
     return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
 
 
 def _embedding_in_host_memory(plan: Plan) -> dict[str, Any] | None:
-    """The input embedding offloaded, where the recipe leaves it open, its rules allow it, and the output layer has its
-    own table."""
+    # the recipe's own value is not changed
     if plan.reasons.get("offload_embeddings") == AS_SET or plan.settings.offload_embeddings or plan.card.is_cpu:
         return None
     changes = {"offload_embeddings": True}
-    with contextlib.suppress(ValueError, FinetuneError):  # something else in the recipe excludes it, or no configuration
+    with contextlib.suppress(ValueError, FinetuneError):  # excluded by another setting, or no configuration
         resolved(plan.settings, **changes)
         config = read_config(plan.settings)
+        # a tied table is also the output layer, which stays on the GPU
         if config.get("text_config", config).get("tie_word_embeddings", config.get("tie_word_embeddings")) is False:
             return changes
     return None
 
 
 def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
-    """The weights of all decoder layers offloaded, where the recipe leaves it open, its rules allow it, and they fit."""
     settings, forecast = plan.settings, plan.forecast
+    # as above: the recipe's own value is not changed
     if plan.reasons.get("layer_offloading") == AS_SET or settings.layer_offloading is not False:
         return None
     if plan.card.is_cpu or forecast is None or forecast.peaks["load"] > free_for_run():
@@ -154,14 +147,14 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
         changes |= {"torch_compile": False, "lean_layers": not lean_layers_conflict(resolved(settings, torch_compile=False))}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         changes |= _EVERY_LAYER
-    with contextlib.suppress(ValueError):  # something else in the recipe excludes it
+    with contextlib.suppress(ValueError):  # another setting excludes the offload
         resolved(settings, **changes)
         return changes
     return None
 
 
 def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
-    """The message when no smaller plan is left. `holders`: other processes on the card, with their bytes."""
+    """Return the message for out of memory without a smaller plan."""
     command = f"finetune plan {recipe}"
     if phase != "load":
         less = "a shorter max_length or a smaller model needs less memory"
@@ -187,7 +180,7 @@ class _AdjustedForecast:
 
 
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    adjusted = read_own(run.adjusted_forecast, _AdjustedForecast)  # a damaged one is made again
+    adjusted = read_own(run.adjusted_forecast, _AdjustedForecast)  # None for a damaged file: forecast again
     return adjusted if adjusted and adjusted.changes == _changes_of(changes, Decides.BYTES) else None
 
 

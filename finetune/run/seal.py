@@ -1,4 +1,4 @@
-"""Checkpoints: valid only with a manifest, so that a change is found before one is used."""
+"""Sealed checkpoints: valid only with an intact manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HASHED = {"data": "the training data has changed", "base": "the base model's we
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint, with the facts in its manifest."""
+    """A verified checkpoint."""
 
     path: Path
     step: int
@@ -32,13 +32,9 @@ class Checkpoint:
 
 
 def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
-    """Hash and sync every file of `folder`, write the manifest last, and rename the folder to `target`.
-
-    `facts`: settings and data that a resumed run is compared with. Raises OSError when the disk is full; then `target` does not
-    exist.
-    """
+    """Hash and sync `folder`, write the manifest last, rename to `target`. Raises OSError."""
     write_manifest(folder, {"step": step, "facts": facts})
-    if target.exists():  # written by an attempt that died between sealing and its next step
+    if target.exists():  # an earlier attempt died after sealing this step
         shutil.rmtree(target)
     rename(folder, target)
     sync_folder(target.parent)
@@ -46,7 +42,7 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
 
 
 def verify(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint, one line each; empty when every file is unchanged and no file was added."""
+    """Return the problems of a checkpoint; empty for an intact checkpoint."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110 - no error for a folder that can't be entered
         return ["it is incomplete (no manifest): the run died while writing it"]
     problems = changes_in(folder)
@@ -57,7 +53,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint (before step `before`, if given), and a line for each newer checkpoint that was skipped."""
+    """Return the newest intact checkpoint, and a line per skipped checkpoint."""
     skipped: list[str] = []
     for step, path in _by_step(checkpoints):
         if before is not None and step >= before:
@@ -70,18 +66,19 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
 
 
 def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and the checkpoint of step `best`, unless the newest is damaged."""
+    """Remove all but the newest `keep` checkpoints and step `best`."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
+    # with a damaged newest checkpoint the older ones are needed
     if len(sealed) <= keep or verify(sealed[0]):
         return []
     removed = [path for path in sealed[keep:] if path.name != f"checkpoint-{best}"]
     for path in removed:
-        shutil.rmtree(path, ignore_errors=WINDOWS)  # which keeps what a virus scanner has open
+        shutil.rmtree(path, ignore_errors=WINDOWS)  # a virus scanner may hold files open
     return removed
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Facts of a checkpoint that differ `now`, one line each."""
+    """Return a line per sealed fact that differs from `now`."""
     changed = {name: was for name, was in sealed.items() if name in now and was != now[name]}
     return [
         f"{_HASHED[name]}: {was[:12]}, now {now[name][:12]}" if name in _HASHED else f"{name} was {was} and is now {now[name]}"

@@ -1,4 +1,4 @@
-"""The CUDA allocator's history, as files for PyTorch's viewer (pytorch.org/memory_viz), and its blocks at one moment."""
+"""CUDA allocator history, as files for PyTorch's viewer (pytorch.org/memory_viz)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from finetune.run.state import is_alive
 from finetune.system import replace
 
 _MOST_ENTRIES = 100_000
-#: The first step whose peak is written: from the second on optimizer states are in memory, too.
+#: First step to write: from step 2 on optimizer states are in memory.
 _FIRST_STEP = 2
-#: A step's peak is higher than that of the last file when it is so by this factor.
+#: A new file needs a peak higher by this factor.
 _HIGHER = 1.01
 _POLL_S = 0.2
 
 
 class MemoryHistory:
-    """Records the allocations of a run with their stacks, for `record_memory_history`, and writes the newest of them: after the
-    step with the highest peak, on request of `finetune runs show --memory`, after out of memory, and at the end.
+    """Records allocations with their stacks, and writes the history at peaks, on request and at the end.
 
-    Costs some host memory and a few per cent of time. `records`: otherwise every method does nothing. `warn` is called if the
-    disk is full.
+    Costs a few per cent of time and some host memory.
     """
 
     def __init__(self, run: RunDirectory, warn: Progress, *, records: bool) -> None:
@@ -33,13 +31,12 @@ class MemoryHistory:
         self._peak_bytes = self._written_bytes = 0
 
     def start(self) -> None:
-        """Record every allocation from now on."""
         if self._records:
             self._run.snapshot_request.unlink(missing_ok=True)
             cuda.start_history(_MOST_ENTRIES)
 
     def after_step(self, memory: Memory, step: int, last_step: int) -> None:
-        """Write the history when no step before had such a peak, and on request."""
+        """Write the history on request, and after the highest peak so far."""
         if not self._records:
             return
         self._peak_bytes = max(self._peak_bytes, memory.peak_allocated_bytes or 0)
@@ -55,7 +52,6 @@ class MemoryHistory:
         self._run.snapshot_request.unlink(missing_ok=True)
 
     def write(self, moment: str) -> None:
-        """Write the newest allocations, whole or not at all."""
         if not self._records:
             return
         path = self._run.snapshot(moment)
@@ -70,7 +66,7 @@ class MemoryHistory:
 
 
 def request_history(run: RunDirectory, deadline_s: float, progress: Progress) -> bool:
-    """Ask a living run for its allocator's history, which it writes after its step; False when it has not by the deadline."""
+    """Request the allocator history of a living run; return False after the deadline."""
     run.snapshot_request.touch()
     end = time.monotonic() + deadline_s
     while run.snapshot_request.exists():
@@ -85,10 +81,10 @@ def request_history(run: RunDirectory, deadline_s: float, progress: Progress) ->
 
 
 def allocator_now(on_cuda: bool) -> dict[str, Any]:
-    """The allocator's segments and blocks, and its history if recorded; empty without a card, or when it can't be asked."""
+    """Return the allocator's snapshot; empty without a GPU."""
     if not on_cuda:
         return {}
     try:
         return cuda.snapshot()
-    except RuntimeError:  # after an error of the driver nothing on the card can be used
+    except RuntimeError:  # after a driver error every CUDA call fails
         return {}

@@ -1,4 +1,4 @@
-"""A run's state, always derived from its events, its lock and its processes; stored nowhere else."""
+"""State of a run, derived from events, lock and processes; stored nowhere."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _TAIL_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run. `message`: the reason and the next command; `exit_code` is None while the run is alive."""
+    """State of a run."""
 
     state: str
+    #: The reason and the next command.
     message: str = ""
+    #: None while the run is alive.
     exit_code: int | None = None
     step: int | None = None
     total_steps: int | None = None
@@ -38,18 +40,15 @@ class RunState:
 
     @property
     def ended(self) -> bool:
-        """True when the run has ended, however."""
         return self.state in ENDED
 
 
 def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunState:
-    """Derive the state from the last events and from whether a process of the run is alive.
-
-    `events`: the newest of each kind, from a caller that follows the events; read from the file if None.
-    """
+    """Derive a run's state from its newest events and its processes."""
+    # a caller that follows the events gives the newest event of each kind
     if events is None:
         events = []
-        with contextlib.suppress(FileNotFoundError):  # the end of the file: long runs take no longer to read
+        with contextlib.suppress(FileNotFoundError):  # read only the tail: as fast for long runs
             events = EventReader(run.events, max(0, run.events.stat().st_size - _TAIL_BYTES)).new()
     last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
     state, message = (last.state.replace("stopped", "paused"), last.message) if last else ("starting", "")
@@ -61,7 +60,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
     alive = is_alive(run)
     if last and state in ENDED:
         living = [record for record in read_processes(run).values() if is_recorded_process(record)] if alive else []
-        if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else resumed, with no event yet
+        if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else a resumed run without events yet
             return RunState(state, message, last.exit_code, **values)
     if alive:
         return RunState("starting" if state in ENDED else state, message, None, **values)
@@ -73,13 +72,13 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
 
 
 def is_alive(run: RunDirectory) -> bool:
-    """True while one of the run's recorded processes is alive or a process holds one of its locks."""
+    """Return whether a recorded process lives or a process holds a lock of the run."""
     recorded = any(is_recorded_process(record) for record in read_processes(run).values())
     return recorded or is_locked(run.lock) or is_locked(run.worker_lock)
 
 
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
-    """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`."""
+    """Return the recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`."""
     return {
         role: record
         for role, record in (read_object(run.process) or {}).items()
@@ -88,25 +87,26 @@ def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
 
 
 def is_record(record: dict[str, Any]) -> bool:
-    """Return whether values of a file describe a process."""
+    """Return whether values from a file describe a process."""
     return type(record.get("pid")) is int and record["pid"] > 0 and isinstance(record.get("started_s"), (int, float))
 
 
 def process_record(pid: int) -> dict[str, float]:
-    """Id and start of a process (ids alone are reused): by the wall clock, and on Linux in clock ticks since boot."""
+    """Return id and start of a process: wall clock, and clock ticks since boot on Linux."""
+    # ids alone are reused
     ticks = _ticks(pid)
     start_facts = {} if ticks is None else {"started_ticks": ticks}
     return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **start_facts}
 
 
 def is_recorded_process(record: dict[str, float]) -> bool:
-    """True while the recorded process is alive (and no zombie)."""
+    """Return whether the recorded process is alive and no zombie."""
     pid, ticks = int(record["pid"]), record.get("started_ticks")
     try:
         process = psutil.Process(pid)
         same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
         return same_start and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's has taken the number
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's process has reused the id
         return False
 
 

@@ -1,7 +1,4 @@
-"""Requests to stop a run: signals, and on Windows, which can't send them, lines of a file that the run's processes read.
-
-A line is also written where a signal was sent: a second request ends a run at once, and two commands may ask together.
-"""
+"""Stop requests: signals, and lines of a file on Windows, which has no signals."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from finetune.system import WINDOWS, take_lock
 
 
 def request_stop(run: RunDirectory, pid: int, number: int) -> None:
-    """Ask the process `pid` of a run to stop; `number`: the signal, which sets its exit status."""
-    if WINDOWS:  # os.kill would end it at once
+    """Request a stop; the signal's `number` sets the exit status."""
+    if WINDOWS:  # os.kill would terminate the process immediately
         with run.stop_requests.open("ab") as file:
             file.write(f"{number}\n".encode())
     else:
@@ -22,7 +19,8 @@ def request_stop(run: RunDirectory, pid: int, number: int) -> None:
 
 
 def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
-    """Request a stop unless there was a request since the run's start: of several commands one does, if killed the next."""
+    """Request a stop, unless one was requested since the run's start."""
+    # a second request ends a run immediately, and two commands may ask together
     lock = None
     with contextlib.suppress(OSError):  # a full disk: better two requests than none
         lock = take_lock(run.stop_lock, wait_s=1)
@@ -40,7 +38,7 @@ def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
 
 
 def read_stop_requests(run: RunDirectory) -> list[int]:
-    """The requests in the run's file, oldest first, as numbers of signals."""
+    """Return the signal numbers in the run's file."""
     try:
         return [int(line) for line in run.stop_requests.read_bytes().splitlines() if line.isdigit()]
     except OSError:

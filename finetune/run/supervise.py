@@ -1,7 +1,6 @@
-"""Supervises one run: `python -m finetune.run.supervise RUN`, in its own session. Imports no GPU library.
+"""Supervisor of one run, in its own session: `python -m finetune.run.supervise RUN`. Imports no GPU library.
 
-Starts the worker, forwards stop signals, kills it when it hangs, restarts it with a smaller plan after out of memory, and
-writes the final state when the worker could not.
+Starts, signals, kills and restarts the worker.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _RESERVE_BYTES = 16 * 1024
 
 
 def main() -> int:
-    """Entry point of the process; returns the run's exit status."""
+    """Run the supervisor process."""
     keep_private()
     run = RunDirectory(Path(sys.argv[1]))
-    lock = take_lock(run.lock, wait_s=1)  # whoever looks whether it is held holds it for a moment
+    lock = take_lock(run.lock, wait_s=1)  # a process that tests the lock holds it for a moment
     if lock is None:
         print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
@@ -54,20 +53,20 @@ class Supervisor:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self.signals: list[int] = []
-        self.requests = 0  # read from the run's file
+        self.requests = 0  # number of requests already read from the run's file
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
         self.seen: list[Event] = []
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
         self.cards = cards_of(read_plan(run.plan))
-        self.sign: tuple[int | None, float] = (None, 0.0)  # when the events were written last, and when that was seen
+        self.sign: tuple[int | None, float] = (None, 0.0)  # last write of the events (ns), and when it was seen (monotonic)
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
-        """Wait for the card, then run attempts; returns the run's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self.signals.append(number))
         ignore_hangup()
         with contextlib.suppress(OSError):
+            # freed in `_emit`, so that the final state can be written on a full disk
             self.run.reserve.write_bytes(bytes(_RESERVE_BYTES))
         try:
             return self._supervise()
@@ -86,7 +85,6 @@ class Supervisor:
             queue.leave()
 
     def _wait_for_turn(self, queue: Queue) -> bool:
-        """Wait for other runs on the card; False when a signal came first."""
         reported: list[str] | None = None
         while ahead := queue.ahead():
             self._read_requests()
@@ -123,7 +121,7 @@ class Supervisor:
             worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
-        except OSError:  # a worker that is recorded nowhere could not be stopped
+        except OSError:  # nobody could stop a worker without a record
             _kill_tree(worker)
             worker.wait()
             return errors.DiskFull.exit_code
@@ -132,8 +130,8 @@ class Supervisor:
         while worker.poll() is None:
             self._read_requests()
             if len(self.signals) > handled:
-                handled += 1  # one at a time: the next may come while this one is handled
-                if handled > 1 or not self._has_started():  # the second signal, or nothing to save yet
+                handled += 1  # one at a time: another signal may arrive meanwhile
+                if handled > 1 or not self._has_started():  # a second signal, or nothing to save yet
                     ended = True
                 else:
                     self._emit(State(state="pausing"))
@@ -164,11 +162,8 @@ class Supervisor:
         return any(isinstance(event, Start) for event in self.seen)
 
     def _hangs(self) -> bool:
-        """True when training has finished no step and no micro-batch for longer than the deadline.
-
-        On the monotonic clock, which stands still while the machine sleeps and which nobody sets.
-        """
         with contextlib.suppress(FileNotFoundError):
+            # monotonic: stands still while the machine sleeps, and nobody sets it
             written, now = self.run.events.stat().st_mtime_ns, time.monotonic()
             if written != self.sign[0]:
                 self.sign = (written, now)
@@ -176,7 +171,6 @@ class Supervisor:
         return False
 
     def _smaller_plan(self, attempt: int) -> bool:
-        """Prepare the next attempt after out of memory; False when nothing is left to try."""
         failure = newest(OutOfMemory, self.seen)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
@@ -193,7 +187,6 @@ class Supervisor:
         return True
 
     def _lower_rate(self, attempt: int) -> bool:
-        """After a loss spike, halve the learning rate for the next attempt; False without a spike or without attempts left."""
         spike = self.seen[-1] if self.seen else None
         if not isinstance(spike, LossSpike):
             return False
@@ -206,7 +199,7 @@ class Supervisor:
         return True
 
     def _final_state(self, code: int) -> int:
-        """The run's exit status; emits the final state when the worker was killed before it could."""
+        # the worker emits the final state, unless it was killed before
         last = newest(State, self.seen)
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
@@ -228,10 +221,9 @@ class Supervisor:
         self._emit(State(state=state, exit_code=exit_code, message=message))
 
     def _emit(self, event: Event) -> None:
-        """Write an event. While the worker lives it writes all others."""
         try:
             self._write(event)
-        except OSError:  # a full disk must not end the supervisor; if there is no reserve either, the state is `lost`
+        except OSError:  # a full disk must not end the supervisor; without a reserve the state becomes `lost`
             self.run.reserve.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._write(event)
@@ -243,19 +235,16 @@ class Supervisor:
 
 
 def worker_command(run: RunDirectory) -> list[str]:
-    """The command line of the training process."""
+    """Return the command line of the training process."""
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
 def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
-    """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the GPUs that it may see.
-
-    The user's own PYTORCH_ALLOC_CONF comes before the planned one.
-    Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
-    """
+    """Return the worker's environment, to be set before torch is imported."""
     return {
+        # below os.environ: the user's own PYTORCH_ALLOC_CONF wins
         **allocator_environment(),
-        # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and each length is planned anew
+        # on Hopper and B200 torch prefers cuDNN's attention: no forecast of its buffers, and a new plan for each length
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "PYTHONUNBUFFERED": "1",
         **os.environ,
@@ -263,6 +252,7 @@ def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUTF8": "1",  # also for files that libraries open without an encoding
         "PYTHONSAFEPATH": "1",  # a datasets.py or torch.py in the working folder must not be imported
+        # torch numbers the GPUs in another order than the driver, and the trainer would use all visible GPUs
         **visibility(cards),
     }
 

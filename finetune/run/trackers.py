@@ -1,8 +1,6 @@
-"""Trackers in `report_to`: log a run's numbers to TensorBoard, W&B or Trackio.
+"""Trackers in `report_to`: TensorBoard, W&B and Trackio, with files in RUN/trackers.
 
-They get an event after it is written, so they change neither events nor the measured time of a step. Their files are in
-RUN/trackers. Nothing is sent from the machine unless the environment says so: WANDB_MODE=online, TRACKIO_SPACE_ID. A tracker
-that fails is switched off with a warning, and the run continues.
+Nothing leaves the machine without WANDB_MODE=online or TRACKIO_SPACE_ID.
 """
 
 from __future__ import annotations
@@ -21,38 +19,38 @@ from finetune.requirements import installed_version
 from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"
-#: Event field -> name in a tracker: transformers' name where it has one, else the field's own, with its unit.
+#: Tracker name of each event field: transformers' name where one exists, else the field's name with its unit.
 _STEP_NAMES = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
     "token_accuracy": "train/mean_token_accuracy", "tokens_per_s": "tokens_per_s", "step_s": "step_s",
     **{field.name: f"memory/{field.name}" for field in fields(Memory)},
     "temperature_c": "card/temperature_c", "power_w": "card/power_w",
 }  # fmt: skip
-#: Logs the values of a step; closes with the exit status.
+#: A function that logs the values of a step, and a function that closes the tracker with the exit status.
 _Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[int], Any]]
 _EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token_accuracy", "eval_s": "eval_s"}
 
 
 def missing_trackers(names: Collection[str]) -> list[str]:
-    """One line, with the install command, for each tracker that is not installed."""
+    """Return a message with the install command per missing tracker."""
     missing = [name for name in names if installed_version(name) is None]
     return [f"report_to names {name}, which is not installed: pip install {name}" for name in missing]
 
 
 class Trackers:
-    """The trackers of one attempt, opened when training starts and closed when it ends."""
+    """The trackers of one attempt."""
 
     def __init__(self, plan: Plan, run: RunDirectory, events: EventWriter) -> None:
         self._plan, self._run, self._events = plan, run, events
         names = ("peak_bytes", "peak_high_bytes", "allocated_bytes") if plan.forecast else ()
-        # in bytes, as constant lines in charts of the measured ones
+        # constant lines in the charts of measured bytes
         self._forecast: dict[str, float] = {f"forecast/{name}": getattr(plan.forecast, name) for name in names}
         if plan.budget_bytes is not None:
             self._forecast["forecast/budget_bytes"] = plan.budget_bytes
         self._open: dict[str, _Tracker] = {}
 
     def on_event(self, event: Event) -> None:
-        """Open the trackers on a start, log steps and evaluations, ignore other events."""
+        # called after the event is written: trackers affect neither the events nor the measured step time
         if isinstance(event, Start):
             self._start(event.step)
         elif isinstance(event, Step):
@@ -61,11 +59,10 @@ class Trackers:
             self._log(event.step, {**_renamed(_EVAL_NAMES, event), **_prefixed("eval", event.metrics)})
 
     def close(self, code: int) -> None:
-        """Flush and close the trackers; `code` is the exit status."""
         for name, (_, close) in self._open.items():
             try:
                 close(code)
-            except Exception as error:  # noqa: BLE001 - the run has ended; its final event stays the last
+            except Exception as error:  # noqa: BLE001 - the final event must stay the last event
                 print(f"{name} could not be closed: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         self._open.clear()
 
@@ -107,7 +104,7 @@ class _Attempt:
 
     @property
     def name(self) -> str:
-        """Name in W&B and Trackio. They can't undo steps, so a resumed run is a new one in the same group."""
+        # W&B and Trackio can't undo steps: a resumed run is a new run in the same group
         return f"{self.group}-from-{self.step}" if self.step else self.group
 
     def folder(self, name: str) -> Path:
@@ -119,7 +116,7 @@ class _Attempt:
 def _open_tensorboard(attempt: _Attempt) -> _Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are repeated
+    hidden_from = attempt.step + 1 if attempt.step else None  # a resumed run repeats the steps after its checkpoint
     writer = SummaryWriter(str(attempt.folder("tensorboard")), purge_step=hidden_from)
     writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
 
@@ -146,7 +143,7 @@ def _open_wandb(attempt: _Attempt) -> _Tracker:
 
 
 def _open_trackio(attempt: _Attempt) -> _Tracker:
-    _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # read when it is imported
+    _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # Trackio reads TRACKIO_DIR at import
     import trackio
 
     run = trackio.init(

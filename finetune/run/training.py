@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer for a plan: arguments, order of the rows, token counts, sealed checkpoints."""
+"""TRL's `SFTTrainer` for a plan: arguments, row order, token counts, sealed checkpoints."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from finetune.run.seal import rotate, seal
 from finetune.settings.compatibility import lean_layers_conflict
 
 _PARTIAL = ".partial"
-#: Longer prompts are left out and answers end here: the KV cache of an 8B model stays below 300 MB.
+#: Limits in tokens: the KV cache of an 8B model stays below 300 MB.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
 
 
 class OneCardConfig(SFTConfig):
-    """SFTConfig of a process that trains on one card, also where it sees more: transformers would use DataParallel."""
+    """SFTConfig for training on one GPU."""
 
     @property
     def n_gpu(self) -> int:
-        """0 on a CPU, else 1."""
+        # transformers wraps the model in DataParallel when a process sees several GPUs
         return min(1, super().n_gpu)
 
 
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
-    """SFTConfig for a plan in its run directory."""
+    """Return the SFTConfig for a plan."""
     return OneCardConfig(**trl_arguments(
         plan.settings, output_dir=str(run.checkpoints), total_steps=plan.total_steps,
         evaluates=bool(plan.data and plan.data.eval_rows), on_cpu=plan.card.is_cpu,
@@ -72,8 +72,8 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 
 @contextlib.contextmanager
 def steady(model: Any) -> Iterator[None]:
-    """Inside, the model remembers its mode and parameters. The trainer sets the mode and lists the parameters in each step,
-    which walks all modules, 2,665 in an 8B with adapters."""
+    """Cache the model's mode and parameter list inside the block."""
+    # the trainer sets the mode and lists the parameters in each step, and both walk all modules: 2,665 in an 8B with adapters
     parameters, set_mode = list(model.parameters()), model.train
     model.train = lambda mode=True: model if model.training == mode else set_mode(mode)
     model.parameters = lambda recurse=True: iter(parameters)
@@ -84,19 +84,19 @@ def steady(model: Any) -> Iterator[None]:
 
 
 class Samples:
-    """The first short held-out prompts of a run, as many as its recipe's `sample_answers`."""
+    """Short held-out prompts of a run."""
 
     def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
         self._tokenizer, self._rows = tokenizer, []
         self._tensors = PictureTensors(processor) if processor else None
         settings, path = plan.settings, run.data / "eval_examples.json"
-        if settings.launch.strategy != "ddp" or not path.is_file():  # one rank alone can't generate with sharded weights
+        if settings.launch.strategy != "ddp" or not path.is_file():  # a single rank can't generate with sharded weights
             return
         rows = read_json(path)
         self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
 
     def emit(self, model: Any, step: int, events: EventWriter) -> None:
-        """Emit a `sample` event per prompt. `model` is in evaluation mode. Out of memory ends sampling, not the run."""
+        """Emit a `sample` event per prompt. Out of memory ends sampling, not the run."""
         if not self._rows:
             return
         encoder = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None)
@@ -125,23 +125,21 @@ class Samples:
 
 
 class RunTrainer(SFTTrainer):
-    """SFTTrainer that counts tokens, runs the longest rows early and seals its checkpoints.
-
-    `masked`: the model is given the batch's attention mask.
-    """
+    """SFTTrainer with token counts, early longest rows and sealed checkpoints."""
 
     def __init__(
         self, *, plan: Plan, run: RunDirectory, events: EventWriter, memory: MemorySampler, seal_facts: dict[str, Any],
         masked: bool, **arguments: Any,
     ) -> None:  # fmt: skip
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
+        # `masked`: whether the model receives the batch's attention mask
         self.masked, self.phase, self.method = masked, "train", method_of(plan.settings)
         if not self.method.counts_items:
             self.loss_is_scaled_for_ga = False  # type: ignore[assignment]
         self._counted = defaultdict[str, Any](int)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
-        self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
+        self.best: EvaluatedStep | None = None  # only a step with a checkpoint, or due for one before the next step
         super().__init__(**arguments)
         self.data_collator = self.method.collator(self.data_collator) or self.data_collator
         self._processor = picture_processor_of(plan.settings, run.data) if plan.settings.vision else None
@@ -150,25 +148,25 @@ class RunTrainer(SFTTrainer):
         self.samples = Samples(plan, run, self.processing_class, self._processor)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train, in one process while the model remembers its mode and parameters: FSDP replaces them."""
+        # FSDP replaces the parameters
         as_is = steady(self.model) if ranks.this_rank().world == 1 else contextlib.nullcontext()
         with as_is, narrow_tiles(self.model.config, on_cpu=self.plan.card.is_cpu):  # type: ignore[union-attr]
             return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """Run one micro-batch with the plan's saved-activation hooks, and count its tokens."""
         self._count(inputs)
         with step_context(self.plan.settings, inputs["input_ids"].device):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """TRL's loss. In training its metrics are left to `take_counts`: TRL would ask the device for five numbers after
-        each forward pass, which waits for the device before the backward pass can be launched."""
+        """Return the method's loss, or TRL's loss when an SFT-like method evaluates."""
         if not self.masked:
             inputs = without_mask(inputs)
         with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():
             if self.method.evaluates_as_sft and (return_outputs or not self.model.training):  # type: ignore[union-attr]
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            # TRL's metrics read five numbers from the GPU after each forward pass, before the backward pass can be launched:
+            # `take_counts` reads them once per step
             loss = self._own_loss(model, inputs, num_items_in_batch if self.method.counts_items else None)
         return (loss, {}) if return_outputs else loss
 
@@ -176,7 +174,7 @@ class RunTrainer(SFTTrainer):
         computed = self.method.loss(model, inputs, items=items, routed=self.aux_loss_enabled or None)
         loss = computed.loss
         if self.args.average_tokens_across_devices and items is not None:
-            loss = loss * self.accelerator.num_processes  # of which DDP averages
+            loss = loss * self.accelerator.num_processes  # DDP averages the gradients over the ranks
         if self.aux_loss_enabled:
             steps = 1 if items is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * computed.auxiliary / steps  # type: ignore[operator]
@@ -185,8 +183,7 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def take_counts(self) -> dict[str, Any]:
-        """Sums of all ranks since the last call: tokens supervised, real, with padding, and predicted correctly, and the
-        method's counts. Synchronises the device once."""
+        """Return and reset the counts, summed over all ranks. Synchronises the device once."""
         counted, self._counted = self._counted, defaultdict(int)
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
@@ -211,7 +208,7 @@ class RunTrainer(SFTTrainer):
         return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, values)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Evaluate the loss, as a phase with its own memory peak; of a sweep's arm also of each row, for its sweep."""
+        # arms of a sweep are compared row by row
         is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
         with (
             self.measured_phase("evaluate"),
@@ -229,14 +226,14 @@ class RunTrainer(SFTTrainer):
         return metrics
 
     def recall_best(self) -> None:
-        """Find the best step of a resumed run in its history; warn when its checkpoint is unusable."""
+        """Find the best step of a resumed run."""
         evaluated = evaluations(self.state.log_history)
         self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
         if lowest is not None and lowest != self.best:
             self.events.warn(unusable_best_message(lowest.step, "missing or damaged"))
 
     def is_best_so_far(self) -> bool:
-        """After an evaluation: whether its loss is the lowest of the steps that have a checkpoint, and remembered as such."""
+        """Return whether the newest evaluation is the best, and remember its step."""
         newest = evaluations(self.state.log_history)[-1:]
         if best_of(newest) is None or (self.best is not None and newest[0].loss >= self.best.loss):
             return False
@@ -244,17 +241,15 @@ class RunTrainer(SFTTrainer):
         return True
 
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
-        """Write no model card: TRL would write one into each checkpoint."""
+        """Write no model card: TRL would add one to each checkpoint."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.checkpoints / _PARTIAL)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write to a temporary folder, then hash, sync and rename it to checkpoint-N while training continues.
-
-        Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
-        """
+        """Save to a temporary folder; hash and rename it to `checkpoint-N` while training continues. Raises DiskFull."""
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
+        # also raises the error of the previous checkpoint's sealing
         with self.measured_phase("save"), self._removing_partial(step):
             self.finish_sealing()
             require_unchanged_file(model)
@@ -267,7 +262,7 @@ class RunTrainer(SFTTrainer):
             self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, self.phase_s, self.best)
 
     def finish_sealing(self) -> None:
-        """Wait until the newest checkpoint is sealed. Raises the error of its sealing, once."""
+        """Wait until the newest checkpoint is sealed. Raises the sealing error, once."""
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
@@ -296,10 +291,7 @@ class RunTrainer(SFTTrainer):
             ) from error
 
     def compile_or_undo(self, problem: str) -> Plan:
-        """Compile the layers with the longest rows; return the plan, or the plan without compiling where that fails.
-
-        `problem`: why nothing can be compiled on this machine, if that is known.
-        """
+        """Compile the layers, or return a plan without compiling. `problem`: a known obstacle."""
         plan, model, rows = self.plan, cast("Any", self.model), cast("Any", self.train_dataset)
         if not problem:
             lengths = row_lengths(rows)
@@ -310,7 +302,7 @@ class RunTrainer(SFTTrainer):
             with self.measured_phase("compile"), self.accelerator.autocast(), hooks:
                 problem = compile_problem(decoder_layers(model), lambda: self.compute_loss(model, inputs))
             self.take_counts()
-            gc.collect()  # compiled code that comes from a cache leaves cycles with the inputs in them
+            gc.collect()  # compiled code from a cache leaves reference cycles that hold the inputs
         if not problem:
             return plan
         lean = plan.settings.model_copy(update={"torch_compile": False})
@@ -320,12 +312,11 @@ class RunTrainer(SFTTrainer):
         return dataclasses.replace(plan, settings=lean)
 
     def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of these rows, on the model's device."""
         return self._prepare_inputs(self.data_collator(rows))
 
     @contextlib.contextmanager
     def measured_phase(self, name: str) -> Iterator[None]:
-        """Emit a phase event with its memory peak at the end; `phase_s` are its seconds."""
+        """Emit a `phase` event with the memory peak of the block; set `phase_s`."""
         began = time.perf_counter()
         self.memory.reset_peak()
         self.phase = name  # stays set after an error, to name the phase that failed

@@ -1,6 +1,6 @@
-"""The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
+"""Training process, started by the supervisor: `python -m finetune.run.worker RUN`. No other process opens the GPU.
 
-Exit status: 0 finished, 130/143 stopped with a checkpoint, else the status of the error that ended it.
+Exit status: 0 finished, 130/143 stopped with a checkpoint, else the status of the error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """One attempt at a run: load, train from the newest intact checkpoint, save the adapter."""
+    """One attempt at a run."""
 
     def __init__(self, run: RunDirectory) -> None:
         from finetune.run.callbacks import StopRequest
@@ -58,8 +58,9 @@ class Worker:
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
         ranks.set_up(self.rank)
-        self.available_bytes = available_bytes(self.plan)  # before a forecast, whose dry run may open a CUDA context here
-        if self.rank.is_local_rank_0:  # which compares memory with the forecast
+        # before a forecast: its dry run may open a CUDA context in this process
+        self.available_bytes = available_bytes(self.plan)
+        if self.rank.is_local_rank_0:  # only local rank 0 compares memory with the forecast
             self.plan = forecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
         self.events = events.EventWriter(run.events) if self.rank.world == 1 else ranks.RankEvents(run.events, self.rank)
@@ -73,7 +74,6 @@ class Worker:
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
-        """Run the attempt; returns the exit status. The final event has the reason."""
         code = self._attempt()
         self.trackers.close(code)
         return code
@@ -214,7 +214,7 @@ class Worker:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """Facts that a checkpoint is sealed and compared with; one process of a machine hashes the base model's files."""
+        # hashing the base model's files takes long: one process per machine does it
         return seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
@@ -227,7 +227,8 @@ class Worker:
         origin = base_adapter_of(self.run)
         if origin is not None and origin.base != self._facts.get("base", origin.base) and origin.base is not None:
             differences.append("the base model's weights are not those that its base adapter was trained on")
-        if ranks.all_reduce_max(len(differences)):  # all end together: only local rank 0 has compared the weights
+        # all ranks must fail together, and only local rank 0 has compared the weights
+        if ranks.all_reduce_max(len(differences)):
             name = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
             raise FinetuneError(
                 [f"can't {name}: {line}" for line in differences or ["another process finds a difference"]],
@@ -254,7 +255,6 @@ class Worker:
         self.events.emit(events.State(state="running"))
 
     def _shrink_to_fit(self) -> None:
-        """After out of memory, continue with the first smaller plan that fits the free memory by its forecast."""
         so_far = events.read_events(self.run.events)
         attempts = [event.attempt for event in so_far if isinstance(event, events.State) and event.attempt]
         failures = [event for event in so_far if isinstance(event, (events.OutOfMemory, events.LossSpike))]
@@ -292,7 +292,6 @@ class Worker:
                 self.events.warn(message)
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
-        """Save the adapter of the best and, if another, of the last step; returns the run's last message."""
         from finetune.model.quantised_cache import require_unchanged_file
 
         require_unchanged_file(trainer.model)  # type: ignore[arg-type]
@@ -314,16 +313,16 @@ class Worker:
         return f"{last} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or broken rows."
 
 
-_PREDECESSOR_S = 10.0  # in which a killed attempt is gone
+_PREDECESSOR_S = 10.0  # time for a killed attempt to exit
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")
 
 
 def frozen_not_finite(model: Any) -> list[str]:
-    """Names of the base model's parameters with values that are not finite."""
+    """Return the names of non-finite parameters of the base model."""
     import torch
 
     def is_finite(parameter: Any) -> bool:
-        state = getattr(parameter, "quant_state", None)  # of 4-bit weights, whose scales stand for their values
+        state = getattr(parameter, "quant_state", None)  # 4-bit codes are always finite: check the scales
         scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
         floats = [values for values in scales if values is not None and values.is_floating_point()]
         return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
@@ -332,7 +331,7 @@ def frozen_not_finite(model: Any) -> list[str]:
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
-    """Why resuming from a checkpoint with the facts `sealed` is not bit-exact; empty when it is."""
+    """Return the reasons why resuming from a checkpoint with the facts `sealed` is not bit-exact."""
     reasons, world = [], plan.settings.launch.num_processes
     before = sealed.get("num_processes", world)
     if before != world:
@@ -349,10 +348,10 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Entry point of the process."""
+    """Run the training process."""
     ignore_hangup()
     keep_private()
-    raise_gc_thresholds()  # until everything is imported
+    raise_gc_thresholds()  # imports create many objects that stay; `_build` restores the thresholds
     run = RunDirectory(Path(sys.argv[1]))
     writes = ranks.this_rank().is_local_rank_0
     lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
@@ -361,7 +360,7 @@ def main() -> int:
         return 1
     worker = Worker(run)
     code = worker.main()
-    gc.freeze()  # no collection at exit
+    gc.freeze()  # skip the collection at exit
     return ranks.tear_down(worker.rank, code)
 
 

@@ -1,1 +1,1 @@
-"""Sweeps: runs of one recipe that differ in a few settings, compared on the same held-out rows while they train."""
+"""Sweeps: runs of one recipe, compared on the same held-out rows."""

@@ -1,4 +1,4 @@
-"""A sweep's folder: Optuna's study in a journal file, whose trials are the arms, and a run directory for each arm."""
+"""Sweep folder: Optuna's study in a journal, whose trials are the arms, and a run directory per arm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune.run.state import read_state
 from finetune.serialise import to_json
 from finetune.system import is_locked
 
-#: Files of a sweep: Optuna's study; the output and the lock of the process that drives it; there once it is asked to stop.
+#: Files of a sweep: Optuna's study; output and lock of the driving process; request to stop.
 JOURNAL, LOG, LOCK, STOP = "study.journal", "log.txt", "lock", "stop"
 _FULL_ARMS = 3
 RULE = (
@@ -35,7 +35,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True)
 class ArmResult:
-    """Result of an arm: its lowest held-out loss, and that loss minus the winner's where their rows are known."""
+    """Result of an arm."""
 
     name: str
     run: str
@@ -43,15 +43,17 @@ class ArmResult:
     state: str
     step: int | None
     dropped_at: int | None
+    #: Lowest held-out loss, and its step.
     loss: float | None
     loss_step: int | None
+    #: Loss minus the winner's loss, where the row losses are known.
     behind: Difference | None
     curve: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep on disk: its facts are the study's user attributes (docs/sweeps.md), its arms are the trials."""
+    """A sweep on disk; its facts are the study's user attributes (docs/sweeps.md)."""
 
     path: Path
     study: optuna.Study
@@ -68,14 +70,14 @@ class Sweep:
         return RunDirectory(self.path / f"{self.study.study_name}-{arm.number + 1}")
 
     def results(self) -> list[ArmResult]:
-        """Every arm, the winner first, then by loss; dropped arms are last."""
+        """Return every arm, by loss, dropped arms last."""
         arms = [(arm, row_losses_of(self.run_of(arm))) for arm in self.study.trials]
         winner = lowest(losses for arm, curve in arms if arm.state not in _DROPPED for losses in curve)
         results = [_result(arm, self.run_of(arm), curve, winner) for arm, curve in arms]
         return sorted(results, key=lambda entry: (entry.dropped_at is not None, math.inf if entry.loss is None else entry.loss))
 
     def sentence(self, named: Callable[[dict[str, Any]], str] | None = None) -> str:
-        """Return the winner in words, and the arms that may be as good; `named` formats an arm's values."""
+        """Return the winner in words, and the arms that may be as good."""
         named = named or label
         results = [entry for entry in self.results() if entry.loss is not None]
         if not results:
@@ -95,7 +97,6 @@ class Sweep:
         return "; ".join([first, *(f"{text}: {', '.join(names)}" for text, names in parts.items() if names)])
 
     def as_json(self) -> dict[str, Any]:
-        """As documented in docs/sweeps.md."""
         return {
             **self.study.user_attrs, "rule": RULE, "sweep": str(self.path), "running": self.is_running,
             "finished": self.is_finished, "arms": to_json(self.results()), "sentence": self.sentence(),
@@ -118,12 +119,12 @@ def _result(arm: FrozenTrial, run: RunDirectory, curve: list[RowLosses], winner:
 
 
 def open_sweep(path: Path) -> Sweep:
-    """The sweep in a folder. Raises CommandError when its journal is damaged."""
+    """Return the sweep in a folder. Raises CommandError for a damaged journal."""
     try:
         study = optuna.load_study(study_name=None, storage=storage_in(path))
-        # from half of the steps on: a high rate looks worse than it ends until the schedule lowers it
         if len(study.trials) != study.user_attrs["arms"]:
             raise ValueError("killed before every arm was written")
+        # from half of the steps on: a high rate looks worse than it ends, until the schedule lowers the rate
         study.pruner = optuna.pruners.MedianPruner(_FULL_ARMS, n_warmup_steps=study.user_attrs["steps"] // 2)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         problem = f"{path / JOURNAL} can't be read: {getattr(error, 'strerror', '') or 'it is damaged'}"
@@ -132,12 +133,12 @@ def open_sweep(path: Path) -> Sweep:
 
 
 def storage_in(path: Path) -> JournalStorage:
-    """Optuna's storage in a sweep's folder."""
+    """Return Optuna's storage in a sweep's folder."""
     journal = str(path / JOURNAL)
-    # Optuna's default lock is a symbolic link, which Windows refuses and a killed process with a relative path leaves for good
+    # Optuna's default lock is a symbolic link: Windows refuses links, and a killed process with a relative path leaves its link
     return JournalStorage(JournalFileBackend(journal, JournalFileOpenLock(journal)))
 
 
 def label(values: dict[str, Any]) -> str:
-    """`learning_rate=0.0002 lora_r=16`."""
+    """Return `learning_rate=0.0002 lora_r=16`."""
     return " ".join(f"{name}={value}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Creates a sweep, whose arms are planned first, and trains them one after another as ordinary runs."""
+"""Create a sweep, and train its arms one after another."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from finetune.settings import AUTO, Recipe
 from finetune.sweep.sweep import STOP, Sweep, label, open_sweep, storage_in
 from finetune.units import format_seconds
 
-#: Around the planner's learning rate: half a decade between neighbours, a decade to both sides.
+#: Factors of the planner's learning rate: half a decade apart, a decade to both sides.
 _RATE_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 _POLL_S = 0.2
-#: Seconds that a stopped arm gets for its step and its checkpoint.
+#: Seconds for the last step and the checkpoint of a stopped arm.
 _STOP_DEADLINE_S = 600.0
 
 
@@ -34,11 +34,7 @@ def create_sweep(
     recipe_of: Callable[[dict[str, Any]], Recipe], swept: dict[str, list[Any]], *, budget_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Sweep:  # fmt: skip
-    """Plan the arms and write them. `recipe_of`: the recipe with an arm's values; no values: the plain one.
-
-    Without swept settings the learning rate is swept around the planner's advice. Raises what `prepare` raises, and
-    CommandError when fewer than two arms are left.
-    """
+    """Plan and write the arms. Raises the errors of `prepare`, and CommandError for fewer than two arms."""
     from finetune.run.prepare import prepare
 
     def prepared(values: dict[str, Any], **changes: str) -> Any:
@@ -52,6 +48,7 @@ def create_sweep(
     plain = prepared({}).plan
     if not (plain.data and plain.data.eval_rows):
         raise DataError("a sweep compares held-out losses, and no rows are held out", "Add dataset.test_split_size=0.1.")
+    # by default the learning rate is swept around the planner's advice
     swept = swept or {"learning_rate": rates_around(plain.settings.learning_rate)}
     base = plain.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
     path = next(path for end in ("", *(f"-{n}" for n in range(2, 1000))) if not (path := Path(base + end)).exists())
@@ -87,11 +84,11 @@ def create_sweep(
 
 
 def _write(path: Path, fitting: list[tuple[Trial, Any]], facts: dict[str, Any]) -> Sweep:
-    """Create the run of each arm and then the study, whose number of trials `open_sweep` compares with the facts."""
     from finetune.run.prepare import create_run
 
     for _, run in fitting:
         create_run(run).arm.touch()
+    # last: `open_sweep` compares the number of trials with the facts
     study = optuna.create_study(storage=storage_in(path), study_name=path.name)
     for name, value in facts.items():
         study.set_user_attr(name, value)
@@ -100,26 +97,25 @@ def _write(path: Path, fitting: list[tuple[Trial, Any]], facts: dict[str, Any]) 
 
 
 def rates_around(advice: float) -> list[float]:
-    """Learning rates around the advice, with two significant digits."""
+    """Return learning rates around the planner's advice, with two significant digits."""
     return [float(f"{advice * factor:.1e}") for factor in _RATE_FACTORS if advice * factor < 1]
 
 
 def grid(swept: dict[str, list[Any]]) -> list[Trial]:
-    """Every combination of values, the middle of the grid first: Optuna's pruner compares later arms with the first ones."""
+    """Return every combination of values, the middle first."""
     study = optuna.create_study(sampler=optuna.samplers.GridSampler(swept))
     choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(values) for name, values in swept.items()}
 
     def distance(arm: Trial) -> float:
         return sum(abs(swept[name].index(value) - (len(swept[name]) - 1) / 2) for name, value in arm.params.items())
 
+    # Optuna's pruner compares later arms with the first arms
     return sorted((study.ask(choices) for _ in range(math.prod(map(len, swept.values())))), key=distance)
 
 
 def drive(sweep: Sweep, log: Callable[[str], object]) -> None:
-    """Train the arms that have not ended. Raises OSError, and FinetuneError for an arm that is stopped or can't be started.
-
-    The study and the run directories have all state, so a sweep that was killed goes on.
-    """
+    """Train the arms that have not ended. Raises OSError and FinetuneError."""
+    # all state is in the study and the run directories: a killed sweep can go on
     for arm in sweep.study.trials:
         if arm.state.is_finished():
             continue
@@ -128,23 +124,23 @@ def drive(sweep: Sweep, log: Callable[[str], object]) -> None:
             log(f"{label(arm.params)}: training  ({run.path})")
             (control.start if read_state(run).state == "queued" else control.resume)(run)
         try:
-            outcome = _follow(sweep, Trial(sweep.study, arm.number), run)  # the ids of a journal's only study
-        finally:  # it was dropped, or the sweep stops
+            outcome = _follow(sweep, Trial(sweep.study, arm.number), run)  # trial ids are arm numbers in a journal's only study
+        finally:  # a dropped arm, or a stopped sweep
             control.stop(run)
             control.wait(run, _STOP_DEADLINE_S)
         log(f"{label(arm.params)}: {outcome} ({format_seconds(time.monotonic() - began_s)})")
 
 
 def _follow(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
-    """Wait until an arm ends or falls behind, and tell the study. Returns the outcome in words."""
     has_ended = False
     while not has_ended:
-        has_ended = read_state(run).ended and not is_alive(run)  # asked first: an arm writes its losses before it ends
+        # before the losses are read: an arm writes its losses before it ends
+        has_ended = read_state(run).ended and not is_alive(run)
         reported = sweep.study.trials[trial.number].intermediate_values
         for losses in row_losses_of(run):
             if losses.step not in reported and losses.step < sweep.study.user_attrs["steps"]:
                 trial.report(losses.mean, losses.step)
-            if trial.should_prune():  # after each loss, so that the outcome does not depend on when they are read
+            if trial.should_prune():  # after each loss: the outcome must not depend on the time of reading
                 sweep.study.tell(trial, state=TrialState.PRUNED)
                 return f"dropped at step {sweep.study.trials[trial.number].last_step:,}"
         if (sweep.path / STOP).exists() and not has_ended:
@@ -161,6 +157,6 @@ def _follow(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
 
 
 def _has_result(run: RunDirectory) -> bool:
-    """Whether an arm is finished, has diverged, or ran out of memory with no smaller plan left. Others can be resumed."""
     state = read_state(run)
+    # an arm without a result can be resumed; out of memory is final: no smaller plan was left
     return state.state in ("finished", "diverged") or (state.state == "failed" and state.exit_code == OutOfMemory.exit_code)
