@@ -1,7 +1,4 @@
-"""finetune: LoRA fine-tuning on the GPU you own, with a memory forecast you can trust.
-
-For other programs: `fits`, `forecast`, `plan`, `track`, `MemoryCallback`, `lean` and `offload_layers` (docs/library.md).
-"""
+"""LoRA fine-tuning on your GPU, with a memory forecast. As a library: docs/library.md."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, whose module is imported at its first use: `import finetune` takes milliseconds."""
+    # lazy: `import finetune` takes milliseconds, importing torch takes seconds
     if name not in _MODULES:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
     return getattr(import_module(f"finetune.api.{_MODULES[name]}"), name)

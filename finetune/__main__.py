@@ -1,4 +1,4 @@
-"""`python -m finetune`, the same as `finetune`."""
+"""`python -m finetune` runs `finetune`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Recognises out-of-memory and full-disk errors of all libraries."""
+"""Out-of-memory and full-disk errors of all libraries."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DISK_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
-    import torch
+    """Return whether memory ran out."""
+    import torch  # slow: a command that prints a recipe's error doesn't need it
 
     return any(
         isinstance(seen, (MemoryError, torch.OutOfMemoryError))
@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True when a write failed for lack of disk space, a quota, a file size limit or a read-only disk; also as a cause."""
+    """Return whether a disk was full or read-only."""
     return any(
         (isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS) or any(text in str(seen) for text in _DISK_TEXTS)
         for seen in _with_causes(error)
@@ -38,6 +38,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    # libraries wrap the driver's error in their own
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,46 +1,45 @@
-"""Errors that a user can act on: the problem with its value, and what to type. One exit code for each cause."""
+"""Errors that a user can act on."""
 
 from __future__ import annotations
 
 import json
 import re
 
-#: What looks like a token of a hub or a cloud; errors show it masked.
+#: Tokens of hubs and clouds, which errors mask.
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
 
-#: Exit codes of what ended well, of any other error, and of what SIGINT or SIGTERM stopped.
+#: Exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM.
 FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
 
 
 class FinetuneError(Exception):
-    """A problem the user can act on; printed without a traceback.
-
-    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status; `cause`: what that
-    means. `run_state`: of a run that it ends.
-    """
+    """A problem with its fix, printed without a traceback."""
 
     exit_code = FAILED
+    #: Meaning of the exit code, in a few words for `finetune --help`.
     cause = "internal error"
+    #: State of a run that the error ends.
     run_state = "failed"
     title = "Something went wrong"
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
+        # one line each, all problems together: a user corrects a file in one go
         self.problems = [SECRET.sub("***", problem) for problem in ([problems] if isinstance(problems, str) else problems)]
+        #: What to type.
         self.fix = SECRET.sub("***", fix)
         super().__init__("\n".join(self.problems + ([fix] if fix else [])))
 
     def as_json(self) -> dict:
-        """The same content for `--json`: `{"error": kind, "problems": [...], "fix": str, "exit_code": int}`."""
         return {"error": type(self).__name__, "problems": self.problems, "fix": self.fix, "exit_code": self.exit_code}
 
     @staticmethod
     def from_json(values: dict) -> FinetuneError:
-        """The error whose `as_json` these values are. Raises KeyError and TypeError for values of something else."""
+        """Return the error of an `as_json` object. Raises KeyError or TypeError."""
         return globals().get(values["error"], FinetuneError)(values["problems"], values["fix"])
 
     @staticmethod
     def written_by(output: str) -> FinetuneError | None:
-        """The error that another process wrote as JSON in the last line of its output; None for any other output."""
+        """Return the error that another process printed, or None."""
         try:
             return FinetuneError.from_json(json.loads(output.strip().splitlines()[-1]))
         except (ValueError, KeyError, IndexError, TypeError):
@@ -56,37 +55,37 @@ class RecipeError(FinetuneError):
 
 
 class CommandError(RecipeError):
-    """A command can't be done: a run, a file or an option is wrong."""
+    """A command's run, file or option is wrong."""
 
     title = "This can't be done"
 
 
 class ModelError(RecipeError):
-    """The base model's folder, weights or tokenizer can't be read."""
+    """The base model can't be read."""
 
     title = "The model can't be used"
 
 
 class MachineError(RecipeError):
-    """This machine lacks cards or a package that the recipe needs."""
+    """The machine lacks GPUs or a package."""
 
     title = "This machine lacks something"
 
 
 class NoCard(RecipeError):
-    """The named or required card is not here, not in the catalogue, or can't train."""
+    """The GPU is missing, unknown or can't train."""
 
     title = "There is no such card"
 
 
 class HubError(FinetuneError):
-    """The hub, or the network to it, failed."""
+    """The hub or the network failed."""
 
     title = "The hub can't be used now"
 
 
 class PackagesError(RecipeError):
-    """A package needed to forecast and train is missing, or its version is not supported."""
+    """A package is missing or unsupported."""
 
     title = "The installed packages need a change"
 
@@ -132,8 +131,9 @@ class Diverged(FinetuneError):
     title = "Training diverged"
 
 
+# no user sees it: the supervisor resumes from the last checkpoint
 class LossSpike(Diverged):
-    """The loss spiked; the supervisor goes back to the last checkpoint. Never shown to the user as an error."""
+    """The loss spiked."""
 
 
 class DiskFull(FinetuneError):
@@ -146,8 +146,9 @@ class DiskFull(FinetuneError):
 
 
 def exit_code_causes() -> dict[int, str]:
-    """What each exit code of an error means, lowest first, in a word or three; without the internal error's."""
+    """Return the cause of each exit code."""
     causes = {error.exit_code: error.cause for error in _kinds(FinetuneError)}
+    # the help text names the internal error itself, and a class may inherit the code
     return {code: causes[code] for code in sorted(causes) if code != FAILED}
 
 

@@ -1,8 +1,7 @@
-"""Events: one JSON line each, the only channel from a run to the terminal, the page and the trackers.
+"""Events: JSON lines, the only channel from a run to terminal, page and trackers (docs/events.md)."""
 
-One writer at a time, append-only, complete lines. A reader keeps a byte offset and tolerates an incomplete last line, unknown
-kinds and keys, and missing keys. docs/events.md documents every kind.
-"""
+# One writer at a time appends complete lines. A reader keeps a byte offset and tolerates an incomplete last line, unknown kinds
+# and keys, and missing keys.
 
 import dataclasses
 import errno
@@ -26,8 +25,8 @@ from finetune.system import one_writer_at_a_time
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
 #: States of a run's last event, from which it needs a new attempt to go on.
-ENDED_STATES = ("paused", "finished", "diverged", "failed", "stopped")  # the last is an older version's `paused`
-#: Larger numbers are damage, and too large for a float.
+ENDED_STATES = ("paused", "finished", "diverged", "failed", "stopped")  # older runs wrote `stopped` for `paused`
+#: A larger number is damage, and could overflow a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 WholeOrNone = Whole | None
 
@@ -35,15 +34,18 @@ WholeOrNone = Whole | None
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base of all events, which are dataclasses as well. `durable` ones are synced to disk."""
+    """Base class of events."""
 
+    #: First key of the line.
     kind: ClassVar[str]
+    #: Whether the line is synced to disk.
     durable: ClassVar[bool]
 
     time_s: Annotated[float | None, "time in seconds since 1970, set by the writer"] = None
 
     def __init_subclass__(cls, kind: str, durable: bool = False) -> None:
         cls.kind, cls.durable = kind, durable
+        # here, so that no kind can lack the decorator
         dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -67,13 +69,13 @@ class Memory:
 
     @property
     def own_card_bytes(self) -> int | None:
-        """Bytes in use on the GPU without other programs; None where the driver does not report them."""
+        # unknown where the driver doesn't report other programs
         used, others = self.card_used_bytes, self.other_processes_bytes
         return None if used is None or others is None else used - others
 
     @property
     def context_bytes(self) -> int | None:
-        """Bytes of this process on the GPU outside torch's allocator; None where the driver does not report other programs."""
+        """Return the bytes of the CUDA context, or None."""
         own, reserved = self.own_card_bytes, self.reserved_bytes
         return None if own is None or reserved is None else own - reserved
 
@@ -204,9 +206,10 @@ class ForecastCheck(Event, kind="forecast"):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Bytes of the process at its peak: reserved memory and CUDA context; on a CPU resident memory."""
+        """Return the process's peak bytes, on a CPU resident memory."""
         if self.measured_reserved_bytes is None:
             return self.measured_card_bytes
+        # some drivers list no memory by process, so that only the forecast knows the context
         return self.measured_reserved_bytes + (self.measured_context_bytes or self.predicted_context_bytes or 0)
 
 
@@ -263,7 +266,7 @@ class LossSpike(Event, kind="loss_spike"):
 
 
 class Unknown(Event, kind="unknown"):
-    """An event of a later version, unchanged."""
+    """An event of a later version."""
 
     values: dict[str, Any]
 
@@ -282,7 +285,7 @@ E = TypeVar("E", bound=Event)
 
 
 class EventWriter:
-    """Appends events to a file. Each line is one write(), so that readers see only complete lines of a live writer."""
+    """Append events to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -298,12 +301,12 @@ class EventWriter:
             return file.read(1) not in (b"", b"\n")
 
     def emit(self, event: Event) -> None:
-        """Write one event, with the time. Raises OSError when the disk is full."""
+        """Write one event. Raises OSError."""
         event = dataclasses.replace(event, time_s=round(time.time(), 3))
         line = with_checksum(json.dumps(event_json(event), allow_nan=False)).encode() + b"\n"
         if self._is_incomplete:
             line = b"\n" + line
-        with self._write_lock:
+        with self._write_lock:  # one write(): readers see only complete lines of a live writer
             written = self._file.write(line)
         if written != len(line):
             self._is_incomplete = self._is_incomplete or written > 0
@@ -315,22 +318,20 @@ class EventWriter:
             listener(event)
 
     def warn(self, message: str) -> None:
-        """Write a warning."""
         self.emit(RunWarning(message=message))
 
     def close(self) -> None:
-        """Close the file; the writer can't be used afterwards."""
         self._file.close()
 
 
 class EventReader:
-    """Reads the events appended since the last call. `offset` is in bytes; store it to continue later."""
+    """Read appended events from a byte offset."""
 
     def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
         self.path, self.offset, self._kinds = path, offset, kinds
 
     def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
-        """Events appended since the last call, from at most `max_bytes`; incomplete lines are skipped, a changed one warns."""
+        """Return events appended since the last call."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
                 return []
@@ -339,6 +340,7 @@ class EventReader:
                 data = file.read(max_bytes)
         except FileNotFoundError:
             return []
+        # a later call reads an incomplete last line, which may be half written
         complete_bytes = data.rfind(b"\n") + 1
         self.offset += complete_bytes
         events = (_event_of(line, self._kinds) for line in data[:complete_bytes].splitlines())
@@ -346,7 +348,7 @@ class EventReader:
 
 
 def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
-    """All events of a file."""
+    """Return all events of a file."""
     reader, events = EventReader(path, kinds=kinds), list[Event]()
     while new := reader.new():
         events += new
@@ -354,12 +356,12 @@ def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
 
 
 def newest(kind: type[E], events: Sequence[Event]) -> E | None:
-    """The last event of a kind; None without one."""
+    """Return a kind's last event, or None."""
     return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """An event as the JSON object of its line."""
+    """Return the JSON object of an event."""
     if isinstance(event, Unknown):
         return event.values
     kind: Any = type(event)
@@ -367,14 +369,14 @@ def event_json(event: Event) -> dict[str, Any]:
 
 
 def event_from(values: dict[str, Any]) -> Event:
-    """The event of a JSON object from `event_json`. Raises ValueError for a value of the wrong type."""
+    """Return the event of a JSON object. Raises ValueError."""
     kind = KINDS.get(values["kind"])
     return Unknown(values=values) if kind is None else from_json(kind, values)
 
 
 @functools.cache
 def _field_order(kind: Any) -> tuple[str, ...]:
-    """Fields in the order in which they are written: the time, the kind's own, the shared memory fields."""
+    # time, fields of the kind, fields shared with other kinds
     names = [field.name for field in dataclasses.fields(kind)]
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
 
@@ -384,7 +386,7 @@ _KIND = re.compile(rb'\{"kind": "(\w+)"')
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    """The event of a line; a warning for one with another checksum, None for an incomplete line and for anything else."""
+    # a line with a wrong checksum becomes a warning; other damage is what a killed writer leaves, and is skipped
     if is_damaged(line):
         message = "a line of events.jsonl has changed since it was written, and is left out"
         return RunWarning(message=message) if RunWarning.kind in kinds else None

@@ -1,4 +1,4 @@
-"""The cache folder, atomic writes, bounded reading of JSON, hashes, and free disk space."""
+"""Cache folder, atomic writes, bounded reads, hashes, and free disk space."""
 
 from __future__ import annotations
 
@@ -19,49 +19,47 @@ from finetune.system import WINDOWS, replace
 
 
 def cache_dir() -> Path:
-    """Folder of measurements, forecasts and card queues: $FINETUNE_CACHE, else $XDG_CACHE_HOME/finetune, else
-    ~/.cache/finetune, on Windows %LOCALAPPDATA%\\finetune."""
+    """Return the cache folder."""
     if chosen := os.environ.get("FINETUNE_CACHE"):
         return Path(chosen)
     usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
     return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
 
 
-#: Bytes of JSON that are read: the largest tokenizers have 40 MB.
+#: The largest tokenizer.json has 40 MB.
 MAX_JSON_BYTES = 2**28
-#: Values inside each other: well below what recursive functions can walk.
+#: Nested values: well below Python's recursion limit.
 MAX_JSON_DEPTH = 100
 #: Of a safetensors file: https://github.com/huggingface/safetensors#format
 MAX_HEADER_BYTES = 100_000_000
-#: What messages say of a file that can't be used, and what to do.
+#: Phrases of error messages and their fixes.
 IS_LFS_POINTER, LFS_FIX = "is a pointer of git-lfs, not the file", "git lfs pull"
 IS_GGUF = "is a GGUF file, which can't be trained"
 GGUF_FIX = "Give the model that it was made from, and make a GGUF file of the result: finetune export RUN --to gguf"
 
 
 def expanded(path_text: str) -> Path:
-    """Return the path with `~` expanded, or unchanged if the user is unknown."""
+    """Return the path with `~` expanded."""
+    # Path.expanduser raises RuntimeError for an unknown user
     return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file. Raises OSError, also for other files (FIFOs wait), and ValueError if it is larger."""
+    """Read a regular file. Raises OSError, or ValueError above `max_bytes`."""
+    # reading a FIFO would block
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with path.open("rb") as file:
-        content = file.read(min(max_bytes, path.stat().st_size) + 1)  # read() allocates what it is asked for
+        content = file.read(min(max_bytes, path.stat().st_size) + 1)  # read(n) allocates n bytes
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes:,} bytes")
     return content
 
 
 def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
-    """The values of a JSON file that anybody may have written.
-
-    Raises the errors of `read_limited`, and ValueError if the file is no JSON, has a checksum that is not its content's (unless
-    it `may_be_edited`), or has values of another `kind`.
-    """
+    """Read an untrusted JSON file. Raises OSError or ValueError."""
     content = read_limited(path, max_bytes)
+    # an editor changes a file without renewing its checksum
     values = parse_json(content) if may_be_edited else parse_checked(content)
     if not isinstance(values, kind):
         raise ValueError(f"{type(values).__name__}, not {kind.__name__}")  # noqa: TRY004 - a fault of the file
@@ -69,7 +67,7 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if the file is missing or can't be read."""
+    """Return the object in a JSON file, or None."""
     try:
         return read_json(path, dict)
     except (OSError, ValueError):
@@ -77,7 +75,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """The values of untrusted JSON, in UTF-8. Raises ValueError, also for more than MAX_JSON_DEPTH values inside each other."""
+    """Parse untrusted JSON. Raises ValueError."""
     try:
         values = json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_hook=object_hook)
     except RecursionError:
@@ -92,7 +90,7 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
 
 
 def parse_checked(text: bytes) -> Any:
-    """The values of JSON that may have a checksum, which is left out. Raises ValueError, also when it is another."""
+    """Parse JSON without its checksum. Raises ValueError."""
     if is_damaged(text):
         raise ValueError("it has changed since it was written")
     values = parse_json(text)
@@ -102,10 +100,7 @@ def parse_checked(text: bytes) -> Any:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of an open safetensors file, and the byte at which its tensors begin.
-
-    Raises ValueError when it has none, or one with a tensor without dtype, shape and offsets.
-    """
+    """Return a safetensors file's header and tensor offset. Raises ValueError."""
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
@@ -120,14 +115,11 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def write_safetensors(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], read: Callable[[str], Any]) -> None:
-    """Write a safetensors file tensor by tensor: its library writes a whole file from memory.
-
-    `entries`: dtype, shape and bytes of each tensor; `read` returns its bytes. Raises OSError when the disk is full. Format:
-    https://github.com/huggingface/safetensors#format
-    """
+    """Write a safetensors file tensor by tensor. Raises OSError."""
+    # the library writes a whole file from memory; format: https://github.com/huggingface/safetensors#format
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (dtype, shape, size) in entries.items():
+    for name, (dtype, shape, size) in entries.items():  # size: bytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -148,7 +140,7 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is the short text that git-lfs leaves in its place. Raises OSError."""
+    """Return whether a file is a git-lfs pointer. Raises OSError."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -156,15 +148,13 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file atomically: readers see the old content or the new. `durable`: also after a power cut.
-
-    Raises OSError without room or permission; then nothing has changed.
-    """
+    """Replace a file atomically. Raises OSError."""
+    # the names of process and thread: `remove_left_over` finds files of killed processes by them
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-            if durable:
+            if durable:  # else a power cut can leave an empty file
                 file.flush()
                 os.fsync(file.fileno())
         replace(temporary, path)
@@ -173,16 +163,14 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, values: Any, *, checksum: bool = False) -> None:
-    """Replace a JSON file atomically and durably; the values of one with a `checksum` are a dict that is not empty."""
+    """Replace a JSON file atomically and durably."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
+    # a checksum follows at least one key
     write_text(path, with_checksum(text) if checksum else text, durable=True)
 
 
 def write_output(path: Path, text: str, *, new: bool = False) -> None:
-    """Write a command's output file, whole or not at all, and remove the leftovers of a killed command.
-
-    Raises DiskFull where it can't be written, and CommandError for a name that no file can have or, if `new`, that one has.
-    """
+    """Write a command's output file atomically. Raises DiskFull or CommandError."""
     try:
         if new and path.exists():
             raise CommandError(f"{path} exists already", "Edit it, or delete or rename it first.")
@@ -198,7 +186,7 @@ def write_output(path: Path, text: str, *, new: bool = False) -> None:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove what processes of this machine that were killed while they wrote a file left beside it. Raises OSError."""
+    """Remove temporary files of killed writers. Raises OSError."""
     import psutil
 
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
@@ -208,16 +196,17 @@ def remove_left_over(path: Path) -> None:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists; the working folder on a drive that does not."""
+    """Return the path or its nearest existing parent."""
+    # the working folder where the whole drive is missing
     return next((parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()), Path.cwd())
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Free bytes on the file system of `path`, which need not exist."""
+    """Return the free bytes on a path's file system."""
     return shutil.disk_usage(existing_parent(path)).free
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
+    """Return a file's hexadecimal SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""Thresholds of Python's cyclic garbage collector, in processes that import torch: half a million lasting objects.
+"""Thresholds of Python's garbage collector in processes with torch."""
 
-Scanning them repeatedly takes a sixth of the start-up time, and 1.5 s at exit, which `gc.freeze()` saves.
-"""
+# Importing the libraries makes half a million lasting objects. Scanning them repeatedly takes a sixth of the start-up time, and
+# 1.5 s at exit, which `gc.freeze()` saves.
 
 import atexit
 import gc
@@ -12,13 +12,15 @@ _USUAL = gc.get_threshold()
 
 
 def raise_gc_thresholds() -> None:
-    """Raise the thresholds. Call this first in a process, so that its exit handler runs last."""
+    """Raise the thresholds, first in a process."""
     gc.set_threshold(50_000, 20, 20)
+    # handlers run in reverse order: this one runs last
     atexit.register(_hide_leak_report)
 
 
 def restore_gc_thresholds() -> None:
-    """Collect as usual from now on, but not what exists already: in training, cycles can hold tensors."""
+    """Restore the thresholds for training."""
+    # cycles of training can hold tensors; existing objects last, and need no scan
     gc.freeze()
     gc.set_threshold(*_USUAL)
 

@@ -1,4 +1,4 @@
-"""Whether the hub is reachable, checked once with a timeout: offline, the libraries would retry for most of a minute."""
+"""Check whether the hub is reachable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.compat.hub import set_offline
 from finetune.errors import CommandError
 
-#: Timeout of the check, and how long its result is valid, in seconds.
+#: Timeout of the check and validity of its result: offline, the libraries would retry for most of a minute.
 DEADLINE_S, HOLDS_S = 3.0, 60.0
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
@@ -23,13 +23,13 @@ _switched_off_here = False
 
 
 def require_repo(repo: str) -> None:
-    """Raise CommandError for an invalid repository name."""
+    """Raise CommandError for an invalid name."""
     if not REPO_ID.fullmatch(repo):
         raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
 
 
 def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
-    """A repository's file in the hub's cache; None where it is not there."""
+    """Return a file in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, name, revision=revision)
@@ -37,16 +37,15 @@ def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
 
 
 def is_switched_off() -> bool:
-    """Whether the user has switched the hub off (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
+    """Return whether the user has disabled the hub."""
     from huggingface_hub import constants
 
     offline = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1"
-    return bool(offline) and not _switched_off_here
+    return bool(offline) and not _switched_off_here  # `is_reachable` sets the same constant
 
 
 def is_reachable() -> bool:
-    """Check the hub, unless that was done recently; if it does not answer, switch this process's libraries to their caches.
-    False when the user has switched it off."""
+    """Return whether the hub answers; if not, use the caches."""
     global _asked_s, _switched_off_here
     from huggingface_hub import constants
 
@@ -61,7 +60,6 @@ def is_reachable() -> bool:
 
 
 def _answers(address: str) -> bool:
-    """Any answer counts, also an HTTP error. In a thread: DNS lookups have no timeout of their own."""
     import urllib.error  # slow to import, and most commands do not ask the hub
     import urllib.request
 
@@ -70,12 +68,13 @@ def _answers(address: str) -> bool:
     def ask() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=DEADLINE_S).close()
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError:  # an answer, too
             pass
         except (OSError, ValueError):
             return
         answered.append(True)
 
+    # a thread: DNS lookups have no timeout
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(DEADLINE_S)

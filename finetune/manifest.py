@@ -1,7 +1,4 @@
-"""Manifests: the hash of every file of a folder, so that a change is found before the files are used.
-
-Checkpoints, the prepared data, the finished adapter and quantised weights have one.
-"""
+"""Manifests: the hash of each file in a folder."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from finetune.files import read_object, sha256_of
 from finetune.system import sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
-#: Files that a library would load if they were added to a folder; others (README.md) may be.
+#: Added files that a library would load; others, such as README.md, are no change.
 _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 _THREADS = 4
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Hash and sync every file of `folder` and write its manifest, with `values`, last. Raises OSError."""
+    """Sync a folder's files, and write their manifest last. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
         synced = [disk.submit(sync_file, path) for path in paths]
@@ -42,10 +39,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 
 
 def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
-    """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`.
-
-    `only`: the name of the one file to look at.
-    """
+    """Return a line for each changed file."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110
         return [f"its {MANIFEST} is missing"] if required else []
     manifest = read_object(folder / MANIFEST)
@@ -57,14 +51,14 @@ def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[s
     with ThreadPoolExecutor(_THREADS) as pool:
         changes = pool.map(lambda name: _change(folder / name, name, files[name]), files)
         problems = [problem for problem in changes if problem]
-    if only:
+    if only:  # quick: no search for added files
         return problems
     loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
     return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
 
 
 def require_unchanged(folder: Path, kind: type[FinetuneError], fix: str, *, required: bool = True) -> None:
-    """Raise an error of this kind when a folder differs from its manifest."""
+    """Raise `kind` if a folder differs from its manifest."""
     if changes := changes_in(folder, required=required):
         raise kind([f"{folder}: {change}" for change in changes[:5]], fix)
 

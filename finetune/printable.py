@@ -1,4 +1,4 @@
-"""Text that is shown: messages about work that goes on, and untrusted text as a terminal or a log may show it."""
+"""Untrusted text, escaped for terminals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Progress = Callable[[str], None]
 
 
 def printable(text: str) -> str:
-    """`text` with control and bidirectional characters escaped."""
+    """Escape control and bidirectional characters."""
     if text.isprintable():
         return text
     return "".join(

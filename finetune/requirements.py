@@ -1,4 +1,4 @@
-"""Installed package versions, checked against finetune's own requirements (its package metadata)."""
+"""Installed versions, checked against finetune's package metadata."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ DISTRIBUTION = "finetune-forecast"
 
 @dataclass(frozen=True)
 class Package:
-    """A requirement and the installed version, None when it is missing."""
+    """A requirement and its installed version."""
 
     requirement: Requirement
     installed: str | None
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is within the requirement's bounds."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
     def __str__(self) -> str:
@@ -31,7 +30,7 @@ class Package:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package, without importing it; None when it is missing."""
+    """Return an installed package's version, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -39,25 +38,22 @@ def installed_version(name: str) -> str | None:
 
 
 def packages(extra: str = "") -> list[Package]:
-    """Each requirement of finetune for this platform and `extra` with its installed version.
-
-    Raises importlib.metadata.PackageNotFoundError when finetune is run from its source and not installed.
-    """
+    """Return finetune's requirements. Raises PackageNotFoundError."""
     parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
     return [Package(item, installed_version(item.name)) for item in needed]
 
 
 def how_to_install(wrong: list[Package]) -> str:
-    """The command that installs the right versions."""
+    """Return the pip command for these packages."""
     return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in wrong)
 
 
 def refuse_other_versions(names: Collection[str]) -> None:
-    """Raise PackagesError when one of these packages is missing or out of bounds; finetune must be installed to have bounds."""
+    """Raise PackagesError if a package is missing or unsupported."""
     try:
         wrong = [package for package in packages() if package.requirement.name in names and not package.fits]
-    except metadata.PackageNotFoundError:
+    except metadata.PackageNotFoundError:  # a checkout without `pip install` has no bounds
         return
     if wrong:
         fix = f"Forecasts are valid only for supported versions. Type: {how_to_install(wrong)}"
@@ -65,7 +61,7 @@ def refuse_other_versions(names: Collection[str]) -> None:
 
 
 def refuse_missing_extra(extra: str, subject: str) -> None:
-    """Raise PackagesError, which begins with `subject`, when packages of an extra such as `ui` are not installed."""
+    """Raise PackagesError if packages of an extra are missing."""
     try:
         missing = [package for package in packages(extra=extra) if package.installed is None]
     except metadata.PackageNotFoundError:

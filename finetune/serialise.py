@@ -1,8 +1,4 @@
-"""Values as JSON and back, by their types: the one reader and writer of plan.json's and events.jsonl's dataclasses.
-
-JSON has no NaN or infinity: they are written as text, so that nobody takes them for numbers, and read back as numbers where a
-float belongs.
-"""
+"""Dataclasses of plan.json and events.jsonl as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """`value` as dicts, lists, text and numbers: dataclasses, pydantic models, tuples, lists, sets, dicts and paths, at any
-    depth."""
-    if isinstance(value, float):
+    """Convert dataclasses, pydantic models, collections and paths to JSON."""
+    if isinstance(value, float):  # JSON has no NaN or infinity: text, which `from_json` reads where a float belongs
         return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {key: to_json(part) for key, part in value.items()}
@@ -34,19 +29,15 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], values: Any) -> T:
-    """What `to_json` made of a `cls`, which may be a dataclass or any type hint: nested dataclasses, tuples, Optional, Literal.
-
-    Keys that `cls` hasn't are left out, and fields without a key keep their default. Raises ValueError, which names every field
-    that is missing or of another type.
-    """
-    try:
+    """Read a dataclass or type hint from `to_json` values. Raises ValueError."""
+    try:  # ignores unknown keys: files of later versions may have them
         return _adapter(cls).validate_python(values)
     except ValidationError as error:
         raise ValueError("; ".join(_text(fault) for fault in error.errors(include_url=False, include_context=False))) from None
 
 
 def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
-    """Read a `cls` from a JSON file of this program, whole or as the value of `key`; None if the file is missing or damaged."""
+    """Read a `cls` from a JSON file, or None."""
     from finetune.files import read_object  # here: events and all above them need this module, and no files
 
     values = read_object(path)
@@ -57,15 +48,12 @@ def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
 
 
 def readable(cls: type[T], text: bytes) -> T | None:
-    """A dataclass from a line of JSON that may be damaged: a field of another type keeps its default.
-
-    None when the line is no JSON object, or lacks required fields.
-    """
+    """Read a dataclass from a possibly damaged line, or None."""
     try:
         return _adapter(cls).validate_json(text)
     except ValidationError as error:
         wrong = {fault["loc"][0] for fault in error.errors(include_url=False, include_context=False) if fault["loc"]}
-    try:
+    try:  # a field of a wrong type keeps its default
         values = json.loads(text)
         return _adapter(cls).validate_python({name: value for name, value in values.items() if name not in wrong})
     except (ValueError, AttributeError, RecursionError):  # ValueError: pydantic's and json's

@@ -1,4 +1,4 @@
-"""Differences between Linux and Windows: processes, their memory, locks, and files that another process has open."""
+"""Differences between Linux and Windows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _READING = threading.Lock()
 
 
 def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one and its terminal, with its output in `log`. `options`: as Popen's."""
-    if sys.platform == "win32":  # a console of its own that isn't shown, so that its children open none
+    """Start a process that outlives this one and its terminal."""
+    if sys.platform == "win32":  # a hidden console, which its children share
         options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
     else:
         options["start_new_session"] = True
@@ -40,18 +40,18 @@ def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subpro
 
 
 def exec_command(command: list[str]) -> int:
-    """Replace this process with a command; returns its exit status only on Windows, which has no exec."""
+    """Replace this process; returns only on Windows."""
     sys.stdout.flush()
     if sys.platform == "win32":
         process = subprocess.Popen(command)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, too, which ends in its own way
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the command, which ends itself
         return process.wait()
     return os.execv(command[0], command)
 
 
 @contextlib.contextmanager
 def caught_interrupts() -> Iterator[list[int]]:
-    """Yield the list of the SIGINTs and SIGTERMs so far, which have no other effect inside the block."""
+    """Collect SIGINTs and SIGTERMs in a list."""
     numbers: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
     previous_handlers = [signal.signal(number, lambda number, _: numbers.append(number)) for number in signals]
@@ -63,13 +63,13 @@ def caught_interrupts() -> Iterator[list[int]]:
 
 
 def ignore_hangup() -> None:
-    """Continue when the terminal is closed."""
+    """Ignore SIGHUP."""
     if sys.platform != "win32":
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def peak_rss_bytes() -> int:
-    """Peak of this process's memory in use, in bytes."""
+    """Return this process's peak resident bytes."""
     if sys.platform == "win32":
         import psutil
 
@@ -78,21 +78,22 @@ def peak_rss_bytes() -> int:
     import resource
 
     if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB on Linux
     # ru_maxrss is at least the memory of the process that started this one (fs/exec.c)
     _, there, peak = Path("/proc/self/status").read_text(encoding="utf-8").partition("VmHWM:")
     return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def return_freed_memory() -> None:
-    """Give the system the memory that this process has freed and that glibc keeps for later; elsewhere nothing."""
+    """Return freed memory from glibc to the system."""
+    # measured while quantising a model of 131 MB: 0.73 times its size at the peak, 1.6 times without
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
-    """Lock a file until the returned object is released or the process ends, however; None while another process has it."""
+    """Lock a file; None if another process holds the lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -104,7 +105,7 @@ def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """True while a process holds the lock file. False when the file can't be opened."""
+    """Return whether a process holds a lock."""
     if not path.exists():
         return False
     try:
@@ -118,8 +119,8 @@ def is_locked(path: Path) -> bool:
 
 
 def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
-    """Held while one line is appended to `path`: only Linux appends a write as a whole when two processes write."""
-    if not WINDOWS:
+    """Return a lock for appending a line."""
+    if not WINDOWS:  # Linux appends each write as a whole
         return contextlib.nullcontext()
     from filelock import FileLock
 
@@ -132,7 +133,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a folder or file to a free name; returns the name. Raises OSError."""
+    """Rename a folder or file. Raises OSError."""
     _retry_while_in_use(source.rename, target)
     return target
 
@@ -140,7 +141,7 @@ def rename(source: Path, target: Path) -> Path:
 def _retry_while_in_use(move: Any, target: Path) -> None:
     end = time.monotonic() + (_IN_USE_S if WINDOWS else 0.0)
     while True:
-        try:
+        try:  # Windows refuses to rename open files
             move(target)
             return
         except PermissionError:
@@ -150,8 +151,8 @@ def _retry_while_in_use(move: Any, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's content is on disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows syncs only what may be written
+    """Sync a file to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows syncs only writable descriptors
     try:
         os.fsync(descriptor)
     finally:
@@ -159,10 +160,10 @@ def sync_file(path: Path) -> None:
 
 
 def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
-    """Fill `buffer` with a file's bytes from `begin`; returns how many there were. Raises OSError."""
+    """Fill `buffer` from a file's offset, and return the bytes read."""
     n_read = 0
     while n_read < len(buffer):
-        if sys.platform == "win32":  # which has no positioned read; a duplicate would share the position
+        if sys.platform == "win32":  # Windows has no positioned read, and a duplicated descriptor shares the position
             with _READING:
                 os.lseek(descriptor, begin + n_read, os.SEEK_SET)
                 data = os.read(descriptor, min(len(buffer) - n_read, 2**24))
@@ -177,36 +178,33 @@ def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until a folder's names are on disk; Windows can't open folders, its file system logs names."""
-    if not WINDOWS:
+    """Sync a folder's names to disk."""
+    if not WINDOWS:  # Windows can't open folders; NTFS logs names
         sync_file(path)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A symbolic link, or a copy where links need a privilege, as on Windows."""
-    if WINDOWS:
+    """Link a file, or copy it on Windows."""
+    if WINDOWS:  # symbolic links need a privilege
         shutil.copyfile(source, target)
     else:
         target.symlink_to(source)
 
 
 def port_socket(family: int = socket.AF_INET) -> socket.socket:
-    """A socket for a port of a server that ended a moment ago; on Windows SO_REUSEADDR would share it with another program."""
+    """Return a socket for a just closed port."""
     listener = socket.socket(family, socket.SOCK_STREAM)
-    if not WINDOWS:
+    if not WINDOWS:  # on Windows, SO_REUSEADDR shares a port with another program
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return listener
 
 
 def shell_join(arguments: list[str]) -> str:
-    """Arguments quoted for the shell."""
+    """Quote arguments for the shell."""
     return subprocess.list2cmdline(arguments) if WINDOWS else shlex.join(arguments)
 
 
 def let_waiting_threads_sleep() -> None:
-    """OpenMP's threads sleep while they wait; to be called before torch is imported, by a process of this program.
-
-    By default they spin for milliseconds. On a processor that other programs use, too, small operators then take twenty times
-    as long.
-    """
+    """Let OpenMP's waiting threads sleep; call before importing torch."""
+    # by default they spin for milliseconds: with other programs on the CPU, small operators take twenty times as long
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

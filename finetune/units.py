@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts formatted for readers. Inside the program everything is in bytes, seconds and tokens."""
+"""Format bytes, seconds and counts for readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FACTORS = {
 
 
 def format_bytes(count: int | float | None) -> str:
-    """`9.8 GiB`, `512 MiB`, `3 KiB`; `not measured` for None."""
+    """Return `9.8 GiB`, `512 MiB` or `not measured`."""
     if count is None:
         return "not measured"
     sign, size = ("-" if count < 0 else ""), abs(count)
@@ -22,12 +22,12 @@ def format_bytes(count: int | float | None) -> str:
 
 
 def gib(size: float) -> str:
-    """`22.7 GiB`; below 0.1 GiB in MiB."""
+    """Return `22.7 GiB`, or MiB below 0.1 GiB."""
     return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"
 
 
 def parse_bytes(text: str) -> int:
-    """Read `22.1GiB`, `24 GB` or `1024` as bytes. Raises ValueError for anything else."""
+    """Parse `22.1GiB`, `24 GB` or `1024`. Raises ValueError."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"'{text}' is not a size; write for example 22.1GiB")
@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """`42 s`, `3 min 05 s`, `2 h 10 min`; `unknown` for None."""
+    """Return `42 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds is None:
         return "unknown"
     whole = round(seconds)
@@ -47,7 +47,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_count(count: int | float | None) -> str:
-    """`1,234`, `12.3k`, `4.5M`, `8.0B`; `unknown` for None."""
+    """Return `1,234`, `12.3k`, `4.5M` or `8.0B`."""
     if count is None:
         return "unknown"
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
@@ -57,5 +57,5 @@ def format_count(count: int | float | None) -> str:
 
 
 def format_measured(value: float | None, form: str = ".4f") -> str:
-    """A value in a form of Python's; `not measured` for None."""
+    """Return a formatted value or `not measured`."""
     return "not measured" if value is None else format(value, form)

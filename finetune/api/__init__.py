@@ -1,1 +1,1 @@
-"""What `import finetune` offers to other programs: forecasts and memory techniques for plain TRL and transformers trainers."""
+"""The library behind `import finetune`."""

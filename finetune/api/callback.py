@@ -1,4 +1,4 @@
-"""`MemoryCallback`: a trainer refuses a step that can't fit, shows forecast beside measured, and explains out of memory."""
+"""`MemoryCallback`: forecast and measured memory of a trainer."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ from finetune.errors import DoesNotFit
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
 
-#: Steps after which peaks are those of a usual step: the second has the optimizer's states.
+#: Steps before the peak is read: the optimizer allocates its states at the end of the first.
 _MEASURED_AFTER = 2
 
 
 class MemoryCallback(TrainerCallback):
-    """Forecast before the first step, shown beside the measurement: `trainer.add_callback(finetune.MemoryCallback(trainer))`.
+    """Refuse a step that can't fit, and print the forecast beside the measured memory.
 
-    `gpu`: as for `finetune.fits`. Where even the lower end of the forecast exceeds the free memory, training raises DoesNotFit
-    before its first step; `refuse=False` only says so. `fit`, `measured_bytes` and `error` (allocated: measured / forecast - 1)
-    stay readable. Messages go to stderr, from the first process only.
+    `trainer.add_callback(finetune.MemoryCallback(trainer))`. `gpu` as in `finetune.fits`; `refuse=False` only prints.
     """
 
     def __init__(self, trainer: Any, gpu: str | None = None, *, refuse: bool = True) -> None:
         self._trainer, self._gpu, self._refuse = trainer, gpu, refuse
         self._first_step = 0
+        #: The forecast, from the start of training on.
         self.fit: Fit | None = None
+        #: Peak of allocated memory in the first two steps.
         self.measured_bytes: int | None = None
 
     @property
     def error(self) -> float | None:
-        """What training allocated beside the forecast; None before the second step and on a CPU."""
+        """Return measured / forecast - 1; None before the second step and on a CPU."""
         if self.fit is None or self.measured_bytes is None:
             return None
         return self.measured_bytes / self.fit.forecast.peaks["train"] - 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forecast the step. Raises DoesNotFit."""
-        self._first_step = state.global_step
+        """Forecast the first step. Raises DoesNotFit."""
+        self._first_step = state.global_step  # not 0 when training resumes
         self.fit = fit = fits(self._trainer, self._gpu)
-        if fit.verdict == Verdict.NO_FIT and self._refuse:
+        if fit.verdict == Verdict.NO_FIT and self._refuse:  # the likely peak exceeds the free memory
             raise DoesNotFit([str(fit)], f"{_memory_advice(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
         self._say(state, f"forecast {fit}")
         self._explain_out_of_memory()
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # loading may have peaked higher than a step
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the explanation back."""
+        # `_explain_out_of_memory` shadows the class's method with an attribute
         vars(self._trainer).pop("training_step", None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After two steps: allocated memory beside its forecast."""
         if state.global_step - self._first_step != _MEASURED_AFTER or self.fit is None or not torch.cuda.is_available():
             return
         self.measured_bytes = torch.cuda.max_memory_allocated()
@@ -81,6 +80,7 @@ class MemoryCallback(TrainerCallback):
         if not torch.cuda.is_available():
             return f"out of memory; the step was forecast to allocate {forecast}. {advice}"
         free, total = torch.cuda.mem_get_info()
+        # mem_get_info can't tell the CUDA context from other processes
         others = format_bytes(total - free - torch.cuda.memory_reserved())
         allocated = format_bytes(torch.cuda.memory_allocated())
         return (
@@ -97,7 +97,7 @@ def _memory_advice(args: Any) -> str:
     if not args.activation_checkpointing:
         return "Set activation_checkpointing=True"
     rows = args.per_device_train_batch_size
-    if rows > 1:  # the same effective batch
+    if rows > 1:  # the effective batch stays: the micro-batch's smallest divisor moves to gradient accumulation
         factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)
         steps = args.gradient_accumulation_steps * factor
         return f"Set per_device_train_batch_size={rows // factor} and gradient_accumulation_steps={steps}"

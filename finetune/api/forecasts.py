@@ -1,4 +1,4 @@
-"""`fits` and `forecast`: the memory of a trainer's own step on a GPU, before it trains."""
+"""`fits` and `forecast`: the memory of a trainer's step on a GPU, before training."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a training step fits a GPU. True where it does: `if not finetune.fits(trainer): ...`.
-
-    `budget_bytes`: free memory of `gpu`. `forecast`: peaks by part, phase and layer; lower end, likely peak and upper end.
-    """
+    """Whether a training step fits a GPU; true if it does: `if not finetune.fits(trainer): ...`."""
 
     gpu: str
     verdict: Verdict
+    #: Free memory of the GPU.
     budget_bytes: int
+    #: Bytes by part, phase and layer, and the whole GPU's lower end, likely peak and upper end.
     forecast: Forecast
 
     def __bool__(self) -> bool:
@@ -46,10 +45,9 @@ class Fit:
 
 
 def fits(trainer: Any, gpu: str | None = None) -> Fit:
-    """Whether `trainer` (TRL's or transformers') can train its longest rows on `gpu`, by a dry run of the trainer's step.
+    """Forecast a TRL or transformers trainer with its longest rows, without opening a GPU.
 
-    `gpu`: this machine's by default, `cpu`, or a name of the catalogue (`finetune doctor` lists them). Nothing of the trainer
-    is changed and no GPU is opened. Raises a FinetuneError for an unknown GPU, or a step that needs the values of tensors.
+    `gpu`: None for this machine's, `cpu`, or a catalogue name (`finetune doctor` lists them). Raises a FinetuneError.
     """
     card = find_card(gpu or "auto")
     forecast = forecast_trainer(trainer, card)
@@ -65,10 +63,9 @@ def forecast(
     tokens: int | None = None,
     gpu: str | None = None,
 ) -> Forecast:
-    """The forecast of TRL's SFTTrainer for `model` with these `args` (SFTConfig), without a dataset.
+    """Forecast TRL's SFTTrainer without a dataset: `finetune.forecast("Qwen/Qwen3-8B", args, tokens=4096).peak_bytes`.
 
-    `model`: a transformers model or a PeftModel, with weights or on meta, or the name of a model whose configuration is read.
-    `rows` (per_device_train_batch_size) of `tokens` (max_length) each. `gpu`: as for `fits`. Nothing that is given is changed.
+    `args`: an SFTConfig; `rows` and `tokens` replace its `per_device_train_batch_size` and `max_length`. `gpu` as in `fits`.
     Raises a FinetuneError.
     """
     from finetune.api.trainer_step import sft_trainer
@@ -82,10 +79,11 @@ def forecast(
 
 
 def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, tokens: int | None = None) -> Forecast:
-    """The forecast of `trainer`'s step on `card`, with its longest rows, or `rows` of `tokens` each."""
+    """Forecast the longest rows, or `rows` of `tokens` tokens."""
     from finetune.api.trainer_step import largest_batch, simulate_trainer
 
     _refuse_what_is_not_simulated(trainer)
+    # the kernels, and so their workspaces, depend on the capability
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     rows = rows or trainer.args.per_device_train_batch_size
     with warnings.catch_warnings(action="ignore"):
@@ -95,13 +93,14 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     run = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
     trace = None if card.is_cpu else simulation.trace()
+    # even=False: only a planned run packs all micro-batches to one length
     return forecast_of(run, card, replay(trace, expandable=expandable_segments()) if trace else None, even=False)
 
 
 def _refuse_what_is_not_simulated(trainer: Any) -> None:
-    """Raise RecipeError where the trainer would do something that its dry run does not."""
     args = trainer.args
     settings = {
+        # only TRL's arguments have it
         "activation_offloading": getattr(args, "activation_offloading", False), "torch_compile": args.torch_compile,
         "use_liger_kernel": args.use_liger_kernel, "fsdp": bool(args.fsdp), "deepspeed": bool(args.deepspeed),
         "auto_find_batch_size": args.auto_find_batch_size,

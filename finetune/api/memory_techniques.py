@@ -1,4 +1,4 @@
-"""`lean` and `offload_layers`: this project's memory techniques on a model that another program has loaded."""
+"""`lean` and `offload_layers`: memory techniques for a loaded model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
 
 
 def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
-    """Let a model's layers save about half the bytes for the backward pass, with the same gradients up to rounding, in place.
+    """Save about half the bytes for the backward pass; gradients change only by rounding.
 
-    `model`: a transformers model or a PeftModel of one, with its adapters. `enabled=False` takes it back. Returns the lean
-    parts of each decoder layer, in words. Raises RecipeError for a model without decoder layers.
+    Changes the model in place, `enabled=False` reverts it. Returns a summary of each decoder layer. Raises RecipeError
+    for a model without decoder layers.
     """
     layers = _decoder_layers(model)
     (make_lean if enabled else undo_lean)([*layers, *outside_layers(model)])
@@ -22,10 +22,9 @@ def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
 
 
 def offload_layers(model: torch.nn.Module, count: int | None = None) -> LayerOffloading:
-    """Move the frozen weights of `count` decoder layers (all by default) to pinned host memory; two are on the GPU at a time.
+    """Offload the frozen weights of `count` decoder layers (default: all) to pinned host memory; losses stay bit-identical.
 
-    `model`: on its GPU, with its adapters. Every offloaded layer needs gradient checkpointing, on already or turned on by the
-    trainer. Losses and gradients stay the same to the bit. Raises RecipeError for a model that it does not work with.
+    The model is on the GPU with its adapters, and trains with gradient checkpointing. Raises RecipeError.
     """
     layers = _decoder_layers(model)
     if count is not None and not 0 < count <= len(layers):
@@ -33,7 +32,7 @@ def offload_layers(model: torch.nn.Module, count: int | None = None) -> LayerOff
     device = next(model.parameters()).device
     if device.type == "cpu" and torch.cuda.is_available():
         raise RecipeError("the model is still on the CPU", "Move it to the GPU first: model.to('cuda').")
-    return offload_loaded(model, count)
+    return offload_loaded(model, count)  # keeps buffers of two layers on the GPU
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""`plan`: every setting of a run for a GPU, with its reason, and its forecast; the recipe's settings as keywords."""
+"""`plan`: a run's settings for a GPU, each with its reason, and the forecast."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ if TYPE_CHECKING:
     from finetune.data.preparation import PreparedData
     from finetune.settings import Settings
 
-#: Settings that hooks around each step or several processes do; plain TRL's trainer has neither.
+#: Settings that need this project's trainer, such as its hooks around each step.
 _NOT_IN_PLAIN_TRL = (
     "activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile", "trained_embedding_rows",
 )  # fmt: skip
 
 
 class Plan(plans.Plan):
-    """A plan that plain TRL can train."""
+    """A plan for plain TRL."""
 
     def to_trl(self, output_dir: str | None = None) -> dict[str, Any]:
-        """Arguments of TRL's SFTTrainer: `SFTTrainer(**plan.to_trl()).train()` has the losses of `finetune run`.
+        """Return arguments for `SFTTrainer(**plan.to_trl()).train()`, which has the losses of `finetune run`.
 
-        Loads the model with its adapter and the plan's memory techniques on the plan's GPU, and reads the rows, in the order of
-        the run. Epochs follow each other in one dataset, so that where rows don't divide by the batch a step at their border
-        has rows of both. Raises a FinetuneError, also for a plan that plain TRL can't train.
+        Loads model and rows. Raises a FinetuneError, also for a plan that plain TRL can't train.
         """
         import torch
         from transformers import set_seed
@@ -56,9 +54,10 @@ class Plan(plans.Plan):
             settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
             evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
         )  # fmt: skip
+        # all epochs are one dataset, in the run's order: a step between two epochs may have rows of both
         arguments |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
         arguments["max_steps"] = self.total_steps or arguments["max_steps"]
-        set_seed(settings.seed)
+        set_seed(settings.seed)  # before the adapters get their random values
         return {
             "model": _adapted(settings, on_cpu=self.card.is_cpu),
             "args": SFTConfig(**arguments),
@@ -71,18 +70,16 @@ class Plan(plans.Plan):
 
 
 def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **settings: Any) -> Plan:
-    """The fastest plan that fits: `finetune.plan("Qwen/Qwen3-8B", "rows.jsonl", gpu="rtx-4090", lora_r=16).settings`.
+    """Plan the fastest run that fits: `finetune.plan("Qwen/Qwen3-8B", "rows.jsonl", gpu="rtx-4090", lora_r=16).settings`.
 
-    `model`: a name of the hub or a path; its configuration and tokenizer are read. `dataset`: a path or a name of
-    the hub; without it, or where it is not here, rows are as long as max_length. `settings`: recipe settings. As
-    `finetune plan`, whose files `finetune.read_plan` reads. Raises a FinetuneError.
+    `model`, `dataset`: hub names or paths. Rows of a missing dataset have `max_length` tokens. Raises a FinetuneError.
     """
     recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": dataset or NO_DATASET}, "gpu": gpu, **settings})
     return _with_trl(plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows))
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file that `finetune plan --json > FILE` or a run has written. Raises a FinetuneError."""
+    """Read a plan from a run or from `finetune plan --json > FILE`. Raises a FinetuneError."""
     return _with_trl(plans.read_plan(Path(path)))
 
 
@@ -125,12 +122,12 @@ def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Datas
 
 
 def _callbacks(settings: Settings) -> list[Any]:
-    """Before the first step the adapters of a 4-bit model are fp32 again, which TRL has cast to bf16."""
     from transformers import TrainerCallback
 
     from finetune.model.adapters import prepare_for_training
 
     class MasterPrecision(TrainerCallback):
+        # TRL's trainer casts the adapters of a 4-bit model to bf16 when it is made
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             prepare_for_training(model, settings)
 

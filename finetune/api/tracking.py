@@ -1,4 +1,4 @@
-"""`track`: which tensors take the memory of any code, on real or fake tensors, on a CPU or a GPU."""
+"""`track`: memory of any code's tensors, real or fake."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from finetune.units import format_bytes
 
 
 class MemoryTracker(StorageTracker):
-    """Live and peak bytes of tensors made inside `track()` and of the tensors it was given, rounded up to torch's blocks."""
+    """Live and peak bytes of tensors, rounded up to the blocks of torch's allocator."""
 
     @property
     def peak_bytes(self) -> int:
-        """The highest sum of live tensors so far."""
         return max((peak.total_bytes for peak in self.peaks.values()), default=0)
 
     @property
     def peaks_by_phase(self) -> dict[str, int]:
-        """The highest sum of each phase; `tracker.phase = "backward"` begins one."""
+        """Return peak bytes by phase; `memory.phase = "backward"` starts one."""
         highest: Counter[str] = Counter()
         for (phase, _), peak in self.peaks.items():
             highest[phase] = max(highest[phase], peak.total_bytes)
@@ -35,17 +34,16 @@ class MemoryTracker(StorageTracker):
 
 @contextmanager
 def track(model: torch.nn.Module | None = None, *, phase: str = "all") -> Iterator[MemoryTracker]:
-    """Track the memory of what runs inside: `with finetune.track(model) as memory: ...; memory.peak_bytes`.
+    """Track tensors: `with finetune.track(model) as memory: ...; memory.peak_bytes`.
 
-    `model`: its parameters, buffers and gradients exist already and are counted, too. With a model the peaks name the running
-    layer. Counts tensors, not what libraries allocate beside them; the peak lacks the CUDA context and cuBLAS's workspaces.
+    `model`: also count its tensors. Excludes the CUDA context and cuBLAS workspaces.
     """
     tracker = MemoryTracker()
     tracker.phase, tracker.part = phase, "activations"
     for tensor in _tensors_of(model) if model is not None else ():
         with tracker.tagging("weights"):
             tracker.track(tensor)
-    tracker.record()
+    tracker.record()  # a peak even if the block allocates nothing
     with tracker:
         yield tracker
 

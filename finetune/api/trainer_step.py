@@ -1,4 +1,4 @@
-"""A trainer's own step on fake tensors: its model, collator, loss and optimizer, for the longest rows of its dataset."""
+"""Dry run of a trainer's own model, collator, loss and optimizer on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ from finetune.model.padding import without_mask
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The collated micro-batch of the longest rows: shape and type of each tensor, other values unchanged.
+    """The collated micro-batch of the longest rows."""
 
-    `trained_tokens`: labels that count in the loss. `padded`: batches of this size may have an attention mask.
-    """
-
+    #: Only shape and dtype of tensors are simulated.
     inputs: dict[str, Any]
+    #: Labels that count in the loss.
     trained_tokens: int
+    #: Whether a batch of this size may have an attention mask.
     padded: bool
 
 
 def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = None) -> LargestBatch:
-    """The `rows` longest rows, as the trainer's collator makes them; with `tokens` they are that long instead.
-
-    Raises RecipeError for rows without a length.
-    """
+    """Collate the longest rows, or rows of `tokens` tokens. Raises RecipeError."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise RecipeError(
             "the dataset is streamed, so its longest rows are not known", "Give tokens=, or a dataset with a length."
@@ -50,14 +47,14 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
     inputs = dict(collator(examples))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     tokens_in_all = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    # the loss shifts labels by one, and ignores -100
     trained = tokens_in_all if labels is None else int((labels[..., 1:] != -100).sum())
     uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then some batch of this size has a mask
     return LargestBatch(inputs, trained, mask is not None and uneven)
 
 
 def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The row with `tokens` tokens: each list with one value per token is repeated or cut."""
-    length = len(row["input_ids"])
+    length = len(row["input_ids"])  # lists of this length have one value per token
     return {
         name: (list(value) * -(-tokens // length))[:tokens] if isinstance(value, list) and len(value) == length else value
         for name, value in row.items()
@@ -65,7 +62,7 @@ def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
-    """TRL's trainer for a copy of `model` without weights, or of the named model, with one row of `tokens` tokens."""
+    """Return TRL's trainer for a copy of the model on meta and one row."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTTrainer
@@ -73,12 +70,11 @@ def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
     from finetune.bundled import model_path
 
     class OnMeta(type(args)):  # type: ignore[misc]
-        """The arguments of a trainer that leaves its model where it is, as TrainingArguments documents it."""
-
+        # leaves the model on meta; TrainingArguments documents the override
         place_model_on_device = False
 
     args = copy.copy(args)
-    args.__class__ = OnMeta
+    args.__class__ = OnMeta  # a new instance would run __post_init__ again
     args.report_to, args.eval_strategy, args.do_eval = [], "no", False
     row = Dataset.from_dict({"input_ids": [[0] * tokens]})
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
@@ -103,10 +99,7 @@ def _on_meta(name: str, args: Any) -> Any:
 
 
 def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability | None) -> Simulation:
-    """One optimizer step of `trainer`, and an evaluation where it has one, on a GPU of this compute capability; None: the CPU.
-
-    The trainer and its model are not changed.
-    """
+    """Simulate an optimizer step, on the CPU without a `capability`; the trainer stays unchanged."""
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
@@ -124,7 +117,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
 
 
 def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[Any, ...], _named: dict[str, Any]) -> Any:
-    """The value that is read of a fake tensor, such as a count for a metric: 1."""
+    # a fake tensor has no value: TRL's loss reads counts for its metrics, which decide no allocation
     dtype = arguments[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
@@ -133,7 +126,7 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = model
     shadow.optimizer = shadow.lr_scheduler = None
-    if "_metrics" in vars(trainer):
+    if "_metrics" in vars(trainer):  # TRL's loss appends to these lists, which the trainer would log
         vars(shadow)["_metrics"] = copy.deepcopy(vars(trainer)["_metrics"])
     return shadow
 
@@ -153,6 +146,7 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
 def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
     args = shadow.args
     model.train()
+    # transformers enables it in `train`, which the dry run does not call
     _enable_checkpointing(model, args)
     optimizer = shadow.create_optimizer()
     for group in optimizer.param_groups:
@@ -174,7 +168,7 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
 
 
 class _Copies(dict[int, Any]):
-    """What `copy.deepcopy` takes for an object, by its id."""
+    """Memo of `copy.deepcopy`: object id to copy."""
 
     def __init__(self, *, device: str = "cpu", keep_meta: bool = False) -> None:
         super().__init__()
@@ -186,10 +180,8 @@ class _Copies(dict[int, Any]):
 
 
 def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Module:
-    """A deep copy of `model` whose tensors are made inside the tracker's fake tensors, tagged as weights or adapters.
-
-    `model` itself is not changed. Tensors on meta (offloaded weights) stay there, unless all are: a model without weights.
-    """
+    """Copy a model to fake tensors, tagged as weights or adapters."""
+    # weights on meta are offloaded and stay there, unless all are on meta: then the model was built without weights
     copies = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
     tracker.recording.begin("load")
     has_adapters = any("lora_" in name for name, _ in model.named_parameters())
@@ -206,7 +198,7 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
 
 
 def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy of `model` without weights."""
+    """Copy a model without its weights."""
     copies = _Copies(device="meta")
     for parameter in model.parameters():
         _copy_parameter(parameter, copies)
@@ -214,6 +206,7 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
+    # buffers, and tensors in attributes such as the QuantState of a 4-bit weight, must not be copied with their bytes
     parameters = list(model.parameters())
     for buffer in model.buffers():
         _copy_tensor(buffer, copies)

@@ -1,4 +1,4 @@
-"""The command line. Every command that reports has --json; errors fit one screen, with a fix and without traceback."""
+"""The command line; every report has `--json`, every error a fix."""
 
 from finetune.cli.entry import main, process
 

@@ -1,4 +1,4 @@
-"""The table of commands with their options. A command's module is imported when it runs, so that help and errors are quick."""
+"""Table of commands and their options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from finetune.errors import exit_code_causes
 
+# pretty_exceptions_enable: `entry` prints errors itself
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
@@ -23,24 +24,24 @@ def command(
     group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
     hidden_alias: str = "",
 ) -> None:  # fmt: skip
-    """Register a command. `function`: MODULE.NAME in finetune.cli; it gets the parameters by name.
-
-    If it takes `alone`, it gets that, too: whether this process runs nothing else.
-    """
+    """Register a command. `function`: MODULE.NAME in finetune.cli."""
 
     def call(context: typer.Context, **options: Any) -> Any:
+        # imported when the command runs: --help and wrong usage import no torch
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
         taken = signature(run).parameters
         if "alone" in taken:
-            options["alone"] = bool(context.obj)
+            options["alone"] = bool(context.obj)  # from `entry.main`: the process runs nothing else
         if "base_folder" not in taken and (folder := options.pop("base_folder", None)):
             from finetune.run import directory, fingerprint
 
+            # saved in the run, so that the command and later ones find the base
             fingerprint.find_base(directory.open_run(options["source"]), folder)
         return run(**options)
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    # typer reads options from the signature, and gives --no-NAME to each bool without flags
     call.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
     text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
     epilog = "Exit codes of all commands:  finetune --help"
@@ -50,12 +51,12 @@ def command(
 
 
 def argument(name: str, metavar: str, text: str, default: Any = None, kind: Any = str) -> Parameter:
-    """Return a positional argument; `...` as default makes it required."""
+    """Return a positional argument; `...` means required."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=typer.Argument(default, metavar=metavar, help=text), annotation=kind)
 
 
 def option(name: str, text: str, default: Any = None, kind: Any = str, flags: tuple[str, ...] = (), **rules: Any) -> Parameter:
-    """Return an option; its flag is --NAME without `flags`, and --no-NAME exists for a bool."""
+    """Return an option, by default --NAME."""
     value = typer.Option(default, *flags, help=text, **rules)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
 
@@ -70,6 +71,7 @@ def output(text: str) -> Parameter:
     return option("output", text, flags=("--output", "-o"))
 
 
+#: Groups of commands in --help.
 START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
 OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe's; the last one counts.", [], list[str])
 MODEL = option("model", "Train this model: hub id, name or folder.")
@@ -84,6 +86,7 @@ RUN = [argument("source", "RUN", RUN_TEXT, "latest"), JSON]
 BASE = option("base_folder", "Folder of the base model, if it has moved; the run remembers it.", flags=("--model",))
 
 # fmt: off
+# --help lists the commands in this order
 command(
     START, "run", "run.run_recipe", "Plan, check, train and watch a run.",
     [
@@ -154,6 +157,7 @@ command(
 command(
     START, "ui", "ui.start_page", "Start the web page and print its link.",
     [
+        # 127.0.0.1: other machines can't reach the page unless asked
         option("host", "Address to listen on; always needs the token.", "127.0.0.1"),
         option("port", "Port, or the next free one; 0 is any.", 7860, int),
         option("runs", "Folder with the runs.", "runs"),
@@ -183,7 +187,7 @@ command(
         flag("now", "End it immediately, without a checkpoint."),
         flag("every", "Pause all running runs.", "--all"),
     ],
-    "The run writes a checkpoint and frees the card.", "pause latest", "pause --all", hidden_alias="stop"
+    "The run writes a checkpoint and frees the card.", "pause latest", "pause --all", hidden_alias="stop"  # former name
 )
 command(
     RUNS, "finish", "run.finish_run", "End a run after its step; its best step is the result.", RUN,

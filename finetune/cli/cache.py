@@ -1,4 +1,4 @@
-"""`finetune cache`: the size of tokenised rows, pictures and quantised models on disk, and their deletion."""
+"""`finetune cache`: size and deletion of cached data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.units import format_bytes
 
 
 def use_cache(verb: str, *, as_json: bool) -> None:
-    """Show or clear tokenised rows, pictures and quantised models. Raises DiskFull if they can't be deleted."""
+    """Show or clear the caches. Raises DiskFull."""
     if verb not in ("list", "clear"):
         raise CommandError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
     from finetune.data.pictures.sizes import pictures_folder
@@ -21,6 +21,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     from finetune.layers import quantised_files
 
     rows, pictures, models = cache_folder(), pictures_folder(), quantised_files.folder()
+    # measured before they are cleared: the report says what was deleted
     entries = [entry for entry in rows.iterdir() if entry.is_dir()] if rows.is_dir() else []
     rows_bytes, pictures_bytes = (
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in (rows, pictures)
@@ -32,6 +33,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
             for entry in entries:
                 shutil.rmtree(entry)
             quantised_files.clear()
+            # the folder exists only once a dataset had pictures
             shutil.rmtree(pictures, ignore_errors=not pictures.exists())
         except OSError as error:
             raise DiskFull(f"{error.filename or rows} can't be deleted: {error.strerror}", "Check its permissions.") from None

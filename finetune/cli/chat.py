@@ -1,4 +1,4 @@
-"""`finetune chat`: questions in the terminal, answered by a run's tuned model, its base, or both."""
+"""`finetune chat`: chat with tuned and base model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def chat_command(
     source: str, *, base: bool, both: bool, prompt: str | None, system: str | None, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, as_json: bool, tools_file: str | None = None,
 ) -> None:  # fmt: skip
-    """Answer `prompt`, or chat until Ctrl-D or `exit`, with the tuned model, its base, or with `both` from the same seed.
-
-    `tools_file`: JSON with the tools that the models may call.
-    """
+    """Answer `prompt`, or chat until Ctrl-D or `exit`."""
     models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
@@ -44,6 +41,7 @@ def chat_command(
     answerer = _loaded(open_run(source), models, tools, max_new_tokens, as_json=as_json)
     from finetune.model.generate import Sampling
 
+    # one seed for both models, so that only the weights differ
     sampling = Sampling(temperature, top_p, seed)
     chat = _Chat(answerer, models, tools, sampling, max_new_tokens, system, as_json, is_interactive=prompt is None)
     if prompt is not None:
@@ -57,7 +55,7 @@ def chat_command(
 
 
 def read_tools_file(path: str | None) -> Tools:
-    """The tools in a JSON file, as in the rows of a dataset. Raises CommandError."""
+    """Read tools as in the rows of a dataset. Raises CommandError."""
     from finetune.data.checks import BadRow
     from finetune.data.tool_calls import read_tools
     from finetune.files import parse_json
@@ -76,6 +74,7 @@ def read_tools_file(path: str | None) -> Tools:
 def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
+        # before the imports: bitsandbytes opens CUDA in its import
         restrict_visible_devices(run)
         from finetune.evaluate.answerer import Answerer
         from finetune.evaluate.kv_cache import chat_memory
@@ -106,9 +105,11 @@ class _Chat:
     system: str | None
     as_json: bool
     is_interactive: bool
-    #: Go with the next message.
+    #: Sent with the next message.
     pictures: list[PictureSource] = field(default_factory=list)
+    #: All pictures of the conversation, in order.
     sent_pictures: list[PictureSource] = field(default_factory=list)
+    #: Messages by model: a model continues only from answers that it wrote.
     turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def ask(self, question: str) -> None:
@@ -148,7 +149,7 @@ class _Chat:
         rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
         err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
         if reply.stopped and not self.is_interactive:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # the exit code of an interrupted command
 
     def add_picture(self, path: Path) -> None:
         try:
@@ -158,7 +159,7 @@ class _Chat:
             note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, goes with the next message"
         except BadPicture as error:
             note = f"{path} {error} Give a picture's file:  /image PATH"
-        except CommandError as error:
+        except CommandError as error:  # a note: the chat goes on
             note = " ".join([*error.problems, error.fix]).strip()
         if not self.as_json:
             err.print(f"[dim]{escape(note)}[/]")
@@ -174,17 +175,16 @@ class _PiecePrinter:
         if self._in_thought and not is_thought:
             print("\n")
         self._in_thought = is_thought
-        text = printable(piece)
+        text = printable(piece)  # a model may write escape sequences
         out.print(f"[dim]{escape(text)}[/]" if is_thought else escape(text), end="", soft_wrap=True, highlight=False)
 
 
 @contextlib.contextmanager
 def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C was pressed: it stops this answer, a second one the command."""
     pressed: list[bool] = []
 
     def press(*_: Any) -> None:
-        if pressed:
+        if pressed:  # the second Ctrl-C ends the command
             raise KeyboardInterrupt
         pressed.append(True)
 
@@ -198,6 +198,7 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
 def _questions() -> Any:
     if sys.stdin is None:  # closed by whoever started this
         return
+    # a pasted byte that is not UTF-8 must not end the chat
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     if sys.stdin.isatty():
         out.print("[dim]exit, or Ctrl-D, ends the chat[/]")

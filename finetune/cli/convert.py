@@ -19,13 +19,14 @@ from finetune.recipe.foreign import KeyReport, short
 def convert_file(
     source: str, overrides: list[str], *, model: str | None, data: str | None, output: str | None, as_json: bool
 ) -> None:
-    """Print the recipe, or write it to `output`; says on standard error what became of each key."""
+    """Print or write a recipe, and report each key."""
     recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))
+    # stdout has the recipe alone, for a pipe
     text, tool = write_recipe(recipe), read.tool.name
     carried, not_carried = read.with_outcome("carried over"), read.with_outcome("not carried over")
     unneeded = read.with_outcome("no effect")
     if output is not None:
-        write_output(Path(output), text, new=True)
+        write_output(Path(output), text, new=True)  # an edited recipe is never overwritten
     if as_json:
         keys = [asdict(key) for key in (*carried, *not_carried, *unneeded)]
         print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})

@@ -1,4 +1,4 @@
-"""`finetune data`: the rows, tokens and labels of a recipe, without training."""
+"""`finetune data`: rows, tokens and labels of a recipe."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ def show_data(
     source: str | None, overrides: list[str], *, as_json: bool, model: str | None = None, data: str | None = None,
     alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print rows read, used and refused, token lengths, share of trained tokens, and the first example as the model sees it.
-
-    Returns 4 if a run would refuse the data, else 0.
-    """
+    """Print statistics of the rows, and the first example."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
+    # importing torch takes longer than reading a million prepared rows, but code of the hub may need torch
     if alone and not recipe.trust_remote_code:
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
@@ -42,7 +40,7 @@ def show_data(
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
         prepared = selected.prepared()
-    refused = None
+    refused = None  # printed last: the statistics help to correct the data
     try:
         selected.raise_problems()
     except DataError as error:
@@ -81,7 +79,7 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
     shown = Text()
     for text, trained in segments:
-        text = with_counts(text)
+        text = with_counts(text)  # a picture's tokens are one token, repeated hundreds of times
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
         shown.append(f"{opening}{text}{closing}", style="black on green" if trained else "dim")
     out.print(shown)
@@ -91,7 +89,7 @@ def _print_report(title: str, report: Any, refused: DataError | None) -> None:
     out.print(f"[bold]{title}[/] ({report.format})")
     if report.columns:
         read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
-        out.print(f"columns: {read}", markup=False)
+        out.print(f"columns: {read}", markup=False)  # names and rows may have brackets, which rich reads as styles
     out.print(report.account(), markup=False)
     share = "none" if report.trained_token_share is None else f"{report.trained_token_share:.1%}"
     rows = [

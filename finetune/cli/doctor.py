@@ -1,4 +1,4 @@
-"""`finetune doctor`: checks of this machine, each with a fix."""
+"""`finetune doctor`: checks of this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ def show_doctor(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool = False,
     share: bool = False, as_json: bool,
 ) -> int:  # fmt: skip
-    """Check the machine, and the needs of a recipe if one is given. Returns 1 if a check fails, else 0.
-
-    `measure`: measure its rates instead. `share`: print measurements of earlier runs instead. Raises FinetuneError without any.
-    """
+    """Check the machine, `measure` its rates, or `share` earlier measurements."""
     if share:
         _print_measurements(as_json=as_json)
         return 0
@@ -65,6 +62,7 @@ def _print_measurements(*, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
+    # csv writes \r\n by default
     table = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
     table.writeheader()
     table.writerows(rows)

@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and turns its errors into a message and an exit code."""
+"""Entry point of the command line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 
 def process() -> int:
-    """Run one command; the entry point of `finetune`."""
+    """Run the command `finetune`."""
     keep_private()
     raise_gc_thresholds()
+    # before torch is imported, which reads the variable once
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
@@ -38,7 +39,7 @@ def process() -> int:
 
 
 def main(*, alone: bool = False) -> int:
-    """Run a command and return its exit code; an error becomes a message. `alone`: the process runs nothing else."""
+    """Return a command's exit code. `alone`: the process runs nothing else."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
     try:
@@ -66,7 +67,7 @@ def main(*, alone: bool = False) -> int:
 
 
 def _closed_pipe() -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's flush at exit would fail again
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`finetune eval`: the tuned model compared with the base model, on rows or on tasks of lm-evaluation-harness."""
+"""`finetune eval`: scores of tuned and base model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scorers import Scorer
 
-#: Orders of the shown rows.
+#: Values of --show, and their words.
 ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
@@ -31,7 +31,7 @@ def evaluate_run(
     source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
     pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, tasks: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Score a run on rows, on tasks of lm-evaluation-harness, or by format of the base's weights."""
+    """Score a run on rows, on tasks, or by format of the base."""
     if tasks is not None:
         of_rows = {
             "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
@@ -56,13 +56,13 @@ def show_scores(
     source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer | None, show: str, examples: int,
     as_json: bool, forgetting: bool = False, probe: bool = False,
 ) -> None:  # fmt: skip
-    """Score base and tuned model on held-out rows, on a file, or with `forgetting` on the rows of the run it continued."""
+    """Print scores on held-out rows, a file, or an earlier run's rows."""
     if show not in ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(ORDERS)}.")
     if forgetting and data is not None:
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
-    restrict_visible_devices(run)
+    restrict_visible_devices(run)  # before the imports: bitsandbytes opens CUDA in its import
     from finetune.evaluate.answerer import answerer_loader
     from finetune.evaluate.forgetting import measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
@@ -70,9 +70,11 @@ def show_scores(
     copies = read_plan(run.plan).layer_copies
     if copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
+    # on stderr, so also beside JSON: scoring takes minutes
     with show_progress(quiet=False) as progress:
         load = answerer_loader(run, last, progress)
         result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=progress)
+        # --data and --forgetting ask about certain rows only
         probe = probe and data is None and not forgetting
         losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []
         no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
@@ -88,6 +90,7 @@ def show_scores(
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
     if result.score_because:
         out.print(f"[dim]score: {result.score}, for {result.score_because}; another: --score NAME[/]")
+    # --forgetting compares with the adapter that the run continued, not with the base
     names = ("before", "now") if result.against_adapter else ("base", "tuned")
     _print_warnings(result, no_call, names)
     _print_measures(result, names)

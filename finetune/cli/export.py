@@ -1,4 +1,4 @@
-"""`finetune export`, `merge` and `push`: the tuned model as a file of another program, as one model, and on the hub."""
+"""`finetune export`, `merge` and `push`: the tuned model for other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.units import format_bytes, parse_bytes
 def export_run(
     source: str, *, to: str, kind: str, llama_cpp: str, output: str | None, rows: int, data: str | None, as_json: bool
 ) -> None:
-    """Export a run's model and print its file, the comparison, and the commands for llama.cpp and Ollama."""
+    """Export a run to GGUF."""
     if to not in ("gguf", "gguf-adapter"):
         fix = "Use gguf or gguf-adapter; for a standard model folder: finetune merge RUN"
         raise CommandError(f"--to {to[:40]!r} is not known", fix)
@@ -33,7 +33,7 @@ def export_run(
     from finetune.export.parity import require_llama_cpp
 
     checkout = Path(llama_cpp).expanduser()
-    require_llama_cpp(checkout)
+    require_llama_cpp(checkout)  # before minutes of merging
     restrict_visible_devices(run)
     from finetune.export.gguf import export_gguf
 
@@ -59,7 +59,7 @@ def export_run(
 
 
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
-    """Merge a finished run's adapter and print the model's folder; with `check`, the changed answers of held-out rows."""
+    """Merge a run's adapter; `check`: compare answers of some rows."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.export.merge import merge
@@ -91,7 +91,7 @@ def _bytes(text: str | None) -> int | None:
         size = parse_bytes(text)
     except ValueError as error:
         raise CommandError(f"--max-shard-size: {error}", "For example --max-shard-size 5GB") from None
-    if size < 2**20:
+    if size < 2**20:  # the unit is missing, or the model would be thousands of files
         raise CommandError(f"--max-shard-size {text} is less than 1 MiB", "For example --max-shard-size 5GB")
     return size
 
@@ -100,9 +100,10 @@ def push_run(
     source: str, repo: str, *, adapter: bool, merged: bool, gguf: list[str], public: bool, update: bool, dry_run: bool,
     yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """List the files with their sizes, and send them when that is confirmed."""
+    """List the files, and push them once confirmed."""
     if adapter + merged + bool(gguf) > 1:
         raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Push each to a repository of its own.")
+    # a script must not wait for an answer; stdin is None if the parent closed the stream
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
         raise CommandError("nobody is there to confirm the push", "See the files with --dry-run, then add --yes.")
     from finetune.export.push import files_to_send, push

@@ -1,4 +1,4 @@
-"""`finetune runs show --memory`: peak memory by phase, forecast against measured."""
+"""`finetune runs show --memory`: peak memory by phase."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MEASURES = (
 
 
 def show_memory(source: str, *, as_json: bool) -> None:
-    """Print peaks by phase beside their forecast, and the files for PyTorch's memory viewer."""
+    """Print peaks, and files for PyTorch's memory viewer."""
     run = open_run(source)
     try:
         plan = adjusted_plan(run)
-    except RecipeError:
+    except RecipeError:  # a damaged plan: what was measured is shown anyway
         plan = None
     late = False
     if plan and plan.settings.record_memory_history and not plan.card.is_cpu and is_alive(run):
@@ -81,6 +81,7 @@ def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | Non
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
         phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None
+        # a retry changed the plan: earlier peaks belong to another forecast
         if phase is None or (event.time_s or 0) < since_s:
             continue
         measured = peaks.setdefault(phase, dict.fromkeys(_MEASURES))

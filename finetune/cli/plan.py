@@ -1,4 +1,4 @@
-"""`finetune plan`: verdict, memory, time, the main settings with reasons, other plans; with --why everything."""
+"""`finetune plan`: verdict, memory, time, settings and alternatives."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def show_plan(
     largest: str | None = None, images: str | None = None, why: bool = False, measure: bool = False, as_json: bool,
     alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe, or with the `largest` value of a setting the plan that fits. Returns the exit code."""
+    """Print a plan, with `largest` the largest that fits."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
-    if alone:
+    if alone:  # a dry run would open a CUDA context of 0.3 to 0.5 GiB
         hide_gpus()
     from finetune.card import find_card
     from finetune.planner.largest import plan_largest
@@ -67,7 +67,7 @@ def show_plan(
             cost = measure_recipe(recipe, progress, force=True)
 
         def show(plan: Plan) -> None:  # the alternatives take seconds to forecast
-            progress("")
+            progress("")  # the status line would be drawn over the plan
             lines.append(print_summary(noted(plan)))
 
         if largest:
@@ -100,6 +100,7 @@ def _free_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:
+        # nobody means four-digit numbers of bytes
         return parse_bytes(f"{text}GiB" if text.isdecimal() and len(text) <= 4 else text)
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
@@ -119,11 +120,12 @@ def _picture_sizes(text: str) -> Sizes:
 
 
 def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, without: bool) -> str:
-    """Return what to do after this plan. `arguments`: recipe, model and data as typed."""
+    """Return the next command. `arguments`: recipe, model and data as typed."""
     if plan.data_problem:
         return "First correct the data: see above"
     if plan.card.problem:
         return f"torch can't use this card. {plan.card.problem_fix}"
+    # a card of the catalogue is in another machine, which has to choose its GPU itself
     verb, changes, where = "run", ["gpu=auto"], " on that machine"
     if plan.verdict == Verdict.NO_FIT:
         if not (enough := _enough(plan)):
@@ -131,6 +133,7 @@ def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, with
         verb, changes, where = "plan", enough[0].override.split(), ""
     elif plan.card.source != "catalogue":
         changes, where = [], ""
+    # the last override of a setting counts
     last = {override.partition("=")[0]: shlex.quote(override) for override in [*overrides, *changes]}
     return " ".join([f"Next{where}: finetune {verb}", *arguments, *last.values(), *(["--data FILE"] if without else [])])
 
@@ -152,6 +155,7 @@ def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
     base, target = base_format_of(settings), settings.layer_offloading
     kind, every = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
     micro = "per_device_train_batch_size"
+    # 16-bit weights have no switch: their reason is at load_in_4bit
     yield "weights", base.label, base.setting or "load_in_4bit"
     yield "checkpointing", f"1 layer in {every}" if every > 1 else _CHECKPOINTING[kind], "activation_checkpointing"
     yield "micro-batch", f"{getattr(settings, micro)} x {settings.gradient_accumulation_steps}", micro
@@ -164,7 +168,7 @@ def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 def _shortened(reason: str, value: str, width: int) -> list[str]:
-    """Return the reason in one line, without its last clauses if necessary, else in two."""
+    # drops clauses from the end until the reason fits a line, else wraps it to two
     reason = (reason.startswith(value) and reason.partition(": ")[2]) or reason
     clauses = [reason, *(reason[: end.start()] for end in reversed(list(re.finditer(r"; |: | \([^()]*\)$", reason))))]
     line = next((text for text in clauses if len(text) <= width), "")

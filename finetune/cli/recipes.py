@@ -1,4 +1,4 @@
-"""`finetune recipes`: the shipped recipes, all settings, and the models of the catalogue."""
+"""`finetune recipes`: shipped recipes, settings and models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
-    """List, show or copy recipes, or list the settings or the models of the catalogue."""
+    """List, show or copy."""
     if verb in _LISTS:
         rows, show = _LISTS[verb]
         (print_json if as_json else show)(rows())
@@ -32,7 +32,7 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
         print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
         path = find_recipe(name)
-        write_output(Path(path.name), path.read_text(encoding="utf-8"), new=True)
+        write_output(Path(path.name), path.read_text(encoding="utf-8"), new=True)  # an edited copy is never overwritten
         out.print(f"{path.name} written; run it with: finetune run {path.name}")
     else:
         raise CommandError(
@@ -64,6 +64,7 @@ def _print_keys(rows: list[Row]) -> None:
 def _models() -> list[Row]:
     rows = []
     for name, entry in entries().items():
+        # multimodal models nest the values of their language model
         language_model = entry.config.get("text_config", entry.config)
         rows.append({
             "name": name, "family": entry.config["model_type"], "parameters": round(entry.parameters),

@@ -1,4 +1,4 @@
-"""Terminal output: errors, tables, status lines. Formatting only."""
+"""Errors, tables and status lines for a terminal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:  # an error of a recipe is printed without events
 
 
 class SafeConsole(Console):
-    """A console that shows control and bidirectional characters of whatever it prints escaped: only its own styles act."""
+    """A console that escapes control characters."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
+            # only the console's own styles may act on the terminal
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
@@ -41,15 +42,16 @@ _STATE_COLOURS = {
     "finished": "green", "running": "cyan", "starting": "cyan", "pausing": "yellow", "paused": "yellow",
     "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
-#: Of a verdict by its level, and the most lines of a plan's notes.
+#: Colours of verdicts, and the most lines of notes that a plan of 25 lines has room for.
 _COLOURS, _NOTE_LINES = {"ok": "green", "warn": "yellow"}, 3
-#: Seconds between two lines of the same count.
+#: Seconds between lines of the same count in a file.
 _REPEAT_S = 10.0
 
 
 def print_error(error: FinetuneError) -> None:
-    """Print the problems and the fix: all problems of a recipe, the first ones of the data."""
+    """Print the problems and the fix."""
     err.print(f"[bold red]{escape(error.title)}[/]")
+    # data may have a problem in every row, a recipe has few
     most = _MOST_ROWS if isinstance(error, DataError) else len(error.problems)
     for problem in error.problems[:most]:
         err.print(f"  {escape(problem)}")
@@ -60,7 +62,8 @@ def print_error(error: FinetuneError) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a file's text, escaped on a terminal."""
+    """Print a file's text."""
+    # a pipe gets the bytes unchanged
     print(printable(text) if sys.stdout.isatty() else text, end="")
 
 
@@ -76,24 +79,24 @@ def print_versions() -> None:
 
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[Progress]:
-    """Yields a callback that shows a message: one changing line on a terminal, nothing when `quiet`, else a line each, a count
-    every ten seconds. An empty message takes the line away, until the next one."""
+    """Yield a callback that shows a message on stderr."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
 
             def change(message: str) -> None:
-                if message:
+                if message:  # an empty message removes the line
                     status.update(f"[dim]{escape(message)} ...[/]")
                     status.start()
                 else:
-                    status.stop()
+                    status.stop()  # until the next message
 
             yield change
     else:
         printed_s: dict[str, float] = {}
 
+        # a log file gets a line for each message, but a count only every ten seconds
         def report(message: str) -> None:
             kind, now_s = message.partition(":")[0], time.monotonic()
             if message and now_s - printed_s.get(kind, -_REPEAT_S) >= _REPEAT_S:
@@ -104,7 +107,7 @@ def show_progress(quiet: bool) -> Iterator[Progress]:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A table in the project's one style; columns that start with '>' are right-aligned."""
+    """Return a table; columns that start with `>` are right-aligned."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):  # names stay whole, long text wraps
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
@@ -114,23 +117,23 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def step_line(step: Step, left_s: float | None) -> str:
-    """Return one step as a plain line of at most 80 columns. On a CPU, memory is the process's."""
+    """Return a step as a line of at most 80 columns."""
     shown = "-" if step.loss is None else f"{step.loss:.4f}"
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     memory = f"process {format_bytes(step.process_rss_bytes)} / {format_bytes(step.process_peak_rss_bytes)}"
-    if step.peak_allocated_bytes is not None:
+    if step.peak_allocated_bytes is not None:  # None on a CPU
         memory = f"card {format_bytes(step.allocated_bytes)} / {format_bytes(step.peak_allocated_bytes)}"
     left = "-" if left_s is None else format_seconds(left_s)
     return f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory}  left {left}"
 
 
 def state_text(state: str, style: str = "") -> Text:
-    """Return a run's state in its colour."""
+    """Return a coloured state."""
     return Text(state, f"{style} {_STATE_COLOURS.get(state, '')}")
 
 
 def print_summary(plan: Plan) -> int:
-    """Print whether the plan fits, its memory and its time. Returns the number of lines."""
+    """Print a plan in short, and return the number of lines."""
     from finetune.memory.forecast import LEAN  # here: an error of a recipe is printed without it
 
     card, forecast = plan.card, plan.forecast
@@ -150,12 +153,13 @@ def print_summary(plan: Plan) -> int:
             wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
             notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
         body += notes
+    # soft_wrap: wrapped above, so that the lines can be counted
     out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
     return len(head) + len(body)
 
 
 def _bar(forecast: Forecast, budget: int) -> str:
-    """Draw the likely peak, the interval above it, and free memory, to scale; `|` where a budget ends that is too small."""
+    # likely peak, interval above, and free memory, to scale; `|` marks a budget that is too small
     cells, whole = min(out.width, 79), max(forecast.peak_high_bytes, budget)
     likely, most, end = (round(cells * size / whole) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget))
     bar = "█" * likely + "▒" * (most - likely) + "·" * (cells - most)
@@ -185,5 +189,5 @@ def _time(plan: Plan, forecast: Forecast) -> str:
 
 
 def coloured(verdict: Verdict, text: str = "") -> str:
-    """Return `text`, or the verdict, in the verdict's colour."""
+    """Return `text` in the verdict's colour."""
     return f"[{_COLOURS.get(verdict.level, 'red')}]{text or verdict}[/]"

@@ -1,4 +1,4 @@
-"""`finetune run`, `resume`, `watch`, `pause` and `finish`: start, follow and end a run."""
+"""`finetune run`, `resume`, `watch`, `pause` and `finish`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
     from finetune.run.state import RunState
 
-#: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
+#: Seconds that the processes of an ended run get to free the GPU before a command returns.
 _EXIT_DEADLINE_S = 60
 _EXIT_OF = {"finished": FINISHED, Diverged.run_state: Diverged.exit_code}
 
@@ -44,10 +44,10 @@ def run_recipe(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool,
     measure: bool, alone: bool,
 ) -> int:  # fmt: skip
-    """Plan, create the run directory, start and follow the run. Returns the exit code."""
+    """Plan, start and follow a run."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
-    if alone:
+    if alone:  # a dry run would open a CUDA context of 0.3 to 0.5 GiB, which the run then lacks
         hide_gpus()
     from finetune.model.configuration import named_model
     from finetune.run.prepare import create_run, prepare
@@ -74,34 +74,37 @@ def run_recipe(
 
 
 def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as_json: bool) -> int:
-    """Resume a run and follow it; `overrides` are settings that don't affect the result. Returns the exit code."""
+    """Resume and follow a run."""
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
+    # `update_settings` refuses settings that affect the result
     if overrides := with_model_and_data(overrides, base_folder, None):
         changed = ", ".join(f"{name}={value}" for name, value in control.update_settings(run, overrides).items())
         if not as_json:
             out.print(f"from now on {escape(changed)}")
+    # events of earlier attempts are not printed again
     offset = run.events.stat().st_size if run.events.exists() else 0
     control.resume(run)
     return _follow(run, offset, as_json)
 
 
 def watch_run(source: str, *, as_json: bool) -> int:
-    """Follow a run; Ctrl-C ends only the watching. Returns the exit code."""
-    return _follow(open_run(source), 0, as_json, owner=False)
+    """Follow a run."""
+    return _follow(open_run(source), 0, as_json, owner=False)  # Ctrl-C does not pause the run
 
 
 def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: bool) -> None:
-    """Stop a run, or `every` run, after its step with a checkpoint, or `now` without one; wait for its processes to end."""
+    """Pause a run and wait; `now`: without a checkpoint."""
     runs = runs_from_here() if every else [open_run(source)]
+    # all are asked before the first wait: their steps end in parallel
     asked = [run for run in runs if control.stop(run)]
     if now:
-        time.sleep(0.3)  # two signals at once would be one
+        time.sleep(0.3)  # two pending signals arrive as one
         for run in asked:
             control.stop(run, now=True)
     for run in asked:
-        control.wait(run, deadline_s=300)
+        control.wait(run, deadline_s=300)  # for the step and its checkpoint
         state = read_state(run)
         if now or state.state != "paused" or as_json:
             _print_state(run, state, as_json)
@@ -115,7 +118,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
 
 
 def finish_run(source: str, *, as_json: bool) -> None:
-    """End a run after the current step, keep its best step, and wait for the end. Raises CommandError."""
+    """End a run after its step, and wait. Raises CommandError."""
     run = open_run(source)
     state = read_state(run)
     if state.state == "queued":
@@ -123,7 +126,7 @@ def finish_run(source: str, *, as_json: bool) -> None:
     if not control.finish(run):
         fix = "" if state.state == "finished" else f"Resume it first: finetune resume {run.path}"
         raise CommandError(f"{run.path} is not running: {state.state}", fix)
-    control.wait(run, deadline_s=3600)
+    control.wait(run, deadline_s=3600)  # an evaluation follows the step
     _print_state(run, read_state(run), as_json)
 
 
@@ -156,7 +159,7 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
-    """Show events until the run ends. Ctrl-C and SIGTERM pause the run if `owner`, else end the watching."""
+    # an owner's Ctrl-C or SIGTERM pauses the run, a watcher's ends the watching
     is_live = out.is_terminal and not as_json
     with caught_interrupts() as interrupts, out.status("starting") if is_live else nullcontext() as status:
         for event, left_s in _events(run, offset, interrupts, owner):
@@ -215,7 +218,7 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 
 def _show_event(event: events.Event, left_s: float | None, status: Status | None) -> None:
-    """Print an event; on a terminal a step changes the `status` line, elsewhere about twenty steps are a line each."""
+    # a terminal has one status line for steps; a file gets about twenty of them as lines
     text = step_line(event, left_s) if isinstance(event, events.Step) else _text_of(event)
     if isinstance(event, events.Step) and status:
         status.update(escape(text))

@@ -1,4 +1,4 @@
-"""`finetune runs`: list runs with their states, show, rename or delete them."""
+"""`finetune runs`: list, show, rename and delete runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: b
     if verb == "list" and not names:
         _list(as_json)
     elif verb == "show" and len(names) <= 1:
-        show = show_memory if memory else _show
+        show = show_memory if memory else _show  # no RUN: the latest
         show(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
         runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
+        # a run named twice is deleted once
         for run in {run.path.resolve(): run for run in runs}.values():
             trash = str(delete_run(run))
             _print(as_json, f"{run.path} deleted; it can be restored from {trash}", run=str(run.path), trash=trash)

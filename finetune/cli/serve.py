@@ -1,4 +1,4 @@
-"""`finetune serve`: start vLLM with a run's base model and adapter, or llama-server with its GGUF, or print the commands."""
+"""`finetune serve`: serve a run with vLLM or llama-server."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from finetune.settings.base_formats import BITS_16, base_format_of
 from finetune.system import shell_join
 from finetune.units import format_bytes
 
-#: Where a server reads its key. Every user of the machine could see an argument, --api-key, in the list of processes.
+#: Variables of the keys: every user could read an argument, --api-key, in the list of processes.
 _KEYS = {"vllm": "VLLM_API_KEY", "llama-server": "LLAMA_API_KEY"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in its vllm/config/lora.py
 
 
 def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> None:
-    """Print the commands, then replace this process by the first server that is installed and takes a key."""
+    """Print the commands, and become the first installed server."""
     run, key = open_run(source), secrets.token_urlsafe(32)
     commands, note = server_commands(run, port)
+    # a key in the environment is the user's own
     prefixes = {program: f"{name}={key} " for program, name in _KEYS.items() if not os.environ.get(name)}
     lines = [prefixes.get(command[0], "") + shell_join(command) for command in commands]
     if as_json:
         print_json({"commands": lines, "note": note})
         return
     out.print(escape("\n".join([*lines, *filter(None, [note])])), soft_wrap=True)
+    # transformers serve takes no key, so it is not started
     started = next((command for command in commands if command[0] in _KEYS and shutil.which(command[0])), None)
     if started and not only_commands:
         restrict_visible_devices(run)
@@ -46,7 +48,7 @@ def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> 
 
 
 def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]:
-    """Return the command of each server that can serve the run, the preferred one first, and a note if vLLM can't."""
+    """Return the commands of suitable servers, and why vLLM is unsuitable."""
     plan, path, address = read_plan(run.plan), run.path.resolve(), ["--host", "127.0.0.1", "--port", str(port)]
     settings, card, adapter, base = plan.settings, plan.card, adapter_folder(run) or path, resolve_model_path(plan.settings)
     gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
@@ -58,6 +60,7 @@ def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]
     config, note = read_json(adapter / ADAPTER_CONFIG, dict), ""
     needed = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= needed), None)
+    # vLLM loads the base in 16 bit, also a base that was trained on in 4 bit
     weights = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if base_format_of(settings).setting else 0
     if rank is None or config.get("use_dora") or config.get("trainable_token_indices"):
         note = f"vLLM can't read this adapter (DoRA, new tokens or a rank over 512). Merge it: finetune merge {run.path}"

@@ -1,4 +1,4 @@
-"""The recipe of a command: a recipe file or name, or a model's name with the defaults for everything else."""
+"""The recipe of a command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from finetune.settings import Recipe
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
-    """Return the recipe `source`, or the default recipe of a model, with overrides. Raises RecipeError.
-
-    The dataset is NO_DATASET if none is given; a run named as adapter becomes its adapter's folder.
-    """
+    """Return a recipe, or a model's default. Raises RecipeError."""
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
     from finetune.model.configuration import ADAPTER_CONFIG, refuse_no_model
@@ -33,23 +30,26 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         recipe = load_recipe(source, with_model_and_data(overrides, model, data))
     else:
         name = model or str(source)
+        # JSON is YAML: a name with a colon or quotes stays text
         text = f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n"
         recipe = parse_recipe(text, name, with_model_and_data(overrides, None, data))
     if recipe.adapter_name_or_path is None:
         return recipe
     from finetune.run.base_adapter import with_adapter_folder
 
+    # a run may be named as the adapter
     return with_adapter_folder(recipe)
 
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
-    """Return overrides for `--model` and `--data`, followed by `overrides`."""
+    """Put overrides for `--model` and `--data` first."""
+    # first, so that an override typed for the same setting counts
     options = {"model_name_or_path": model, "dataset.path": data}
     return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
 
 
 def require_dataset(recipe: Recipe) -> None:
-    """Raise RecipeError when no dataset is given."""
+    """Raise RecipeError without a dataset."""
     if recipe.dataset.path == NO_DATASET:
         raise CommandError("no dataset is given", "Add --data FILE, or a hub dataset's id.")
 
@@ -66,6 +66,7 @@ def _is_model(source: str) -> bool:
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
+        # OWNER/NAME is a model of the hub, unless OWNER is a folder here: then a file name is misspelt
         if resolve(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         if unknown := why_unknown(source):

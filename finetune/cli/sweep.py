@@ -1,4 +1,4 @@
-"""`finetune sweep`: start a sweep, or continue, follow, stop or show one."""
+"""`finetune sweep`: compare runs of a recipe."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
 
 _POLL_S = 0.3
-#: Seconds that the training process gets to start.
+#: Seconds that the detached process gets to start.
 _START_S = 60.0
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-#: More arms than this are hardly meant.
+#: More arms are a typing error.
 _MOST_ARMS = 64
 
 
@@ -41,11 +41,8 @@ def sweep_command(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
     stop: bool, show: bool, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start the sweep of a recipe, or continue, `stop` or `show` the sweep in a folder. Returns the exit code.
-
-    `alone`: the process does nothing else.
-    """
-    if alone:
+    """Start, continue, `stop` or `show` a sweep."""
+    if alone:  # planning the arms would open a CUDA context
         hide_gpus()
     refuse_missing_extra("sweep", "finetune sweep")
     from finetune.sweep.sweep import JOURNAL, LOG, STOP, open_sweep
@@ -56,7 +53,7 @@ def sweep_command(
             raise CommandError("a sweep's settings can't change", "Start another: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
         if stop and sweep.is_running:
-            (sweep.path / STOP).touch()
+            (sweep.path / STOP).touch()  # the training process polls for it
             while sweep.is_running:
                 time.sleep(_POLL_S)
         if stop:
@@ -70,6 +67,7 @@ def sweep_command(
     if show or sweep.is_finished:
         return _print_result(sweep, as_json)
     log = sweep.path / LOG
+    # lines of an earlier process are not printed again
     offset = log.stat().st_size if log.exists() else 0
     if not sweep.is_running:
         _start(sweep, log)
@@ -99,14 +97,11 @@ def _created(
 
 
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Overrides of every arm, and the values of each swept setting, in order and without repetitions.
-
-    An override is swept if it has commas and is no value of its setting, but each part is one. `parse` makes a
-    recipe of overrides. Raises RecipeError for other values, and CommandError for too many.
-    """
+    """Return fixed overrides, and values by swept setting. Raises RecipeError."""
     fixed, swept = [], {}
     for override in overrides:
         name, _, text = override.partition("=")
+        # a list such as target_modules=q_proj,v_proj is one value
         if "," not in text or _is_valid(override, parse):
             fixed.append(override)
             continue
@@ -146,6 +141,7 @@ def _start(sweep: Sweep, log: Path) -> None:
     try:
         (sweep.path / STOP).unlink(missing_ok=True)
         with log.open("ab") as output:
+            # -P: no module of the working directory shadows an import
             command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
             process = start_detached(command, output, env=environment_with_gpus())
     except OSError as error:
@@ -156,7 +152,7 @@ def _start(sweep: Sweep, log: Path) -> None:
 
 
 def main() -> int:
-    """Entry point of the detached process."""
+    """Run the detached process."""
     keep_private()
     ignore_hangup()
     from finetune.sweep.sweep import JOURNAL, LOCK, open_sweep
@@ -164,7 +160,7 @@ def main() -> int:
 
     path = Path(sys.argv[1])
     lock = take_lock(path / LOCK, wait_s=1)
-    if lock is None:
+    if lock is None:  # another process drives this sweep
         return FAILED
     try:
         journal = path / JOURNAL
@@ -178,7 +174,6 @@ def main() -> int:
 
 
 def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
-    """Print the lines of the training process until it ends; Ctrl-C and SIGTERM stop the sweep after the arm's step."""
     from finetune.sweep.sweep import STOP
 
     stop_request = sweep.path / STOP
@@ -202,6 +197,7 @@ def _print_new_lines(log: Path, offset: int) -> int:
     with log.open("rb") as file:
         file.seek(offset)
         text = file.read().decode("utf-8", errors="replace")
+    # the process may be in the middle of a line
     whole = text[: text.rfind("\n") + 1]
     for line in whole.splitlines():
         out.print(escape(line), soft_wrap=True)

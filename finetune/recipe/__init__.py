@@ -1,4 +1,4 @@
-"""Recipes: the user's settings as YAML plus overrides. `finetune.settings` has the schema."""
+"""Recipes: settings as YAML plus overrides."""
 
 from finetune.recipe.load import (
     find_recipe,

@@ -1,17 +1,4 @@
-"""Configurations of LLaMA-Factory, Axolotl and TRL as recipes: flat keys by the tables in `tools/*.yaml`, the rest listed.
-
-A table has the tool's version, its keys and its defaults:
-
-keys            a key -> our setting, or its values -> our settings. `else` is the setting of all other values, `fraction` of
-                values between 0 and 1, `part` of splits such as train[:20%], `requires` a switch that must be on. A value
-                without a row has the key's reason below. Of two keys with the same setting, the later row counts.
-refused         reason -> keys with which the tool trains something that finetune doesn't
-not carried over, no effect     reason -> keys that may change the result, and keys that can't
-batch           keys whose product, times the processes, is the effective batch
-defaults        the tool's own values of absent keys; `fixed`: settings of ours that the tool always has
-methods         the same for one method; `keys` are those that only this method has
-notes           differences to name where a key is set, or by method; `notes on defaults` where the default counts
-"""
+"""Configurations of LLaMA-Factory, Axolotl and TRL as recipes."""
 
 from __future__ import annotations
 
@@ -30,9 +17,20 @@ from finetune.recipe.yaml import Values
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
+# Each tool has a table in `tools`, with these entries; keys without a row are listed and not carried over:
+#
+# keys           key -> setting, or value -> settings. `else`: the setting of all other values. `fraction`: the setting of
+#                values between 0 and 1. `part`: the setting of splits such as train[:20%]. `requires`: a switch that must be
+#                on. A value without a row has the key's reason below. Where two keys set one setting, the later row counts.
+# refused        reason -> keys that train something that finetune doesn't train
+# not carried over, no effect    reason -> keys that may change the result, and keys that can't
+# batch          keys whose product, times the number of processes, is the effective batch size
+# defaults       the tool's values of absent keys; `fixed`: settings that the tool always has
+# methods        defaults and fixed settings by method; `keys`: keys that only this method has
+# notes          differences to print where a key is set, or by method; `notes on defaults`: where the default counts
 TABLES = Path(__file__).parent / "tools"
 Outcome = Literal["carried over", "no effect", "not carried over", "refused"]
-#: Tools that `finetune convert` does not read, each with the keys of their files; a dot is nesting, `+` needs both keys.
+#: Keys of tools that `finetune convert` does not read; a dot is nesting, `+` needs both keys.
 _UNREAD = {
     "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
     "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
@@ -44,7 +42,7 @@ _UNREAD = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A table of `tools/`, with the rows that all tools share."""
+    """A tool's table, merged with the rows of all tools."""
 
     table: Values
     keys: Values
@@ -63,8 +61,9 @@ class Tool:
         return any(name.startswith(f"{key}.") for name in (*self.keys, *self.reasons))
 
     def meaning(self, key: str, value: Any) -> tuple[Outcome, str, Values]:
-        """What becomes of a key: the outcome, its reason, and our settings."""
+        """Return a key's outcome, the reason, and settings."""
         row = self.keys.get(key)
+        # a list of one value means the value; lists of several have no setting
         item = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(row, str) and value is not None:
             return _carried({row: value})
@@ -91,7 +90,7 @@ def _carried(settings: Values) -> tuple[Outcome, str, Values]:
 
 @functools.cache
 def tools() -> tuple[Tool, ...]:
-    """The tools that `finetune convert` reads."""
+    """Read the tables."""
     shared, *tables = (
         pyyaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
         for name in ("training-arguments", "llama-factory", "axolotl", "trl")
@@ -107,6 +106,7 @@ def tools() -> tuple[Tool, ...]:
             for key in keys.split()
         }
         keys = shared["keys"] | table["keys"]
+        # also by the setting's name: Axolotl's num_epochs replaces the shared default of num_train_epochs
         own = [*table["defaults"], *map(keys.get, table["defaults"])]
         inherited = {key: value for key, value in shared["defaults"].items() if key not in own}
         read.append(Tool(table, keys, reasons, table["defaults"] | inherited, shared["notes"] | table["notes"]))
@@ -115,7 +115,7 @@ def tools() -> tuple[Tool, ...]:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One key of the file and its outcome."""
+    """Outcome of a key in the file."""
 
     key: str
     value: str
@@ -126,13 +126,15 @@ class KeyReport:
 
 @dataclass
 class Conversion:
-    """What became of each key of the file, the tool's defaults as our settings, and differences that no key has."""
+    """Outcomes, settings and notes of a converted file."""
 
     tool: Tool
     keys: dict[str, KeyReport] = field(default_factory=dict)
     settings: Values = field(default_factory=dict)
     key_of: dict[str, str] = field(default_factory=dict)  # setting -> the key that set it
+    #: Settings from the tool's defaults.
     assumed: Values = field(default_factory=dict)
+    #: Differences that no key shows.
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -144,24 +146,24 @@ class Conversion:
 
 
 def tool_of(values: Values) -> Tool | None:
-    """The tool whose configuration this is, None for a recipe."""
+    """Return a configuration's tool, or None for a recipe."""
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
     if marked:
         return max(marked, key=lambda tool: sum(tool.knows(key) for key in values))
-    trl = tools()[-1]  # whose files need no key of their own
+    trl = tools()[-1]  # a TRL file may lack every marker
     others = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
     return trl if len(others) >= 3 and all(trl.knows(key) for key in values) else None
 
 
 def unread_tool(values: Values) -> str | None:
-    """The name of the tool whose file this is, if `finetune convert` does not read it."""
+    """Return the tool of a file that `finetune convert` doesn't read, or None."""
     nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
     keys = values.keys() | nested
     return next((name for name, marks in _UNREAD.items() if any(keys >= {*mark.split("+")} for mark in marks.split())), None)
 
 
 def hint_for_key(key: str) -> str | None:
-    """The meaning in another tool of a key that recipes don't have: our setting, or the reason. None if unknown."""
+    """Return a key's meaning in another tool, or None if unknown."""
     for tool in tools():
         row = tool.keys.get(key)
         if setting := row.get("else") if isinstance(row, dict) else row:
@@ -175,12 +177,12 @@ def hint_for_key(key: str) -> str | None:
 
 
 def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
-    """Another tool's configuration as a recipe. Raises RecipeError with all problems."""
+    """Convert a file. Raises RecipeError with all problems."""
     return convert_text(load.read_text(Path(source)), source, overrides)
 
 
 def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
-    """The same from the text; `name` is the prefix of each problem."""
+    """Convert a text; `name` prefixes each problem."""
     document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
     if unread := unread_tool(document.values):
         raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read")
@@ -205,12 +207,13 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
         line = document.lines.get(key, document.lines.get(key.partition(".")[0]))
         conversion.keys[key] = KeyReport(key, short(value), line, "no effect", "")
     requirements = _read_keys(conversion, values)
+    # overrides decide the batch and the method, whose defaults differ
     launch, wanted = chosen.get("launch"), chosen.get("method")
     processes = launch.get("num_processes", 1) if isinstance(launch, dict) else 1
     _read_batch(conversion, values, processes if type(processes) is int else 1)
     method = _read_method(conversion, values, wanted if isinstance(wanted, str) else None)
     _add_defaults(conversion, values, method, name)
-    for key, setting in requirements.items():
+    for key, setting in requirements.items():  # last, when defaults and overrides are known
         if chosen.get(setting, conversion.settings.get(setting)) is not True:
             conversion.report(key, "refused", f"{tool.name} requires {setting}: true")
     for report in conversion.with_outcome("refused"):
@@ -235,6 +238,7 @@ def _flat(tool: Tool, values: Values) -> Values:
 
 def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
     requirements, tool = {}, conversion.tool
+    # in the table's order: the later row counts
     for key in sorted(values, key=lambda key: [*tool.keys].index(key) if key in tool.keys else -1):
         outcome, text, settings = tool.meaning(key, values[key])
         if switch := settings.get("requires"):
@@ -265,13 +269,14 @@ def _read_batch(conversion: Conversion, values: Values, processes: int) -> None:
 
 
 def _read_method(conversion: Conversion, values: Values, chosen: str | None) -> str:
-    """Return the method, by the tool's own key, else by keys that only one method has; leave out settings of other methods."""
+    # the tool's key for the method, else a key that only one method has
     table, settings = conversion.tool.table, conversion.settings
     by_key = (name for name, row in table["methods"].items() if not values.keys().isdisjoint(row.get("keys", "").split()))
     method = chosen or settings.get("method") or next(by_key, "sft")
     if method != "sft":
         settings["method"] = method
     own = METHODS.get(method, METHODS["sft"]).settings
+    # a recipe refuses settings of other methods, tools ignore them
     others = {setting for row in METHODS.values() for setting in row.settings if setting not in own}
     for setting in others & settings.keys():
         del settings[setting]
@@ -284,7 +289,7 @@ def _add_defaults(conversion: Conversion, values: Values, method: str, name: str
     row = tool.table["methods"].get(method, {})
     notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]
     for key, default in (tool.defaults | row.get("defaults", {})).items():
-        if isinstance(default, dict):
+        if isinstance(default, dict):  # a multiple of another key, such as lora_alpha = 2 x lora_rank
             of = values.get(default["of"])
             default = default["times"] * (of if isinstance(of, int) else tool.defaults[default["of"]])
         outcome, reason, target = tool.meaning(key, default)
@@ -319,6 +324,6 @@ def _validated(conversion: Conversion, overrides: Sequence[str], name: str) -> R
 
 
 def short(value: Any) -> str:
-    """A value on one short line."""
+    """Return a value on one short line."""
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` overrides to a validated Recipe; all problems together, each with its line and fix."""
+"""Load and validate a recipe with `key=value` overrides; report all problems with lines and fixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.recipe import yaml
 from finetune.recipe.yaml import Values
 from finetune.settings.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
 
-#: The dataset of a plan that is made without one.
+#: The dataset of a plan without data.
 NO_DATASET = "none"
 _DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
@@ -27,12 +27,10 @@ _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", r
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems.
-
-    Folders of the model and the adapter are looked for in the working folder, then beside the file.
-    """
+    """Load a recipe file or a shipped recipe. Raises RecipeError with all problems."""
     path = find_recipe(source)
     recipe = parse_recipe(read_text(path), str(source), overrides)
+    # folders are relative to the working folder, else to the recipe
     for name in ("model_name_or_path", "adapter_name_or_path"):
         value = getattr(recipe, name)
         if value and not model_path(value) and not isdir(value) and isdir(beside := path.parent / value):  # noqa: PTH112
@@ -41,7 +39,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
-    """The same from the recipe's text. `name` is the prefix of each problem."""
+    """Parse a recipe; `name` prefixes each problem."""
     document = yaml.parse(text, name)
     _refuse_other_tool(document.values, name)
     locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
@@ -68,12 +66,12 @@ def _refuse_other_tool(values: Values, name: str) -> None:
 
 
 def recipe_from(values: Values) -> Recipe:
-    """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
+    """Validate plain values. Raises RecipeError with all problems."""
     return validated(values, {}, "recipe")
 
 
 def load_changes(overrides: list[str]) -> Values:
-    """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
+    """Return overrides by canonical name, not validated. Raises RecipeError."""
     values: Values = {}
     for override in overrides:
         apply_override(override, values, {})
@@ -88,19 +86,19 @@ def load_changes(overrides: list[str]) -> Values:
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML: the settings that were made, in canonical names; `parse_recipe` reads the same recipe back."""
+    """Return a recipe's explicit settings as YAML, which `parse_recipe` reads back."""
     return yaml.dump(recipe.model_dump(exclude_unset=True, mode="json"))
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Name -> file of each shipped recipe."""
+    """Return the shipped recipes by name."""
     module_path = Path(__file__).resolve()
     folders = (module_path.parents[2] / "recipes", module_path.parents[1] / "recipes")  # a checkout, an installed wheel
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_recipe(source: str | Path) -> Path:
-    """The file for `source`: a path, or the name of a shipped recipe. Raises RecipeError without one."""
+    """Find a recipe by path or shipped name. Raises RecipeError."""
     path, shipped = Path(source), shipped_recipes()
     try:
         if path.is_file():
@@ -109,7 +107,7 @@ def find_recipe(source: str | Path) -> Path:
                 fix = f"Name a recipe, and the data after it:  finetune run tiny-cpu {argument}"
                 raise RecipeError(f"{path} is data, not a recipe", fix)
             return path
-    except OSError as error:
+    except OSError as error:  # a name too long for the file system
         raise RecipeError(
             f"{str(source)[:60]}... is not a recipe: {error.strerror}", "`finetune recipes` lists the shipped ones."
         ) from None
@@ -125,14 +123,15 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a recipe file. Raises RecipeError."""
+    """Read a recipe file. Raises RecipeError."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise RecipeError(f"{path}: can't be read: {error.strerror}") from None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError:
+        # UTF-16 has zero bytes, too, after a byte order mark
         if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RecipeError(
                 f"{path}: is not text; a recipe is a YAML file", "`finetune recipes` lists the shipped ones."
@@ -143,12 +142,13 @@ def read_text(path: Path) -> str:
 
 
 def apply_override(override: str, values: Values, locations: dict[str, str]) -> None:
-    """Set the value of a `key=value` override."""
+    """Apply a `key=value` override to `values`. Raises RecipeError."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise RecipeError(
             f"'{override}' is not an override", "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
         )
+    # --lora_r=32 is a habit from other tools
     *parents, leaf = key.strip().lstrip("-").split(".")
     target = values
     for parent in parents:
@@ -161,7 +161,7 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
             raise RecipeError(f"override {override}: '{parent}' has no settings of its own")
         target = nested
     canonical = ALIASES.get(leaf, leaf)
-    if not parents:
+    if not parents:  # or the recipe would have the setting twice
         for name in [alias for alias in values if ALIASES.get(alias) == canonical]:
             del values[name]
     name = leaf if parents else canonical
@@ -173,7 +173,7 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
 
 
 def validated(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
-    """The recipe of these values. Raises RecipeError with `problems` and all others."""
+    """Validate values. Raises RecipeError with `problems` and all others."""
     problems = list(problems)
     # a value refused as YAML is None here, but it was meant to be set: that is not a second problem
     refused_locations = {problem.split(": ")[0] for problem in problems}
@@ -200,6 +200,7 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
                 f"remove '{secret_key}'"
             )
             continue
+        # bf16: true is dtype: bfloat16
         if key in SWITCHES and key not in Recipe.model_fields:
             if value not in (True, "true"):
                 continue
@@ -223,7 +224,8 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
 
 
 def secret_in(key: str, value: Any) -> str | None:
-    """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
+    """Return the dotted name of a secret at any depth, or None."""
+    # the caller names the key; the value must not reach a message
     is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
     if (is_secret and value is not None and not isinstance(value, bool)) or (isinstance(value, str) and SECRET.search(value)):
         return key

@@ -1,7 +1,7 @@
-"""Strict YAML: the 1.2 core rules, line numbers, and none of YAML 1.1's traps (no, 010, 12:30, 1e-4, duplicate keys, bombs).
+"""Strict YAML 1.2 with line numbers, and YAML 1.1 for files of other tools."""
 
-Files of other tools are read as those tools do, with PyYAML: YAML 1.1 and anchors, still without duplicate keys and bombs.
-"""
+# YAML 1.1 reads `no` as false, 010 as 8, 12:30 as 750 and 1e-4 as text. Other tools read their files so, with PyYAML. Duplicate
+# keys and alias bombs are refused in all files.
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass
 class Document:
-    """Parsed values, and the line (from 1) of each dotted path."""
+    """Parsed values."""
 
     values: Values
+    #: Line, from 1, of each dotted path.
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # refused values; syntax errors are raised
 
 
 def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
-    """Parse one mapping. Raises RecipeError naming `name` and the line when it is not YAML at all.
+    """Parse a mapping. Raises RecipeError if it is not YAML.
 
-    With `yaml_1_1` as PyYAML does: yes and on are true, 8_192 is a number, and anchors and merge keys are followed.
+    With `yaml_1_1`: as PyYAML, so that yes and on are true, and anchors and merge keys are followed.
     """
     if len(text) > MAX_BYTES:
         raise RecipeError(f"{name}: {len(text):,} characters are too long for a recipe; the limit is {MAX_BYTES:,}")
@@ -75,7 +76,7 @@ def _refuse_command(text: str, name: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value of a `key=value` override, by the same rules; text that isn't YAML is taken literally."""
+    """Parse the value of an override; other text than YAML is literal."""
     if not text.strip():
         return None
     if _NO_TEXT.search(text):
@@ -88,11 +89,12 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: Values) -> str:
-    """Write values so that `parse` reads the same ones back."""
+    """Write values that `parse` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
+    # before `compose`, which recurses into nested nodes
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         location = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
@@ -112,7 +114,7 @@ def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
 
 
 class _Reader:
-    """From nodes to values, with the line of each key; `yaml_1_1` as in `parse`."""
+    """Reader of nodes, which notes each key's line."""
 
     def __init__(self, document: Document, name: str, yaml_1_1: bool) -> None:
         self.lines, self.problems, self.name, self.yaml_1_1 = document.lines, document.problems, name, yaml_1_1
@@ -150,7 +152,7 @@ class _Reader:
 
     @staticmethod
     def _merged(values: Values) -> Values:
-        """`<<: *defaults` is the other mapping's keys, under the mapping's own."""
+        # `<<: *defaults` adds keys that the mapping doesn't set
         defaults = values.pop("<<", {})
         for mapping in reversed(defaults) if isinstance(defaults, list) else [defaults]:
             values = {**mapping, **values} if isinstance(mapping, dict) else values
@@ -185,7 +187,7 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
 
 
 def _scalar_1_1(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
-    """A value as PyYAML reads it, but 1e-4 as the number that those tools make of it, and dates as text."""
+    # as PyYAML, but 1e-4 is a number, which the tools make of the text, and dates are text
     if node.style is not None or node.tag not in _CONSTRUCTED:
         return _scalar(node, problems, location) if node.tag != _TIMESTAMP else node.value
     try:
@@ -196,7 +198,7 @@ def _scalar_1_1(node: yaml.ScalarNode, problems: list[str], location: str) -> An
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `parse` would read as something else."""
+    """Dumper that quotes text which `parse` would misread."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
