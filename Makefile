@@ -27,7 +27,7 @@ test-quick: setup-test
 test-card: $(CARD)/.installed
 	@if [ -e $(CARD)/bin/python ]; then \
 	  PATH="$(CURDIR)/$(CARD)/bin:$$PATH" STAND_IN_LIBRARIES=$(CURDIR)/$(CARD)/standin_libraries \
-	    $(VENV)/bin/python -m standin_gpu run --gpu rtx-4090 -- $(CARD)/bin/python -m pytest -n 2 -m "(standin or gpu) and not exhaustive" \
+	    $(VENV)/bin/python -m standin_gpu run --gpu rtx-4090 -- $(CARD)/bin/python -m pytest -n 1 -m "(standin or gpu) and not exhaustive" \
 	    $$(grep -rlE --include="*.py" "mark\.(standin|gpu)" tests); \
 	fi
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 #: They don't evaluate, which takes most of the time: tests/cli and tests/methods do.
 FINETUNE = """#!/bin/sh
 case "$*" in
-"run "*--detach*) set -- "$@" max_steps=60 ;;
+"run "*--detach*) set -- "$@" max_steps=30 ;;
 "run "*) set -- "$@" max_steps=3 eval_steps=0 ;;
 "eval "*) set -- "$@" --rows 4 ;;
 esac

@@ -8,7 +8,7 @@ from finetune.model.catalogue import catalogue as models
 from finetune.planner.planner import make_plan
 from finetune.recipe import load_recipe, shipped_recipes
 
-ONE_IN_FOUR = [pytest.mark.slow, *[pytest.mark.exhaustive] * 3]
+ONE_IN_FOUR = [pytest.mark.exhaustive, pytest.mark.slow, *[pytest.mark.exhaustive] * 2]
 FOR_A_CARD = sorted(name for name in shipped_recipes() if load_recipe(name).gpu in cards())
 
 

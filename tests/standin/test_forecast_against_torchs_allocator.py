@@ -25,9 +25,10 @@ FEWER_STEPS = 0.05
 CELLS = [
     ("6 layers", "16 bit", "every layer"), ("6 layers", "16 bit", "pairs"), ("6 layers", "NF4", "every 2nd layer"),
     ("6 layers", "NF4", "packed"), ("6 layers", "NF4", "segments"), ("6 layers", "t4"), ("6 layers", "int8", "segments"),
-    ("3 layers", "A3B", "adapters on"), ("3 layers", "gpt-oss", "nothing"), ("4 layers",),
+    ("3 layers", "A3B", "adapters on"), ("3 layers", "gpt-oss", "nothing"),
+    ("4 layers", "every layer"), ("4 layers", "NF4"),
 ]  # fmt: skip
-MORE_CELLS = [("6 layers", "16 bit", "segments"), ("6 layers", "NF4", "8-bit Adam")]
+MORE_CELLS = [("6 layers", "16 bit", "segments"), ("6 layers", "NF4", "8-bit Adam"), ("4 layers", "16 bit", "nothing")]
 
 
 def difference(line, kind):
@@ -40,7 +41,7 @@ def difference(line, kind):
 def test_a_run_takes_what_was_forecast(cells, tmp_path, warm_python):
     output = tmp_path / "cells.csv"
     command = [warm_python, "-m", "benchmarks.card_matrix", "--only", *cells, "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path.parent / "triton")}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for lines in read_results(output).values() for line in lines]
