@@ -25,7 +25,7 @@ from finetune.system import one_writer_at_a_time
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
 #: States of a run's last event, from which it needs a new attempt to go on.
-ENDED_STATES = ("paused", "finished", "diverged", "failed", "stopped")  # older runs wrote `stopped` for `paused`
+ENDED_STATES = ("paused", "finished", "diverged", "failed")
 #: A larger number is damage, and could overflow a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 WholeOrNone = Whole | None

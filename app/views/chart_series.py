@@ -10,6 +10,7 @@ from finetune.units import GIB, format_count
 
 from ..language import mark, tr
 from .markup import as_on_page
+from .run import context_bytes
 from .series import Series
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         line for line in _HOST_LINES if line[0] in digest.series
     ]
     # the forecast is of the process, so the CUDA context is added to the allocator's reserved memory
-    newest = digest.newest_step
-    added = round(((newest.context_bytes if newest else None) or plan.card.context_bytes or 0) / GIB, 3)
+    added = round(context_bytes(digest, plan) / GIB, 3)
     levels = []
     if plan.forecast:
         forecast = {

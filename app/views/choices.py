@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from finetune.planner.choices import AS_SET
 from finetune.planner.plan import Plan
 
 from ..language import mark, tr, tr_n
@@ -16,9 +17,6 @@ _FIRST = (
     (mark("Micro-batch"), "per_device_train_batch_size"),
     (mark("Optimizer"), "optim"), (mark("Adapters"), "lora_r"), (mark("Learning rate"), "learning_rate"),
 )  # fmt: skip
-
-#: The planner's reason for settings of the recipe: `AS_SET` of finetune.planner.choices.
-_AS_SET = "as the recipe sets it"
 
 
 def chosen(plan: Plan) -> str:
@@ -42,7 +40,7 @@ def chosen(plan: Plan) -> str:
 
 
 def _reason(reason: str) -> str:
-    return tr("yours") if reason in ("", _AS_SET) else as_on_page(reason)
+    return tr("yours") if reason in ("", AS_SET) else as_on_page(reason)
 
 
 def _value(value: object) -> str:

@@ -28,6 +28,7 @@ from .memory_parts import parts_of
 from .problems import problem
 from .rail import short_name
 from .recipe_form import form
+from .runs import QUEUE_STATES
 from .templates import render
 from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
 
@@ -285,17 +286,13 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
     return render("ready", state=tr("Ready."), text=needs), True
 
 
-#: Displayed states of the queue.
-_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting")}
-
-
 def progress(status: Mapping[str, Any]) -> str:
     """Return the progress of a start; the page opens a started run."""
     if status["state"] == "failed":
         return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
     if status["state"] == "started":
         return render("started", run=status["run"], link=f"/run?run={quote(status['run'])}")
-    state, message = _STATES.get(status["state"], status["state"]), status["message"]
+    state, message = QUEUE_STATES.get(status["state"], status["state"]), status["message"]
     return Safe(f'<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(tr(state))}: {inert(tr(message))}</p>')
 
 

@@ -138,7 +138,7 @@ def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
     if names.keys().isdisjoint(digest.series):
         names = {"process_rss_bytes": (tr("process"), "memory")}
     # the forecast includes the CUDA context, the allocator's reserved memory does not
-    added = {"peak_reserved_bytes": _context_bytes(digest, plan)}
+    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
     curves = [(name, digest.series[name].points(highest=True)) for name in names if name in digest.series]
     return [
         Line(names[name][0], [(step, size and size + added.get(name, 0)) for step, size in points], names[name][1])
@@ -146,7 +146,8 @@ def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
     ]
 
 
-def _context_bytes(digest: Digest, plan: Plan) -> int:
+def context_bytes(digest: Digest, plan: Plan) -> int:
+    """Return the CUDA context's bytes."""
     # the plan's CUDA context where the driver does not report other programs
     return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
 
@@ -157,4 +158,4 @@ def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
         return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
-    return mark("Reserved memory and CUDA context"), reserved + _context_bytes(digest, plan)
+    return mark("Reserved memory and CUDA context"), reserved + context_bytes(digest, plan)

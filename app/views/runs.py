@@ -24,7 +24,7 @@ _COLUMNS = (
     ("started", "started", mark("Started"), False),
 )  # fmt: skip
 #: Displayed states of the queue.
-_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
+QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 
 
 def runs_table(rows: Sequence[RunRow]) -> str:
@@ -46,7 +46,7 @@ def _entry(name: str, status: Mapping[str, Any]) -> Item:
     texts = [as_on_page(str(status["message"])), *(status.get("problems") or [])[:2]]
     is_waiting = status["state"] == "waiting"
     return Item(
-        " ".join(filter(None, texts)), tr(_STATES.get(status["state"], status["state"])),
+        " ".join(filter(None, texts)), tr(QUEUE_STATES.get(status["state"], status["state"])),
         "bad" if status["state"] == "failed" else "", str(status.get("run") or ""),
         clock(int(name.partition("-")[0]) / 1e9),  # the name begins with nanoseconds
         tr("Remove") if is_waiting else "", {"cancel": name}, f"cancel-{name}",

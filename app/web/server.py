@@ -14,7 +14,6 @@ import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.privacy import SETTINGS
@@ -84,7 +83,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     import gradio
     from fastapi import FastAPI
     from fastapi.middleware.gzip import GZipMiddleware
-    from fastapi.responses import PlainTextResponse, RedirectResponse
+    from fastapi.responses import PlainTextResponse
 
     from ..context import Context
     from ..page import build_page
@@ -101,17 +100,12 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
-    api.get("/result")(lambda run="": RedirectResponse(f"/run?{urlencode(_named(run, 'evaluate'))}", 307))
     page, looks = build_page(context, api)
     api = gradio.mount_gradio_app(
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
     return Guard(UploadLimit(GZipMiddleware(PageFilter(api)), temporary / "files"), access), context
-
-
-def _named(run: str, tab: str) -> dict[str, str]:
-    return {"run": run, "tab": tab} if run else {"tab": tab}
 
 
 def _refused(context: Any) -> Any:

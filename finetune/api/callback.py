@@ -63,6 +63,7 @@ class MemoryCallback(TrainerCallback):
         )
 
     def _explain_out_of_memory(self) -> None:
+        self.on_train_end()  # an earlier training that raised
         training_step = self._trainer.training_step
 
         def explained_step(*arguments: Any, **named: Any) -> Any:

@@ -65,7 +65,7 @@ def check_compiler() -> Finding:
 
 def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
     """Check torch, bitsandbytes and Triton in a separate process."""
-    parts, problem = run_probe(deadline_s, progress)
+    parts, problem, hung = run_probe(deadline_s, progress)
     for name, (check, findings_of) in _PARTS.items():
         part = parts.get(name)
         if part is not None and part["error"] is None:
@@ -75,28 +75,27 @@ def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
             if name == "torch":
                 return
         elif problem:  # it hung or crashed in this part; later parts were not tried
-            timed_out = "within" in problem
-            state, fix = ("warn", "Run it again when the machine is less busy.") if timed_out else ("fail", _FIXES[name])
+            state, fix = ("warn", "Run it again when the machine is less busy.") if hung else ("fail", _FIXES[name])
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:
             yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
-def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run `probe`; return its parts, and the reason for an early end."""
+def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str, bool]:
+    """Run `probe`; return parts, problem, timeout."""
     # -P: a torch.py in the working directory must not be imported
     command, began_s = [sys.executable, "-P", "-m", "finetune.doctor.probe"], time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while True:
             try:
                 output, errors = process.communicate(timeout=min(1.0, deadline_s))
-                return _parts(output), _problem(process.returncode, errors)
+                return _parts(output), _problem(process.returncode, errors), False
             except subprocess.TimeoutExpired as waiting:
                 took_s, reported = time.monotonic() - began_s, _parts(waiting.output or b"")
             if took_s >= deadline_s:
                 process.kill()
-                return _parts(process.communicate()[0]), f"no answer within {deadline_s:.0f} s"
+                return _parts(process.communicate()[0]), f"no answer within {deadline_s:.0f} s", True
             # every second, because imports take long on a slow disk
             progress(f"trying {next((name for name in _PARTS if name not in reported), 'the libraries')}: {took_s:.0f} s")
 

@@ -55,7 +55,7 @@ class Scorer:
 def span_of(name: str, *scores: Sequence[float]) -> float:
     """Return the largest difference of two rows' scores; for a user's function the largest seen."""
     all_scores = [score for model_scores in scores for score in model_scores]
-    is_share = name.partition("-")[0] in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
+    is_share = name in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
     return 1.0 if is_share else max(all_scores) - min(all_scores)
 
 

@@ -216,13 +216,9 @@ def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 def _own_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
     enabled, dtype = autocast
     # a graph as in the forward pass, whose tensors no hook of the run offloads or compresses
-    hooks = torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled), hooks:
         yield
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _multiply(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
+from finetune.data.tokens import NOT_TRAINED
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
 
 #: beta in the paper, TRL, LLaMA-Factory and Axolotl.
@@ -57,7 +58,7 @@ class Dpo(TrainingMethod):
         outputs = forward(model, inputs, routed=routed)
         log_probs = outputs.log_probs.sum(dim=1)
         log_ratios = log_probs - reference
-        lengths = (inputs["labels"] != -100).sum(dim=1).clamp(min=1)
+        lengths = (inputs["labels"] != NOT_TRAINED).sum(dim=1).clamp(min=1)
         beta = self.settings.beta or USUAL_BETA
         loss_of_pairs = PREFERENCE_LOSSES[self.settings.loss_type or "sigmoid"]
         losses = loss_of_pairs(beta, *log_ratios.chunk(2), *lengths.chunk(2), self.settings.label_smoothing)

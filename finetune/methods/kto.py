@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from finetune.data.tokens import NOT_TRAINED
 from finetune.methods.dpo import USUAL_BETA
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
 from finetune.settings.methods import has_kl
 
-_NOT_TRAINED = -100
 _KL = "kl_"
 
 
@@ -36,14 +36,14 @@ class LabelledCollator:
         start = _answer_start(other)
         sequence = {
             "input_ids": [*prompt, *other["input_ids"][start:]],
-            "labels": [_NOT_TRAINED] * len(prompt) + list(other["labels"][start:]),
+            "labels": [NOT_TRAINED] * len(prompt) + list(other["labels"][start:]),
         }
         return {name: values[: self._max_length] for name, values in sequence.items()}
 
 
 def _answer_start(row: dict[str, Any]) -> int:
     """Return the index of the first trained token, or the end of an example without an answer."""
-    return next((index for index, label in enumerate(row["labels"]) if label != _NOT_TRAINED), len(row["labels"]))
+    return next((index for index, label in enumerate(row["labels"]) if label != NOT_TRAINED), len(row["labels"]))
 
 
 class Kto(TrainingMethod):
@@ -93,7 +93,7 @@ class Kto(TrainingMethod):
             # rows on the side of `kl` that their label demands
             "rewards/accuracies": (margins.detach() > 0).sum(), "rewards/chosen": (rewards * desirable).sum(),
             "rewards/rejected": (rewards * ~desirable).sum(), "kl": kl * len(rewards),
-            "chosen_tokens": ((batch["labels"] != _NOT_TRAINED).sum(dim=1) * desirable).sum(),
+            "chosen_tokens": ((batch["labels"] != NOT_TRAINED).sum(dim=1) * desirable).sum(),
         }  # fmt: skip
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 

@@ -70,7 +70,7 @@ def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: 
 def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
     """Return why this model's layers can't be offloaded."""
     least = shape.layer_bytes(NF4 if recipe.load_in_4bit is not False else BITS_16)
-    count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers
+    count = shape.layers if recipe.offloaded_layers == AUTO else recipe.offloaded_layers
     if host_free is not None and count * least > host_free:
         return too_little_host_memory("cpu", count, count * least, host_free)
     return RecipeError(

@@ -51,7 +51,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
         with contextlib.suppress(FileNotFoundError):  # read only the tail: as fast for long runs
             events = EventReader(run.events, max(0, run.events.stat().st_size - _TAIL_BYTES)).new()
     last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
-    state, message = (last.state.replace("stopped", "paused"), last.message) if last else ("starting", "")
+    state, message = (last.state, last.message) if last else ("starting", "")
     values: dict[str, Any] = {
         "step": step.step if step else None,
         "total_steps": next((event.total_steps for event in (step, start) if event and event.total_steps), None),

@@ -51,7 +51,7 @@ def plainest(recipe: Recipe, **choices: Any) -> Settings:
     micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
     if "effective_batch_size" in auto_names:
-        micro_batch, steps = least if micro_batch == "auto" else micro_batch, 1 if steps == "auto" else steps
+        micro_batch, steps = least if micro_batch == AUTO else micro_batch, 1 if steps == AUTO else steps
         batch = micro_batch * steps * world_size
     elif "per_device_train_batch_size" in auto_names:
         steps = batch // (world_size * least) if "gradient_accumulation_steps" in auto_names else steps

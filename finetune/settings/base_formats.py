@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune.settings.schema import Recipe
+
+AUTO: Any = "auto"  # valid for any type until the planner has chosen
 
 
 # finetune/model/quantisation.py loads the formats, finetune/memory/rules.py has the memory of their kernels.
@@ -87,4 +89,4 @@ def base_format_of(recipe: Recipe) -> BaseFormat:
 
 def is_open(recipe: Recipe, base_format: BaseFormat) -> bool:
     """Tell whether the recipe leaves this format to the planner."""
-    return getattr(recipe, base_format.setting) == "auto"
+    return getattr(recipe, base_format.setting) == AUTO

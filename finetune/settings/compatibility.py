@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
+from finetune.settings.base_formats import AUTO, INT8, NF4, base_format_of, requested_formats
 from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.settings.vision import vision_problems
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
     from finetune.settings.schema import LaunchRecipe, Recipe
 
-AUTO = "auto"
 #: Kinds of gradient checkpointing that are not reentrant; DeepSpeed ZeRO-3 needs reentrant checkpointing.
 NOT_REENTRANT = ("selective", "offload")
 #: Layers with a buffer on the GPU under layer offloading: the computing and the arriving layer. A pass ends with the layers

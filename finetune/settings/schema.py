@@ -12,11 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.fields import FieldInfo
 
 from finetune.settings import compatibility
+from finetune.settings.base_formats import AUTO
 from finetune.settings.methods import METHODS, USUAL_VALUES
 from finetune.settings.optimizers import OPTIMIZERS
 
 _TOKEN_CHARACTERS = 200
-AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")
 # Docs, command line, form, errors, cache keys and checkpoint seals are derived from the rows below.
 

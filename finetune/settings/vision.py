@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from finetune.settings.base_formats import AUTO
+
 if TYPE_CHECKING:
     from finetune.settings.schema import Recipe
 
 #: Width and height of each image of a row, in pixels.
 Sizes = tuple[tuple[int, int], ...]
-_AUTO = "auto"
 #: Setting -> its only value that was checked with images, and why other values are refused.
 _ONLY: dict[str, tuple[Any, str]] = {
     "packing": (False, "a packed sequence does not say which picture belongs to which row"),
@@ -43,21 +44,21 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
             f"{setting}, and no row with a picture was read, so that what pictures need is not known",
             "Give rows with pictures that are on this machine, and the model's own processor beside its config.json.",
         )
-    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == _AUTO}
+    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == AUTO}
     values: dict[str, Any] = {name: _ONLY[name][0] for name in reasons}
-    if recipe.offloaded_layers == _AUTO:
+    if recipe.offloaded_layers == AUTO:
         values["offloaded_layers"] = 0
     try:
         changed = resolved(recipe, vision=True, **values)
     except ValueError as error:
         lines = [line.strip() for line in str(error).splitlines() if "with pictures" in line or "with rows" in line]
         raise RecipeError(lines or [str(error)], "Leave these settings out, or leave the pictures out.") from None
-    return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == _AUTO else {})
+    return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == AUTO else {})
 
 
 def pixel_limit(recipe: Recipe) -> int | None:
     """Return `max_pixels`, None without a limit or a plan."""
-    return None if recipe.max_pixels == _AUTO else recipe.max_pixels
+    return None if recipe.max_pixels == AUTO else recipe.max_pixels
 
 
 def vision_problems(recipe: Recipe) -> Iterator[str]:
@@ -67,9 +68,9 @@ def vision_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.vision is not True:
         return
     for name, (value, reason) in _ONLY.items():
-        if (own := getattr(recipe, name)) not in (value, _AUTO):
+        if (own := getattr(recipe, name)) not in (value, AUTO):
             yield f"{name} {str(own).lower()} does not work with pictures: {reason}"
-    if recipe.method not in ("sft", _AUTO):
+    if recipe.method not in ("sft", AUTO):
         yield f"method {recipe.method} does not work with pictures yet; use sft"
     if recipe.excess_length in ("truncate", "chunk"):
         yield f"excess_length {recipe.excess_length} does not work with pictures: it would cut their tokens; use drop"
