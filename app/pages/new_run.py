@@ -40,8 +40,7 @@ from ..views.templates import render
 from ..web.followed import as_json, attempted
 from ..worker import SupersededError
 
-_PLAN_GOOD_S = 10.0
-#: Lifetime of the list of local models in seconds.
+#: Lifetime of a plan and of the list of local models in seconds.
 _GOOD_S = 10.0
 _LISTED = 30
 #: Characters outside the names of runs and files.
@@ -61,7 +60,7 @@ class _Question:
     @property
     def is_old(self) -> bool:
         # free memory changes, and the cause of an error may be gone
-        return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _PLAN_GOOD_S)
+        return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _GOOD_S)
 
     def ask(self, context: Context) -> None:
         def report(value: Any) -> None:

@@ -192,15 +192,16 @@ def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
         model: Any = DatasetRecipe if prefix == "dataset." else Recipe
         # a key that only `base` has gets the schema's default
         value = wanted[key] if key in wanted else model.model_fields[key].get_default(call_default_factory=True)
-        overrides.append(f"{prefix}{key}={_as_text(value)}")
+        overrides.append(f"{prefix}{key}={as_text(value)}")
     return overrides
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a setting's value as typed."""
     if value is None:
         return "null"
     if isinstance(value, (dict, list)):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

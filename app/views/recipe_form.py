@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from finetune.errors import RecipeError
@@ -11,7 +10,7 @@ from finetune.settings.reference import Setting, settings_reference
 from finetune.settings.schema import GROUPS
 
 from ..language import tr
-from ..planning.draft import Edited
+from ..planning.draft import Edited, as_text
 from .templates import render
 
 #: A click must not allow a model's own code.
@@ -23,7 +22,7 @@ class Field:
 
     def __init__(self, row: Setting) -> None:
         self.name, self.row = row.name, row
-        self.choices = [_shown(choice) for choice in row.choices]
+        self.choices = [as_text(choice) for choice in row.choices]
         if row.type.endswith("| auto") and self.choices:
             self.choices.append("auto")
         if self.choices and self.default not in self.choices:
@@ -31,7 +30,7 @@ class Field:
 
     @property
     def default(self) -> str:
-        return "" if self.row.default in ("required", None, [], {}) else _shown(self.row.default)
+        return "" if self.row.default in ("required", None, [], {}) else as_text(self.row.default)
 
     @property
     def identity(self) -> str:
@@ -47,7 +46,7 @@ class Field:
         values: Any = edited.values
         for part in self.name.split("."):
             values = values.get(part) if isinstance(values, dict) else None
-        return self.default if values is None else _shown(values)
+        return self.default if values is None else as_text(values)
 
     def value(self, text: Any) -> Any:
         """Parse the typed text like a recipe; None restores the default."""
@@ -82,11 +81,3 @@ def as_settings(field: Field, text: Any) -> dict[str, Any]:
         return {field.name.replace(".", "__"): field.value(text)}
     except ValueError as error:
         raise RecipeError(f"{field.name}: {error}") from None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)

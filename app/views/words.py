@@ -74,9 +74,9 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     if name == "per_device_train_batch_size":
         return tr_n("{n} row at a time", "{n} rows at a time", int(value))
     if name == "activation_checkpointing_every_n_layers":
-        return "" if "activation_checkpointing" in settings else _recompute(int(value))
+        return "" if "activation_checkpointing" in settings else capital(_every(int(value)))
     if (name, value) == ("activation_checkpointing", "true") and "activation_checkpointing_every_n_layers" in settings:
-        return _recompute(int(settings["activation_checkpointing_every_n_layers"]))
+        return capital(_every(int(settings["activation_checkpointing_every_n_layers"])))
     if name in SWITCHES and value == "false":
         return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
     if name in _NUMBERS:
@@ -89,8 +89,8 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 
 
-def _recompute(count: int) -> str:
-    return tr("Gradient checkpointing in every layer" if count == 1 else "Gradient checkpointing in 1 layer of {n}", n=count)
+def _every(count: int) -> str:
+    return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
 
 
 def plan_in_words(settings: Settings) -> str:
@@ -122,7 +122,7 @@ def recomputation(settings: Settings) -> str:
         return tr("gradient checkpointing except attention")
     if kind == "offload":
         return tr("gradient checkpointing, inputs in host memory")
-    return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
+    return _every(count)
 
 
 def optimizer(settings: Settings) -> str:

@@ -22,12 +22,13 @@ cli = typer.Typer(
 
 def command(
     group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
-    hidden_alias: str = "",
+    rare: str = "", hidden_alias: str = "",
 ) -> None:  # fmt: skip
-    """Register a command. `function`: MODULE.NAME in finetune.cli."""
+    """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters only in --help-all."""
 
     def call(context: typer.Context, **options: Any) -> Any:
         # imported when the command runs: --help and wrong usage import no torch
+        options.pop("help_all", None)
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
         taken = signature(run).parameters
@@ -42,7 +43,9 @@ def command(
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
     # typer reads options from the signature, and gives --no-NAME to each bool without flags
-    call.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
+    for parameter in parameters:
+        parameter.default.hidden |= parameter.name in rare.split()
+    call.__signature__ = Signature([context, *parameters, *([HELP_ALL] if rare else [])])  # type: ignore[attr-defined]
     text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
     epilog = "Exit codes of all commands:  finetune --help"
     cli.command(name, help=text, rich_help_panel=group, epilog=epilog)(call)
@@ -61,9 +64,9 @@ def option(name: str, text: str, default: Any = None, kind: Any = str, flags: tu
     return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
 
 
-def flag(name: str, text: str, *flags: str) -> Parameter:
+def flag(name: str, text: str, *flags: str, **rules: Any) -> Parameter:
     """Return an option without a value."""
-    return option(name, text, False, bool, flags or (f"--{name.replace('_', '-')}",))
+    return option(name, text, False, bool, flags or (f"--{name.replace('_', '-')}",), **rules)
 
 
 def output(text: str) -> Parameter:
@@ -71,6 +74,16 @@ def output(text: str) -> Parameter:
     return option("output", text, flags=("--output", "-o"))
 
 
+def _show_all(context: typer.Context, is_set: bool) -> None:
+    if is_set:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        context.get_help()  # prints it
+        raise typer.Exit
+
+
+#: For commands with hidden options: --help lists at most eight.
+HELP_ALL = flag("help_all", "Show all options.", is_eager=True, callback=_show_all)
 #: Groups of commands in --help.
 START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
 OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe's; the last one counts.", [], list[str])
@@ -115,7 +128,7 @@ command(
     "Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.",
     "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
     "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
-    "plan tiny-cpu --measure-quantisation"
+    "plan tiny-cpu --measure-quantisation", rare="free images measure"
 )
 command(
     START, "data", "data.show_data", "Show what is trained on: rows, lengths, a marked example.", RECIPE,
@@ -215,7 +228,7 @@ command(
         option("data", "Score the rows of this file, not the held-out ones."),
         flag("forgetting", "Score the held-out rows of the run whose adapter this one continued."),
         option("probe", "Also measure forgetting: loss on general questions and on earlier rows.", True, bool),
-        option("score", "exact, contains, regex, json, numeric, calls, loss, or FILE.py:FUNCTION."),
+        option("score", "exact, contains, regex, json, numeric, calls, tokens, loss, or FILE.py:FUNCTION."),
         option("pattern", "regex: what it finds in answer and expected answer is compared."),
         option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
         option("show", "Rows to show: differ, worst or best.", "differ"),
@@ -227,7 +240,8 @@ command(
     "The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining "
     "rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-    "eval latest --tasks gsm8k,ifeval --rows 100"
+    "eval latest --tasks gsm8k,ifeval --rows 100",
+    rare="last forgetting probe pattern tolerance examples quantisation base_folder"
 )
 command(
     RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",
@@ -246,7 +260,8 @@ command(
     ],
     "Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.",
     'chat latest --prompt "My parcel is late."',
-    'chat latest --both --temperature 0.7 --system "You route messages."'
+    'chat latest --both --temperature 0.7 --system "You route messages."',
+    rare="max_new_tokens top_p seed tools_file base_folder"
 )
 command(
     RESULT, "merge", "export.merge_run", "Merge the adapter into the 16-bit base model.",
@@ -271,7 +286,7 @@ command(
         BASE,
     ],
     "Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.",
-    "export latest --type q8_0 --llama-cpp ~/llama.cpp"
+    "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data base_folder"
 )
 command(
     RESULT, "push", "export.push_run", "Push adapter, merged model or GGUF to the hub.",
@@ -286,7 +301,7 @@ command(
         flag("yes", "Do not ask.", "--yes", "-y"),
     ],
     "One commit, with a model card; no row of the data, no path of this machine.",
-    "push latest alice/support-lora --dry-run"
+    "push latest alice/support-lora --dry-run", rare="adapter update"
 )
 command(
     RESULT, "report", "ui.report_run", "Write a run as one HTML file: plan, forecast, curves, scores.",

@@ -30,7 +30,10 @@ def questions_of(
         # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:
             continue
-        text = question if isinstance(question, str) else _shown(question[-1])
+        if isinstance(question, str):
+            text = question
+        else:
+            text = " ".join(text_pieces(question[-1])) if "pictures" in question[-1] else str(question[-1]["content"])
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
         if example.messages:
@@ -44,7 +47,3 @@ def questions_of(
             row["pictures"] = [stored(picture) for picture in example.pictures]
         rows.append(row)
     return rows
-
-
-def _shown(message: dict[str, Any]) -> str:
-    return " ".join(text_pieces(message)) if "pictures" in message else str(message["content"])

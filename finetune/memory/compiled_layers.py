@@ -58,7 +58,8 @@ class SplitLayers:
         slots = list(_slots(layer))
         tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
         unlike = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        kind = (type(layer), budget, str(spec), unlike, tuple(map(_signature, [*inputs, *tensors])))
+        like = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *tensors))
+        kind = (type(layer), budget, str(spec), unlike, like)
         if kind not in self._splits:
             call = _as_function(forward, slots, tensors, leaves, spec)
             self._splits[kind] = self._split(call, inputs, tensors, slots, budget, policy)
@@ -132,9 +133,5 @@ def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
 
 
 def _example(like: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor like this one: a trace keeps its inputs."""
+    # a trace keeps its inputs
     return like.new_empty_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
-
-
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad

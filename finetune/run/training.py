@@ -24,7 +24,7 @@ from finetune.data.call_syntax import Answer
 from finetune.data.pictures.columns import sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.tensors import PictureTensors, source_of
-from finetune.data.tokens import Encoder
+from finetune.data.tokens import NOT_TRAINED, Encoder
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import DiskFull
@@ -154,8 +154,11 @@ class RunTrainer(SFTTrainer):
             return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        self._count(inputs)
-        with step_context(self.plan.settings, inputs["input_ids"].device):
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        self._counted["supervised"] += (inputs["labels"][..., 1:] != NOT_TRAINED).sum()
+        self._counted["real"] += ids.numel() if mask is None else mask.sum()
+        self._counted["padded"] += ids.numel()
+        with step_context(self.plan.settings, ids.device):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -192,12 +195,6 @@ class RunTrainer(SFTTrainer):
         sums = zip(counted, ranks.all_reduce([float(count) for count in counted.values()], "SUM"), strict=True)
         fractions = {name for name, count in on_device.items() if count.is_floating_point()}
         return {name: value if name in fractions else int(value) for name, value in sums}
-
-    def _count(self, inputs: dict[str, Any]) -> None:
-        ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
-        self._counted["supervised"] += (labels[..., 1:] != -100).sum()
-        self._counted["real"] += ids.numel() if mask is None else mask.sum()
-        self._counted["padded"] += ids.numel()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset

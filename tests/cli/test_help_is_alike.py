@@ -38,7 +38,7 @@ def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
 def test_each_function_takes_the_options_of_its_command(command):
     module, name = getclosurevars(command.callback).nonlocals["function"].split(".")
     function = getattr(import_module(f"finetune.cli.{module}"), name)
-    options, taken = signature(command.callback).parameters.keys() - {"context"}, signature(function)
+    options, taken = signature(command.callback).parameters.keys() - {"context", "help_all"}, signature(function)
     options -= {"base_folder"} - taken.parameters.keys()  # used before the function is called
     taken.bind(**dict.fromkeys([*options, *({"alone"} & taken.parameters.keys())]))
 
@@ -47,6 +47,12 @@ def test_every_option_is_explained_and_runs_are_named_alike():
     options = [option for command in COMMANDS.values() for option in command.params]
     assert all(option.help for option in options)
     assert all("latest" in option.help for option in options if option.metavar == "RUN")
+
+
+def test_help_lists_eight_options_at_most_and_help_all_each(finetune):
+    for name, command in COMMANDS.items():
+        assert sum(option.opts[0].startswith("--") and not option.hidden for option in command.params) < 8, name  # and --help
+    assert "--tolerance" in finetune("eval", "--help-all")[1].out
 
 
 def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, finetune):

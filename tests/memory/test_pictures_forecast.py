@@ -1,13 +1,12 @@
 """On the CPU: a run on rows with pictures of uneven size against its dry run, phase by phase."""
 
 import pytest
-from picture_models import kinds, save_picture_rows
+from picture_models import kinds, picture_run, save_picture_rows
 from real_run import by_phase, measured
 
 from finetune.memory.ledger import _shape
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import load_config
-from finetune.recipe import recipe_from
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (140, 110), (84, 28)]
 KINDS = sorted(kinds())
@@ -33,29 +32,20 @@ CASES = [
 ]
 #: Positions and counts of tokens that only the run holds; 0.5 % of these small models are few bytes.
 FEW_BYTES = 16 * 1024
+USUAL_SETTINGS = {
+    "dtype": "bfloat16", "per_device_train_batch_size": 1, "activation_checkpointing_every_n_layers": 1, "eval_steps": 2,
+    "save_steps": 2, "per_device_eval_batch_size": 1,
+}  # fmt: skip
 pytestmark = pytest.mark.slow
-
-
-def planned(model, folder, **more):
-    """The run directory of a small recipe on rows with pictures, and its plan."""
-    from finetune.run.prepare import create_run, prepare
-
-    rows = save_picture_rows(folder / "rows", SIZES)
-    held_out = save_picture_rows(folder / "rows", SIZES[1:3], "held-out")
-    recipe = recipe_from({
-        "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",
-        "load_in_4bit": False, "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch",
-        "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1, "sample_answers": 0, "eval_steps": 2,
-        "save_steps": 2, "per_device_eval_batch_size": 1, "output_dir": str(folder / "run"), **more,
-    })  # fmt: skip
-    prepared = prepare(recipe)
-    return create_run(prepared), prepared.plan
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_model, tmp_path, kind, name):
-    run, plan = planned(picture_model(kind), tmp_path, **TECHNIQUES[name])
+    held_out = {
+        "eval_path": save_picture_rows(tmp_path / "rows", SIZES[1:3], "held-out"),
+        "path": str(tmp_path / "rows/rows.jsonl"),
+    }
+    run, plan = picture_run(picture_model(kind), tmp_path, SIZES, dataset=held_out, **USUAL_SETTINGS | TECHNIQUES[name])
     settings = plan.settings
     batch = Batch(**_shape(settings, 1, plan.data.row_shape(settings, plan.data.longest)))
     expected, seen = by_phase(simulate(load_config(settings), settings, batch, None)), measured(run)

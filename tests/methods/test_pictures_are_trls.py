@@ -5,34 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from picture_models import kinds, save_picture_rows
+from picture_models import kinds, picture_run
 
 from finetune.data.pictures.source import open_picture
 from finetune.data.pictures.tensors import source_of
 from finetune.events import read_events
-from finetune.recipe import recipe_from
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (120, 100), (84, 28)]
 KINDS = sorted(kinds())
 USUAL = ("qwen2_5_vl", "gemma3", "idefics3")
 CASES = [pytest.param(kind, marks=[] if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
+SETTINGS = {
+    "dtype": "float32", "per_device_train_batch_size": 2, "lean_layers": False, "lr_scheduler_type": "constant",
+    "warmup_ratio": 0.0,
+}  # fmt: skip
 pytestmark = pytest.mark.slow
-
-
-def picture_run(model, folder, **more):
-    """The run directory of a small recipe on rows with pictures of uneven size."""
-    from finetune.run.prepare import create_run, prepare
-
-    rows = save_picture_rows(folder / "rows", SIZES)
-    recipe = recipe_from({
-        "model_name_or_path": model, "dataset": {"path": rows}, "gpu": "cpu", "dtype": "float32", "load_in_4bit": False,
-        "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch",
-        "activation_checkpointing": False, "lean_layers": False, "sample_answers": 0,
-        "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
-        "output_dir": str(folder / "run"), **more,
-    })  # fmt: skip
-    return create_run(prepare(recipe))
 
 
 def trl_examples(rows):
@@ -46,11 +33,10 @@ def test_a_batch_is_that_of_trls_vision_collator(picture_model, tmp_path, kind):
     from datasets import load_from_disk
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
 
-    from finetune.planner.plan import read_plan
     from finetune.run.picture_collator import PictureCollator, picture_processor_of
 
-    run = picture_run(picture_model(kind), tmp_path)
-    processor = picture_processor_of(read_plan(run.plan).settings, run.data)
+    run, plan = picture_run(picture_model(kind), tmp_path, SIZES, **SETTINGS)
+    processor = picture_processor_of(plan.settings, run.data)
     rows = [dict(row) for row in load_from_disk(str(run.data / "train"))]
     ours = PictureCollator(DataCollatorForLanguageModeling(pad_token_id=0), processor)(rows)
     examples = trl_examples(tmp_path / "rows" / "rows.jsonl")
@@ -130,7 +116,7 @@ def trl_losses(run, folder):
 def test_losses_are_those_of_trls_trainer_with_its_vision_collator(picture_model, tmp_path, kind, train_vision):
     from finetune.run.worker import Worker
 
-    run = picture_run(picture_model(kind), tmp_path, train_vision=train_vision)
+    run, _ = picture_run(picture_model(kind), tmp_path, SIZES, **SETTINGS, train_vision=train_vision)
     theirs = trl_losses(run, tmp_path)
     assert Worker(run).main() == 0
     ours = [event.loss for event in read_events(run.events) if event.kind == "step"]

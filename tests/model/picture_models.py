@@ -25,6 +25,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from finetune.bundled import model_path
 from finetune.compat.processors import processor_of, save_processor
+from finetune.recipe import recipe_from
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -170,3 +171,16 @@ def save_picture_rows(folder: Path, sizes: list[tuple[int, int]], name: str = "r
         rows.append(json.dumps({"messages": [question, answer], "images": [file]}) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(rows))
     return str(folder / f"{name}.jsonl")
+
+
+def picture_run(model: str, folder: Path, sizes: list[tuple[int, int]], **more: Any) -> tuple[Any, Any]:
+    """The run directory of a small recipe on rows with pictures of these sizes, and its plan."""
+    from finetune.run.prepare import create_run, prepare
+
+    prepared = prepare(recipe_from({
+        "model_name_or_path": model, "dataset": {"path": save_picture_rows(folder / "rows", sizes)}, "gpu": "cpu",
+        "load_in_4bit": False, "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "gradient_accumulation_steps": 1,
+        "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch", "activation_checkpointing": False, "sample_answers": 0,
+        "output_dir": str(folder / "run"), **more,
+    }))  # fmt: skip
+    return create_run(prepared), prepared.plan
