@@ -28,9 +28,8 @@ from .memory_parts import parts_of
 from .problems import problem
 from .rail import short_name
 from .recipe_form import form
-from .runs import QUEUE_STATES
 from .templates import render
-from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
+from .words import QUEUE_STATES, SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
 
 #: Label, lowest and highest value, and step of each setting with a field.
 FIELDS = {

@@ -14,7 +14,7 @@ from .markup import Safe, action, as_on_page, inert
 from .run_head import STATES, pill
 from .run_row import RunRow
 from .templates import render
-from .words import clock
+from .words import QUEUE_STATES, clock
 
 #: Columns: field of a row, CSS name, title, and whether the values are numbers.
 _COLUMNS = (
@@ -23,8 +23,6 @@ _COLUMNS = (
     ("peak", "peak", mark("Peak / forecast, GiB"), True), ("time", "time", mark("Time"), True),
     ("started", "started", mark("Started"), False),
 )  # fmt: skip
-#: Displayed states of the queue.
-QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 
 
 def runs_table(rows: Sequence[RunRow]) -> str:

@@ -54,6 +54,8 @@ _SWITCHES = {
     ("excess_length", "drop"): mark("leave longer rows out"), ("gpu", "auto"): mark("Use this machine's GPU"),
     ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
 }  # fmt: skip
+#: Displayed states of the queue.
+QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 #: Settings that follow from other settings.
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError, FinetuneError
+from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
     from datasets import Dataset

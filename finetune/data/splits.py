@@ -18,7 +18,7 @@ import pyarrow as pa
 from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes
 from finetune.data.report import Refused
 from finetune.data.shards import StoredExamples, StoredRows
-from finetune.data.tokens import NOT_TRAINED
+from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -20,6 +20,7 @@ from finetune.data.escaping import SpecialTokenEscaper
 from finetune.data.example import Example
 from finetune.data.template import Rendered, Template
 from finetune.errors import DataError, RecipeError
+from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from finetune.data.pictures.processing import PictureProcessor
     from finetune.data.pictures.source import PictureSource
     from finetune.data.tokenizer import ModelPictures
-
-
-#: The label of tokens that are not trained on.
-NOT_TRAINED = -100
 
 
 @dataclass

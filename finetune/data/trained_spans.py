@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import FinetuneError
+from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

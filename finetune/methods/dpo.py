@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
+from finetune.settings.methods import NOT_TRAINED
 
 #: beta in the paper, TRL, LLaMA-Factory and Axolotl.
 USUAL_BETA = 0.1

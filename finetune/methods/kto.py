@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.methods.dpo import USUAL_BETA
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
-from finetune.settings.methods import has_kl
+from finetune.settings.methods import NOT_TRAINED, has_kl
 
 _KL = "kl_"
 

@@ -11,7 +11,7 @@ import torch
 from pyarrow import compute
 from torch.utils.data import Sampler
 
-from finetune.data.tokens import NOT_TRAINED
+from finetune.settings.methods import NOT_TRAINED
 
 
 def row_lengths(rows: Any) -> list[int]:

@@ -24,7 +24,7 @@ from finetune.data.call_syntax import Answer
 from finetune.data.pictures.columns import sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.tensors import PictureTensors, source_of
-from finetune.data.tokens import NOT_TRAINED, Encoder
+from finetune.data.tokens import Encoder
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import DiskFull
@@ -47,6 +47,7 @@ from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.seal import rotate, seal
 from finetune.settings.compatibility import lean_layers_conflict
+from finetune.settings.methods import NOT_TRAINED
 
 _PARTIAL = ".partial"
 #: Limits in tokens: the KV cache of an 8B model stays below 300 MB.

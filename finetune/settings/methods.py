@@ -82,6 +82,8 @@ METRICS = {
 }  # fmt: skip
 #: Metrics for one line.
 MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
+#: The label of tokens that are not trained on.
+NOT_TRAINED = -100
 #: Row formats of a single method; methods without a row format read all other formats.
 METHOD_FORMATS = {method.row_format for method in METHODS.values() if method.has_own_format}
 

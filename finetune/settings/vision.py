@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from finetune.settings.base_formats import AUTO
-
 if TYPE_CHECKING:
     from finetune.settings.schema import Recipe
 
@@ -44,21 +42,21 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
             f"{setting}, and no row with a picture was read, so that what pictures need is not known",
             "Give rows with pictures that are on this machine, and the model's own processor beside its config.json.",
         )
-    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == AUTO}
+    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == "auto"}
     values: dict[str, Any] = {name: _ONLY[name][0] for name in reasons}
-    if recipe.offloaded_layers == AUTO:
+    if recipe.offloaded_layers == "auto":
         values["offloaded_layers"] = 0
     try:
         changed = resolved(recipe, vision=True, **values)
     except ValueError as error:
         lines = [line.strip() for line in str(error).splitlines() if "with pictures" in line or "with rows" in line]
         raise RecipeError(lines or [str(error)], "Leave these settings out, or leave the pictures out.") from None
-    return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == AUTO else {})
+    return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == "auto" else {})
 
 
 def pixel_limit(recipe: Recipe) -> int | None:
     """Return `max_pixels`, None without a limit or a plan."""
-    return None if recipe.max_pixels == AUTO else recipe.max_pixels
+    return None if recipe.max_pixels == "auto" else recipe.max_pixels
 
 
 def vision_problems(recipe: Recipe) -> Iterator[str]:
@@ -68,9 +66,9 @@ def vision_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.vision is not True:
         return
     for name, (value, reason) in _ONLY.items():
-        if (own := getattr(recipe, name)) not in (value, AUTO):
+        if (own := getattr(recipe, name)) not in (value, "auto"):
             yield f"{name} {str(own).lower()} does not work with pictures: {reason}"
-    if recipe.method not in ("sft", AUTO):
+    if recipe.method not in ("sft", "auto"):
         yield f"method {recipe.method} does not work with pictures yet; use sft"
     if recipe.excess_length in ("truncate", "chunk"):
         yield f"excess_length {recipe.excess_length} does not work with pictures: it would cut their tokens; use drop"
