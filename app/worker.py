@@ -211,7 +211,7 @@ class _Inbox:
 
     def next(self, wait_s: float | None) -> dict[str, Any] | None:
         try:
-            # None: the app has ended
+            # None ends the worker: the app ended, or no call came for `wait_s`
             return self._calls.get(timeout=wait_s)
         except queue.Empty:
             return None

@@ -34,5 +34,5 @@ def _kept(path: Path) -> PictureSource | None:
         picture = picture_file(path)
     except (BadPicture, PackagesError):
         return None
-    # a changed file is no image of the conversation
+    # the name is the stored image's digest: drop a file that was changed before its first read
     return picture if picture.digest == path.name else None

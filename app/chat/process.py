@@ -44,7 +44,6 @@ class Conversation:
         return Answerer(self._run)
 
     def answer(self, work: Work, question: dict[str, Any], **how: Any) -> None:
-        """Stream the models' answers to the file."""
         asked, writer = from_json(Question, question), EventWriter(self._path)
         for model in asked.models:
             if not work.is_cancelled():

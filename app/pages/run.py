@@ -77,7 +77,6 @@ class RunPage:
         return {"alive": is_alive, "parts": changed_parts(texts, shown)}
 
     def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button or a form."""
         return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:

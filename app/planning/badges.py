@@ -29,7 +29,6 @@ class Badges:
         self._looked_s, self._is_working = 0.0, False
 
     def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the known verdicts."""
         recipe = self._draft.read().recipe
         key = _key(recipe)
         with self._lock:

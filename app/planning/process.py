@@ -83,14 +83,12 @@ class Questions:
         return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
 
     def plan(self, work: Work, recipe: str, has_data: bool = True) -> dict[str, Any]:
-        """Return the plan with its alternatives."""
         parsed = parse_recipe(recipe, "recipe")
         # the alternatives take seconds: the page shows the plan first
         work.report(self.make_plan(parsed, work.report, has_data=has_data).as_json())
         return self.make_plan(parsed, work.report, compare=True, has_data=has_data).as_json()
 
     def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
-        """Return verdict and size of a model."""
         from finetune.card import find_card
         from finetune.model.configuration import read_config
         from finetune.planner.planning import plan_recipe, without_rows

@@ -75,7 +75,7 @@ def _problem(problem: Problem) -> tuple[str, str, str, bool]:
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
-    """Return a refused row as in its file, with a link to the next row of its kind."""
+    """Return row `at` of problem `number`, cut to 5,000 characters, with buttons for its neighbours."""
     row = problem.rows[at]
     return render(
         "data_row", title=tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), at=at, count=len(problem.rows),

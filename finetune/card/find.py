@@ -109,7 +109,8 @@ def listed_card(device: Device) -> Card:
 
 def _measured_card(choice: Choice) -> Card:
     device = choice.device
-    # the driver reports memory; rates come from the catalogue until `finetune doctor --measure`
+    # the driver reports name, memory, capability and PCIe link; compute and memory rates come from the catalogue until
+    # `finetune doctor --measure` has run
     listed = listed_card(device)
     measured = measured_context(device.name)
     context, spread = measured or (listed.context_bytes, listed.context_uncertainty_bytes)
@@ -120,7 +121,7 @@ def _measured_card(choice: Choice) -> Card:
         listed, name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         pcie_bytes_s=device.pcie_bytes_s or listed.pcie_bytes_s, context_bytes=context, context_uncertainty_bytes=spread,
         source="measured",
-        reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
+        reason=f"this machine: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
         f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{choice.reason}",
         uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip

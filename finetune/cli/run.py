@@ -118,7 +118,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
 
 
 def finish_run(source: str, *, as_json: bool) -> None:
-    """End a run after its step, and wait. Raises CommandError."""
+    """End a run after its current step and wait up to an hour. Raises CommandError or DiskFull."""
     run = open_run(source)
     state = read_state(run)
     if state.state == "queued":

@@ -49,7 +49,6 @@ class CallSyntax:
     loses_types: bool = False
 
     def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
-        """Split an answer into calls and text."""
         position = 0
         calls: list[Call] = []
         between = ""

@@ -125,7 +125,6 @@ class ChatFormat:
         raise BadRow("messages", "the assistant speaks first, which the chat template writes in another form")
 
     def split(self, text: str, *, is_cut: bool = False) -> tuple[str, str]:
-        """Return an answer's thought and text."""
         for end in self._end_tokens:
             text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
         thought, text = next(filter(None, (marks.split(text, is_cut=is_cut) for marks in self.marks)), ("", text))

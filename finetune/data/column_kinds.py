@@ -65,7 +65,7 @@ _CLASSES = _word_set(
     "keyword keywords skill skills area theme subcategory subtopic"
 )
 _CLASS_KINDS = frozenset({*_SHORT, "float", *_NUMBERS})
-#: Names with these words are never harmless: vote_count.
+#: Names with these words, such as vote_count, are harmless only as copies of a trained text.
 JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )

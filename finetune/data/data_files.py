@@ -96,7 +96,6 @@ class DataFiles:
         return files
 
     def held_out(self) -> list[Path]:
-        """Return the validation files."""
         # test files are left alone
         return self._named(VALIDATION) if self.is_split else []
 

@@ -58,7 +58,6 @@ class Example:
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
     def calls(self) -> list[dict[str, Any]]:
-        """Return the calls in the last answer."""
         return list(self.messages[self.answers[-1]].get("tool_calls") or ()) if self.messages else []
 
     def texts(self) -> list[str]:

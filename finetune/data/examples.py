@@ -119,7 +119,6 @@ class SourceReader:
         self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
     def batches(self) -> Iterator[list[Row | Refused]]:
-        """Yield all rows in batches."""
         batch: list[Row | Refused] = []
         size, batch_rows = 0, PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         for row in itertools.chain(self._sample, self._remaining_rows):

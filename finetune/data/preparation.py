@@ -65,7 +65,6 @@ class PreparedData:
         return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        """Return the ids and labels of one training sequence."""
         # `train` imports datasets, which takes a second
         row = self._row(index).to_pylist()[0]
         return row["input_ids"], row["labels"]

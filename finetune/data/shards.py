@@ -229,7 +229,6 @@ class StoredRows:
         return Example(file, number, **lists, **values)
 
     def refusal(self, index: int) -> Refused:
-        """Return why a row has no sequences."""
         table, row = self._table_and_row(index)
         return Refused(*self.row_location(index), table["bad_field"][row].as_py(), table["bad_reason"][row].as_py())
 

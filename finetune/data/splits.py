@@ -37,11 +37,12 @@ class DataSplit:
     stored: StoredRows
     #: Which stored rows belong to the split.
     row_mask: np.ndarray
-    held_out: int = 0
+    held_out: int = 0  # rows moved from this training split to the held-out split
     split_off: bool = False  # taken from the training files by test_split_size
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
+        # the training split reports the columns of the shared files
         return () if self.split_off else tuple({name: None for part in self.stored.parts for name in part.unused_columns})
 
     @property

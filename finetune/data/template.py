@@ -64,7 +64,7 @@ class Rendered:
     text: str
     #: The answers, as (start, end) in characters.
     spans: list[Span]
-    notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered, trimmed, unthinking
+    notes: set[str] = field(default_factory=set)  # for the report, names of `shards.FLAGS`
     #: Indices of the answers' messages.
     turns: list[int] = field(default_factory=list)
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text

@@ -59,7 +59,7 @@ class FileInfo:
     #: Size, time and inode.
     stat: tuple[int, ...] | None = None
     sha256: str = ""
-    #: About the number of rows; None if a line is not a row.
+    #: Approximate number of rows; None if a line is not a row.
     lines: int | None = None
 
     @classmethod
@@ -184,12 +184,12 @@ class CacheEntry:
         self.folder, self._data_folder = folder, str(data_folder.absolute())
 
     def read(self, name: str) -> SourcePart | None:
-        """Return all rows; None for an unfinished or damaged entry."""
+        """Return all rows; None if the entry is unfinished or damaged, or an image changed."""
         values = read_object(self.folder / "source.json")
         if values is None:
             return None
         part = SourcePart(name, values["format"], values["columns"], tuple(values["unused_columns"]), values["read"])
-        with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:  # their checksums take longer than to map them
+        with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:  # computing checksums takes longer than mapping the files
             shards = list(pool.map(lambda index: self.shard(index, name), range(values["shards"])))
         for shard in shards:
             if shard is None:

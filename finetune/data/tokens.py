@@ -202,7 +202,8 @@ class Encoder:
             return error
         rendered = [self._escaper.unescape(sequence) for sequence in rendered]
         if any(sequence.escaped_spans for sequence in rendered):
-            rendered[0].notes.add("literal")
+            rendered[0].notes.add("literal")  # special tokens in user or tool texts, tokenised as text
+        # special tokens left in answers and system prompts, which are not escaped
         if escaped is not example and any(self._escaper.contains_special(message["content"]) for message in escaped.messages):
             rendered[0].notes.add("control")
         return rendered

@@ -52,7 +52,7 @@ class UnusedColumns:
     format: str
     rows: int = 0
     messages: int = 0
-    #: Columns and fields whose names change the meaning of a row.
+    #: Columns and fields whose names say that they change the meaning of a row.
     meanings: dict[str, ColumnUse] = field(default_factory=dict)
     #: All other columns, and all other fields of messages.
     columns: dict[str, ColumnUse] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class UnusedColumns:
                 getattr(self, kind).setdefault(name, ColumnUse()).merge(use)
 
     def add_meanings(self, unread: Values, number: int) -> Values:
-        """Count columns whose names change the meaning, and return undecided columns."""
+        """Count columns whose names say that they change the meaning, and return the undecided columns."""
         undecided = {}
         for column, value in unread.items():
             decision = changes_meaning(column, value, self.format)
@@ -83,7 +83,6 @@ class UnusedColumns:
             _add(self.columns, column, value, number, texts)
 
     def add_messages(self, messages: list[Values], number: int) -> None:
-        """Add unread fields of a row's messages."""
         self.messages += len(messages)
         for name in {name: None for message in messages for name in message if changes_message(name, message[name])}:
             self.meanings.setdefault(name, ColumnUse()).add(number)

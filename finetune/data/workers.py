@@ -57,7 +57,6 @@ class Workers:
         connection.send(task)
 
     def remaining_results(self) -> Iterator[Any]:
-        """Yield the results of all unfinished tasks."""
         while len(self._idle) < len(self._connections):
             yield from self._collect(None)
 

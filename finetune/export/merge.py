@@ -193,7 +193,7 @@ def _check_memory(needed_bytes: int, purpose: str) -> None:
 
 
 def require_disk(needed_bytes: int, target: Path, what: str = "the merged model") -> None:
-    """Raise DiskFull if less is free where `target` will be."""
+    """Raise DiskFull if `target`'s file system has fewer free bytes."""
     existing, free_bytes = existing_parent(target), free_disk_bytes(target)
     if needed_bytes > free_bytes:
         raise DiskFull(

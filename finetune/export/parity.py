@@ -76,7 +76,6 @@ class LlamaCpp:
         return bool(self._library.llama_vocab_is_eog(self._model._model.vocab, token))
 
     def render(self, messages: list[Any], *, bos: str, eos: str) -> str:
-        """Render a conversation in the file's template."""
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         template = self._model.metadata.get("tokenizer.chat_template", "")

@@ -20,9 +20,10 @@ _CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
-    """Compile the layers' forward in training, with shared code for equal layers. Configures torch for the whole process."""
+    """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
     set_compiler()
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers
+    # the dropped guards are the ones that tell structures apart, so drop them only if all layers have the same structure
     alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
     compiled = {kind: torch.compile(kind.forward, options=alike) for kind in {type(layer) for layer in layers}}
     for layer in layers:

@@ -101,6 +101,7 @@ class HostStorage:
         self._storage: dict[int, torch.Tensor] = {}
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
+        """Store a layer. Raises RecipeError if the memory can't be pinned."""
         self._storage[index] = host_memory.host_buffer(layout_bytes(slots), slots[0].tensor)
         _copy_layer(slots, self._storage[index])
 
@@ -149,6 +150,7 @@ class FileStorage:
         return tempfile.TemporaryFile(dir=folder)  # open as long as the model lives
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
+        """Write a layer. Raises DiskFull."""
         size = self._stage(index, slots)
         staging = self._staging[0][:size]
         _copy_layer(slots, staging)
@@ -232,7 +234,7 @@ class LayerOffloading:
             tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
 
     def finish(self) -> None:
-        """Allocate the buffers, and make the offloaded weights views of them."""
+        """After loading: allocate the buffers, and make the offloaded weights views of them."""
         for index in set(self._missing) - set(self._layouts):
             self._offload(index)
         like, size = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
@@ -249,7 +251,7 @@ class LayerOffloading:
                     part.register_forward_pre_hook(functools.partial(self._before_part, index))
 
     def wrap_checkpoints(self) -> None:
-        """Fetch weights before each recomputation, once gradient checkpointing is on."""
+        """Fetch the weights before each recomputation. Call it once gradient checkpointing is on."""
         for index, layer in enumerate(self._layers):
             wrap_checkpoint(layer, functools.partial(functools.partial, self._checkpointed, index))
 

@@ -146,7 +146,7 @@ class TiledMlp(torch.autograd.Function):
             for total, grad_part in zip(sums, grads, strict=True) if sums else ():
                 if total is not None:
                     total.add_(grad_part)
-            sums = sums or grads  # in fp32, the dtype of a and b
+            sums = sums or grads  # in the adapters' dtype, usually fp32
             del outs, lora_acts, dx_part, grads, read_input
         return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
 
@@ -190,12 +190,12 @@ def _mlp_backward(
     *entries, down = mlp.linears
     gate, up = _split_gate_up(outs, mlp.swapped)
     activated = mlp.act.forward(gate)
-    product = activated * up  # the input of `down`, later overwritten by its gradient
-    # `TiledMlp` does not save it
+    product = activated * up  # input of `down`; `backward_of` overwrites it with its gradient
+    # `TiledMlp` passes no `down_act`: recompute it
     if down_act is None and casts[-1][0] is not None:
         down_act = scaled_product(product, casts[-1][0].t(), down.scale)
     _, *down_grads = backward_of(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
-    # overwrite the tensors that they are computed from, or are the halves of one tensor
+    # separate gate and up: reuse `product` and `activated` for the gradients; fused: write both into halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
     d_gate, d_up = _split_gate_up(d_outs, mlp.swapped)
     torch.mul(activated, product, out=d_up)
@@ -344,12 +344,11 @@ def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch
 def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
     """Return the adapters in the dtype of computation."""
     # backward casts again: saving the casts would cost a layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16
-    # one kernel for all adapters
     masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
     cast = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
     pairs = [(copy, master) for copy, master in zip(cast, masters, strict=True) if copy is not master]
     if pairs:
-        torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])
+        torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])  # one kernel for all adapters
     return list(zip(cast[::2], cast[1::2], strict=True))
 
 

@@ -16,11 +16,8 @@ from finetune.layers.host_memory import host_empty
 WINDOW = 2
 
 
-# Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the GPU until the computation has
-# waited for its copy. Backward: while one tensor is in use, the next ones are prefetched. `WINDOW` limits how far the copies
-# may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
 class InOrder:
-    """Copies in order with the computation, on its stream."""
+    """Copies in order with the computation: on its stream, or directly on a CPU and in a forecast."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
         """Copy after the computation issued so far, or issued before the mark `after`; return a handle for `wait`."""
@@ -82,7 +79,7 @@ class OffloadedTensor:
 def offload_beside(device: torch.device) -> Offload:
     """Return an offload that overlaps with a device's computation."""
     on_cuda = device.type == "cuda"
-    # a forecast and a CPU copy synchronously, in the same memory
+    # on a CPU and in a forecast, copies are synchronous, and allocate as much
     return Offload(side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
 
 
@@ -92,14 +89,17 @@ def offload_in_order(*, pinned: bool) -> Offload:
     return Offload(InOrder(), pinned=pinned, window=0)
 
 
+# Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the GPU until the computation has
+# waited for its copy. Backward: while one tensor is in use, the next ones are prefetched. `WINDOW` limits how far the copies
+# may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
 class Offload:
     """Tensors of one micro-batch in host memory."""
 
     def __init__(self, copies: InOrder, *, pinned: bool, window: int = WINDOW) -> None:
         # pinned memory is reused: torch's caching host allocator gives a freed block out again once the events of its copies
         # have passed (aten/src/ATen/core/CachingHostAllocator.h)
-        self._copies, self._pinned, self._window = copies, pinned, window
         # window 0 keeps no copy in flight
+        self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()
         self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by last use in forward, which is the first in backward
@@ -132,7 +132,6 @@ class Offload:
         return moved.on_device
 
     def close(self) -> None:
-        """Wait for all copies."""
         self._free_copied(0)
         # so that no copy writes to memory that is freed after this
         for moved in list(self._prefetching.values()):

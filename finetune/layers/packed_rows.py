@@ -11,15 +11,15 @@ from peft import PeftModel
 from finetune.errors import RecipeError
 from finetune.layers.experts import has_experts
 
-#: Tokens of the example that changes, and of the later examples: fewer than a convolution's taps, a delta rule's chunk, and a
-#: usual example.
+#: Tokens of the example that changes, and of the later examples: 1 and 3 are fewer than a convolution's taps, 64 is a delta
+#: rule's chunk, 16 a usual example.
 _TOKENS, _LATER = 16, (1, 3, 64, 16)
 #: Largest relative change of any token. Both batches have the same shapes, so the same kernels run in the same order, and
 #: masked tokens add exactly 0: a dense model gives 0 in 16 bit and with NF4 weights, too, on a GPU as on the CPU.
 MOST_CHANGE = 1e-6
-#: Largest median change of the first tokens after it, where tokens meet outside attention, too. A mixture's experts get
-#: other numbers of rows, so 16-bit products round otherwise and a few tokens get other experts; int8 looks for outlier columns
-#: in the whole batch. A toy model whose state leaked changed by 3.5 %.
+#: Largest median change of the first tokens after the changed example, where tokens meet outside attention, too. A mixture's
+#: experts get other numbers of rows, so 16-bit products round otherwise and a few tokens get other experts; int8 looks for
+#: outlier columns in the whole batch. A toy model whose state leaked changed by 3.5 %.
 MOST_SHARED_CHANGE = 0.02
 
 
@@ -41,7 +41,7 @@ def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> No
 
 @torch.no_grad()
 def changes_with_other_row(model: Any, collate: Callable[[Any], Any]) -> torch.Tensor:
-    """Return the relative change of all later tokens' last hidden states with the first example."""
+    """Return the relative change of all later tokens' last hidden states when the first example changes."""
     was_training = model.training
     model.eval()
     try:

@@ -79,7 +79,7 @@ def forward_with(module: Any, name: str, lean: Callable[[Any], Any]) -> Any:
     return None if _REPLACEMENTS[theirs] is None else _calling(forward, name, _REPLACEMENTS[theirs])
 
 
-#: The lean form of a model's function, shared by its layers; None for a function that is not RoPE.
+#: The lean form of a model's function, shared by its layers; None for a function that computes something else.
 _REPLACEMENTS: dict[Any, Any] = {}
 
 
@@ -95,7 +95,7 @@ def _calling(forward: Any, name: str, function: Callable[..., Any]) -> Any:
         decorator.__wrapped__ = replacement
         return decorator
     lean_name, code = f"_lean_{name}", forward.__code__
-    # the module gets another name, so that the forward sees all other globals unchanged
+    # the function gets a second name in the module's globals, so that everything else sees them unchanged
     forward.__globals__[lean_name] = function
     code = code.replace(co_names=tuple(lean_name if used == name else used for used in code.co_names))
     return _copy(forward, code, forward.__closure__)

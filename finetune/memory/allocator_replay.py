@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from finetune.memory.caching_allocator import CachingAllocator
 from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
-#: Block as large as all weights that transformers allocates and frees before loading (caching_allocator_warmup).
+#: Number of the block, as large as all weights, that transformers allocates and frees before loading
+#: (caching_allocator_warmup).
 WARM_UP = -1
 #: Micro-batches replayed after the first two steps, and at most in total: fragmentation shows early.
 LATER_MICRO_BATCHES, MOST_MICRO_BATCHES = 16, 64

@@ -23,12 +23,10 @@ LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 #: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
 _ADDRESSES = 1 << 45
 
-#: Frees take effect immediately, as for tensors used on one stream.
+#: Number of a stream; each stream has its own pools.
 Stream = int
 
 
-# tests/memory replays random and recorded requests on the allocator of each supported torch (`make test-card TORCH=...`)
-# and compares the blocks
 class OutOfMemory(Exception):
     """A request fails even after freeing every cached block."""
 
@@ -94,6 +92,8 @@ class Pool:
         return block.number if self.ties is Ties.BLOCK_AGE else block.address
 
 
+# Frees take effect immediately, as for tensors used on one stream. tests/memory replays random and recorded requests on the
+# allocator of each supported torch (`make test-card TORCH=...`) and compares the blocks.
 class CachingAllocator:
     """One GPU's allocator, in bytes. Requests have names for their release."""
 
@@ -278,7 +278,7 @@ class CachingAllocator:
         self._reserve(mapped_bytes)
 
     def _unmap(self, block: Block) -> None:
-        """`unmap_block`: return the whole pages inside a free block."""
+        """`unmap_block`: release the whole pages inside a free block to the driver."""
         page, pool = _page(block.pool), block.pool
         start = -(-(block.address - block.base) // page) * page + block.base
         end = (block.address + block.size - block.base) // page * page + block.base

@@ -294,6 +294,7 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
 def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:
     if card.is_cpu or expandable_segments():
         return ()
+    # the replay repeats one micro-batch: it describes a run only if packing makes all rows equally long
     if replay is None or settings.packing is not True:
         return (_SEGMENTED_NOTE,)
     share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"

@@ -58,7 +58,7 @@ def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, c
     out, state = rule(*folded[:3], g=folded[3], beta=folded[4], chunk_size=chunk_size, **named)
     out = out.flatten()[: value.numel()].view(value.shape)
     if out.requires_grad:
-        # the first and the last step save less, by more with more heads per step; the peak is in the second step
+        # the first and the last step save less, the more heads a step has; the peak is in the second step
         heads_more, depth, ballast = round((rows - batch) * value.shape[2]), value.shape[3], list[torch.Tensor]()
         peak = 8 * width * depth + 22 * chunk_size * width - 4 * chunk_size**2
         out.register_hook(lambda _: ballast.append(torch.empty(peak * heads_more, dtype=torch.uint8)))

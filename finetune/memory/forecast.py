@@ -17,7 +17,7 @@ DRY_RUN_ERROR = 0.02
 #: A100 rows with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
-#: Start of the note why compiled layers can't be forecast.
+#: Start of the note that says why compiled layers can't be forecast.
 UNCOMPILABLE = "what a compiled layer keeps can't be forecast"
 #: Start of the note that counts the layers with fewer saved activations.
 LEAN = "lean layers: "
@@ -39,7 +39,7 @@ class Forecast:
     `parts`: allocated bytes at the training peak, summing to `allocated_bytes`. `peaks`: allocated peak of each phase: load,
     train, eval, save. `peak_bytes`: allocated memory, allocator overhead and CUDA context. `reserved_peaks` and `segments`:
     peaks by phase where torch's allocator is replayed; torch counts no expandable segments. `at_limit`: whether a replay
-    limited to a budget below the upper end succeeds. `pinned_bytes`: share of `host_bytes` that offloading pins in a step.
+    limited to a budget below the upper end succeeds. `pinned_bytes`: bytes of `host_bytes` that offloading pins in a step.
     """
 
     allocated_bytes: int

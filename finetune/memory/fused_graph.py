@@ -120,6 +120,7 @@ def _is_view(node: Node) -> bool:
 def _is_called(node: Node) -> bool:
     if node.op != "call_function" or _is_part(node):
         return False
+    # the compiler can't fuse operators of other namespaces
     name = getattr(node.target, "__name__", "").partition(".")[0]
     is_fused = getattr(node.target, "namespace", "") in ("aten", "prims") and name not in _CALLED
     return not is_fused or any(part in name for part in _CALLED_PARTS)

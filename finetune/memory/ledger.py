@@ -176,7 +176,7 @@ def replay_rows(
         from finetune.model.transformers_config import config_from
 
         model_config = config_from(config, settings)
-        # two widths show how each size grows with the width
+        # traces at two widths show how each size grows with the width
         narrow = replace(rows, tokens=rows.tokens // 2)
         with garbage_collection_paused():
             wide, other = (

@@ -149,7 +149,7 @@ def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capab
     batch, heads, tokens, dim = query.shape
     is_16_bit = query.element_size() == 2
     block_rows, block_columns = _efficient_block(is_16_bit, dim, capability)
-    # delta and the fp32 accumulators of dq, and 16-bit dk and dv unless they stay in registers (kernel_backward.h)
+    # delta and the fp32 accumulators of dq; for 16-bit inputs also of dk and dv unless in registers (kernel_backward.h)
     elements = -(-tokens // block_rows) * -(-dim // block_columns) * (4 + block_rows * block_columns)
     if is_16_bit and dim > block_rows:
         key_splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))

@@ -98,7 +98,7 @@ class Simulation:
     depth: Depth | None = field(default=None, compare=False)
 
     def trace(self) -> Trace | None:
-        """Return the events at full depth, or None where the layers' events don't repeat."""
+        """Return the events at full depth; None without a recording, or where the layers' events don't repeat."""
         try:
             return self.recording.trace(self.depth) if self.recording else None
         except NotRepeated:

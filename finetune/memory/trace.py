@@ -71,7 +71,6 @@ class Recording:
         self._section, self._layer = self._section + 1, -1
 
     def begin_phase(self, phase: str) -> None:
-        """Begin the next pass over the layers."""
         self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
 
     def enter(self, layer: int) -> None:
@@ -167,7 +166,7 @@ class _Deepening:
 
     def _release_copies(self) -> None:
         """Release unreleased copies where their original is released."""
-        # int8's saved activations: some operators hold tensors of all layers until the whole graph is freed, and events of one
+        # some operators (int8's saved activations) hold tensors of all layers until the whole graph is freed: events of one
         # layer, which is not copied, release them
         released = {number for number, size in self.events if size == RELEASED}
         unreleased: dict[int, list[int]] = {}

@@ -65,7 +65,6 @@ class Kto(TrainingMethod):
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
-        """Return the mean loss of the examples."""
         desirable = inputs["desirable"]
         kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
         batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}

@@ -1,4 +1,4 @@
-"""A model's config.json from a folder, the hub or the catalogue."""
+"""A model's config.json from a folder, the hub or the catalogue, without importing torch."""
 
 from __future__ import annotations
 

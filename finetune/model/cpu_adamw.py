@@ -60,7 +60,7 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into host memory. Raises ValueError when the groups don't match."""
+        """Load a state into host memory, and set the weights to its master weights. Raises ValueError for other groups."""
         # torch would move the state to the weights' device and dtype
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

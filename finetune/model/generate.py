@@ -56,7 +56,7 @@ def greedy_answers(
     more_inputs: MoreInputs | None = None,
 ) -> list[tuple[str, bool]]:
     """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
-    # padded on the left, so that all prompts end at the same position
+    # the model is in evaluation mode, and no random numbers are drawn; padded on the left, so that all prompts end together
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
@@ -119,7 +119,7 @@ def streamed_answer(
 
 
 def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
-    """Return the inputs beside a batch's tokens, on their device."""
+    """Return the model's other inputs, such as pixel values, on the device of `ids`."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
     return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 

@@ -127,7 +127,8 @@ def _key(name: str) -> str:
 
 def _squeezed(name: str) -> str:
     hyphenated = re.sub(r"[^a-z0-9.]+", "-", name)
-    return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)  # between numbers it stays: gemma-2-2b is not gemma-22b
+    # keep a hyphen between digits: gemma-2-2b is not gemma-22b
+    return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)
 
 
 @cache

@@ -22,7 +22,7 @@ _ANSWERS: dict[str, bool] = {}
 
 
 # In causal attention no token sees later tokens, so the mask of right padding changes no real token. Without a mask torch
-# computes flash attention, and a mask of tokens x tokens for each row is saved.
+# computes flash attention, and needs no mask of tokens x tokens for each row.
 def needs_padding_mask(config: PretrainedConfig) -> bool:
     """Return whether the mask of a right-padded batch may change the loss of its real tokens."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
@@ -51,8 +51,8 @@ def _reads_mask(config: PretrainedConfig) -> bool:
             ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
             model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)
     except Exception:  # noqa: BLE001 - code of hundreds of model types
-        return True
-    # a model that can't be examined above needs the mask
+        return True  # a model that can't be tried needs its mask
+    # a mask that did not reach the attention may be needed elsewhere
     return not mask.reached_attention
 
 

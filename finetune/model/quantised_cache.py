@@ -51,7 +51,7 @@ _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
 def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> Store:
-    """Return the model's verified folder, written first if missing. Raises DiskFull, LayoutMismatch."""
+    """Return the model's verified folder, written if missing or damaged. On DiskFull, LayoutMismatch no folder is left."""
     parts = parts_of(build.build_base(settings, config, device="cpu", weights=False))
     facts = facts_of(settings, config, torch.device(device).type)
     name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]

@@ -33,14 +33,14 @@ class BaseAdapter:
 
 
 def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe with its base adapter's settings, with reasons. Raises RecipeError for conflicts."""
+    """Return the recipe completed from its base adapter, and each inherited setting's reason. Raises RecipeError."""
     if recipe.adapter_name_or_path is None:
         return recipe, {}
     adapter = read_base_adapter(recipe.adapter_name_or_path)
     inherited, problems = {}, {}
     quantised = bool(requested_formats(recipe))
     for name, value in adapter.settings.items():
-        # the recipe names a format, so the adapter's format does not apply
+        # settings outside _SHAPES are formats of the base weights; the recipe's format replaces the adapter's
         if name not in _SHAPES and quantised:
             continue
         recipe_value = getattr(recipe, name)
@@ -49,13 +49,13 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         elif name in _SHAPES and _comparable(recipe_value) != _comparable(value):
             problems[name] = f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}"
     if problems:
-        fix = f"Training on takes these from the adapter: leave out {', '.join(problems)}."
+        fix = f"Leave out {', '.join(problems)}: continued training uses the adapter's values."
         raise RecipeError(list(problems.values()), fix)
     try:
         resolved_recipe = resolved(recipe, **inherited)
     except ValueError as error:
         raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
-    return resolved_recipe, dict.fromkeys(inherited, "the adapter's, from which training goes on")
+    return resolved_recipe, dict.fromkeys(inherited, "from the adapter that training continues")
 
 
 def read_base_adapter(name: str) -> BaseAdapter:

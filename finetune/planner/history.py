@@ -18,7 +18,7 @@ from finetune.planner.run_time import MeasuredRun
 from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
-#: Runs kept per card, newest.
+#: Newest runs kept per GPU.
 KEPT = 20
 #: Clamp of the speed factor: beyond these bounds the cause is elsewhere, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
@@ -49,7 +49,6 @@ class History:
 
     @property
     def worst_excess(self) -> float:
-        """Largest relative excess of allocated bytes over the forecast."""
         return max((*self.allocated_errors, 0.0))
 
     def summary(self, card_name: str) -> str:

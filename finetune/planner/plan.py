@@ -328,14 +328,13 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`: 4 for rows that a run would refuse, 3 for a plan or GPU, else 0."""
+        """Exit code of `finetune plan`: 4 for refused rows, 3 for a plan that does not fit or an unusable GPU, else 0."""
         if self.data_problem:
             return DataError.exit_code
         # the card's problem: torch can't use this machine's GPU
         return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of plan.json."""
         values: dict[str, Any] = to_json(self)
         # one entry per row of the data
         settings = values.pop("settings")

@@ -57,7 +57,7 @@ from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import METHODS, method_of
 
-#: A strategy counts as faster below this share of the step time; most strategies forecast to find the fastest.
+#: A strategy is faster if its step takes less than this share of the time; at most this many are forecast to find the fastest.
 MATTERS, MOST_FASTER = 0.995, 3
 #: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its
 # published rates that a GPU reaches, where published steps show the share. `benchmarks/speed_accuracy.py` compares the model
-# with 60 published measurements (docs/accuracy.md); earlier runs on a GPU correct it (history.py).
+# with 60 published measurements (docs/accuracy.md); earlier runs on a GPU correct it (history.py). Nothing here
+# decides whether a plan fits.
 
 #: Quantiles that stand for all rows in the expected longest row of sorted micro-batches.
 _QUANTILES = 200
@@ -123,8 +124,9 @@ DELTA_RULE, FUSED_DELTA_RULE, DELTA_CHUNK = (36.3, 57.0), (4.5, 8.0), 64
 #: In torch's backward a chunk's gradient is as large as the whole tensor: per value head three as wide as keys, two as values
 #: and one as a chunk. 88 KiB a token and chunk for the 4B, confirmed on the stand-in GPU.
 DELTA_CUT = (3, 2, 1)
-#: Elements of the Mamba-2 scan in torch, per head, for each element of a head, a state and a chunk (the profiler at seven
-#: sizes). With mamba-ssm a mixer saves as much as an ordinary layer (49 MiB instead of 1,046), so nothing is added.
+#: fp32 elements that the Mamba-2 scan in torch allocates for a token, forward and backward, per head, for each element of a
+#: head, of its state and of a chunk (the profiler at seven sizes). With mamba-ssm a mixer saves as much as an ordinary layer
+#: (49 MiB instead of 1,046), so nothing is added.
 SCAN = ((15.5, 10.5, 5.0), (15.5, 12.4, 8.0))
 #: Kernels of the rule in torch, forward and backward, and of each chunk: 1,632 for a block of 2,048 tokens on the stand-in GPU,
 #: 93 with fla. Scan: operators that allocate or write. `LAYER_KERNELS`: an ordinary layer (docs/stand-in-gpu.md).
@@ -362,7 +364,7 @@ def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> f
 
 
 def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> LayerCopies:
-    # offloaded layers are spread evenly: a fetch overlaps with the layers since the offloaded layer before
+    # offloaded layers are spread evenly: a fetch overlaps with the layers after the previous offloaded layer
     fetched = max(0, strategy.offloaded - BUFFERS)
     layer_bytes, link = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
     rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link

@@ -29,7 +29,7 @@ OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
 #: Factors on step time: how much faster a strategy must be to justify each departure from the simplest settings.
 HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
-#: Numbers of offloaded layers to try, from all layers down.
+#: How many numbers of offloaded layers are tried, from all layers down.
 LAYER_COUNTS = 8
 #: Factor for a doubled micro-batch: a smaller micro-batch leaves headroom and pads less.
 DOUBLING_PRICE = 1.01

@@ -238,10 +238,10 @@ def _flat(tool: Tool, values: Values) -> Values:
 
 def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
     requirements, tool = {}, conversion.tool
-    # in the table's order: the later row counts
+    # in the table's order: if two keys set the same setting, the later row wins
     for key in sorted(values, key=lambda key: [*tool.keys].index(key) if key in tool.keys else -1):
         outcome, text, settings = tool.meaning(key, values[key])
-        if switch := settings.get("requires"):
+        if switch := settings.get("requires"):  # checked when defaults and overrides are known
             requirements[key], outcome, text, settings = switch, "no effect", "needs no setting here", {}
         conversion.report(key, outcome, text)
         for setting, value in settings.items():

@@ -56,7 +56,7 @@ def _error(measured: int | None, predicted: int | None) -> float | None:
 def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     """Return a warning when the run allocated far more than forecast."""
     error = check.allocated_error
-    # the excess never exceeds the budget: the allocator's limit would have raised out of memory
+    # allocated memory never exceeds the budget, which limits the allocator; NO_FIT: started with --force
     if error is None or error <= MARGIN or plan.verdict == Verdict.NO_FIT:
         return None
     return (

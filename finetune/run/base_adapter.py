@@ -35,7 +35,7 @@ class BaseAdapterFacts:
     base: str | None = None
 
     def summary(self) -> str:
-        """Return `runs/first (step 40, held-out loss 0.0123)`."""
+        """Return a summary: `runs/first (step 40, held-out loss 0.0123)`."""
         parts = [f"step {self.step:,}"] if self.step is not None else []
         parts += [f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss is not None else []
         return f"{self.name} ({', '.join(parts)})" if parts else self.name

@@ -36,7 +36,7 @@ class EvaluatedStep:
     loss: float
 
 
-# both follow from the trainer's history, which every checkpoint is sealed with, so a resumed run has the history, too
+# the best step and the result folders follow from the trainer's history, which is sealed with every checkpoint
 def evaluations(history: list[dict[str, Any]]) -> list[EvaluatedStep]:
     """Return the evaluations in a trainer's `log_history`."""
     losses = ((entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry)
@@ -78,7 +78,7 @@ def unusable_best_message(step: int, problem: str) -> str:
 
 
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
-    """Write adapter/ with the best step, and adapter-last/ for another last step. All ranks call this."""
+    """Write adapter/ with the best step, and adapter-last/ if the last step is another. All ranks call this."""
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)

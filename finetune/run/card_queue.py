@@ -36,7 +36,6 @@ class Queue:
                 lock.release()
 
     def ahead(self) -> list[str]:
-        """Return the run directories ahead in the queue."""
         ahead = []
         for ticket in sorted(self.folder.glob("*.json")):
             if (record := read_object(ticket)) is None:  # removed meanwhile, or incomplete

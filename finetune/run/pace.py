@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
-#: Slow first steps of an attempt; fewest measured steps; smallest reported wait, as a share of the step.
+#: Slow first steps of an attempt; fewest recorded steps, slow ones included; smallest reported wait, as a share of the step.
 _WARM_UP_STEPS, _LEAST_STEPS, _REPORTED_SHARE = 2, 5, 0.1
 #: Clauses about the time of a step.
 STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
@@ -89,8 +89,9 @@ class Pace:
         return max(0, count) * statistics.fmean(self.evaluations_s)
 
     def step_time(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
-        """Return clauses of `STEP_TIME` and their values; empty for unknown times."""
-        from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH  # here: imports stay at most ten deep
+        """Return clauses of `STEP_TIME` and their values; both empty after too few steps, or without a long wait."""
+        # a module-level import would make the import chain longer than ten modules
+        from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH
 
         steps, settings = list(self.waits)[_WARM_UP_STEPS:], plan.settings
         if len(self.waits) < _LEAST_STEPS:
@@ -103,7 +104,8 @@ class Pace:
         seconds = {"step": step_s, "wait": wait_s, "waited": waited_s, "saved": min(waited_s, saved_s)}
         values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()}
         values["reason"] = plan.reasons.get("torch_compile", "")
-        # the loss selects tokens, which waits for the GPU in each micro-batch: only one backward pass is left at the step's end
+        # Selecting the trained tokens waits for the GPU in every micro-batch, so at the end of the step only the last backward
+        # pass is queued: compare the wait with one micro-batch, not with the whole step.
         idle = utilisations and waited_s >= _REPORTED_SHARE * step_s
         if wait_s >= _REPORTED_SHARE * step_s / settings.gradient_accumulation_steps and not idle:
             return [BUSY], values

@@ -32,7 +32,7 @@ class Checkpoint:
 
 
 def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
-    """Hash and sync `folder`, write the manifest last, rename to `target`. Raises OSError."""
+    """Hash and sync `folder`, write the manifest last, rename to `target`. On OSError `target` does not exist."""
     write_manifest(folder, {"step": step, "facts": facts})
     if target.exists():  # an earlier attempt died after sealing this step
         shutil.rmtree(target)

@@ -1,4 +1,4 @@
-"""Stop requests: signals, and lines of a file on Windows, which has no signals."""
+"""Stop requests: signals, or on Windows, which can't send them, lines of a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def request_stop(run: RunDirectory, pid: int, number: int) -> None:
 
 def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
     """Request a stop, unless one was requested since the run's start."""
-    # a second request ends a run immediately, and two commands may ask together
+    # A second request ends a run immediately, and two commands may ask together: the lock lets one ask, or the next if that
+    # one is killed. Where a signal was sent, a line records it.
     lock = None
     with contextlib.suppress(OSError):  # a full disk: better two requests than none
         lock = take_lock(run.stop_lock, wait_s=1)

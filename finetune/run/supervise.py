@@ -221,6 +221,7 @@ class Supervisor:
         self._emit(State(state=state, exit_code=exit_code, message=message))
 
     def _emit(self, event: Event) -> None:
+        # while the worker lives, it writes all other events: one writer at a time
         try:
             self._write(event)
         except OSError:  # a full disk must not end the supervisor; without a reserve the state becomes `lost`
@@ -242,7 +243,7 @@ def worker_command(run: RunDirectory) -> list[str]:
 def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     """Return the worker's environment, to be set before torch is imported."""
     return {
-        # below os.environ: the user's own PYTORCH_ALLOC_CONF wins
+        # before os.environ, which overrides it: the user's own PYTORCH_ALLOC_CONF wins
         **allocator_environment(),
         # on Hopper and B200 torch prefers cuDNN's attention: no forecast of its buffers, and a new plan for each length
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",

@@ -20,13 +20,13 @@ def filled(runs, name, state="running", last=300):
     events += [Sample(step=at, prompt="Where is it?", expected="on its way", answer="on the way") for at in (100, last)]
     if state not in ("running", "lost"):
         events += [Result(step=last, eval_loss=0.5), State(state=state, message="<b>why</b>", exit_code=0)]
-    is_written = (runs / name).exists()
-    return None if is_written else make_run(runs, name, events, 600, is_alive=state == "running")
+    return None if (runs / name).exists() else make_run(runs, name, events, 600, is_alive=state == "running")
 
 
 def test_tabs_are_addresses(served, visit):
     filled(served[1], "tabbed")
     page = visit("run?run=tabbed&tab=evaluate")
+    page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
     for tab in TABS:
         page.click(f".ft-tabs [data-tab={tab}]")
         page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
@@ -37,8 +37,7 @@ def test_tabs_are_addresses(served, visit):
     page.go_back()
     page.wait_for_selector(".ft-tabs [data-tab=export][aria-current=page]")
     page.wait_for_selector(".ft-pane-export >> text=Not run yet")
-    page = visit("run?run=tabbed&tab=samples")
-    page.wait_for_selector(".ft-pane-samples del >> text=the")
+    visit("run?run=tabbed&tab=samples").wait_for_selector(".ft-pane-samples del >> text=the")
 
 
 def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):

@@ -92,7 +92,6 @@ class PictureProcessor:
         return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
 
     def text_of(self, width: int, height: int) -> str:
-        """Return the text for an image of this size."""
         size = self.size(width, height)
         kind = picture_kind(self.processor, *size)
         # the text depends only on the size, so a blank image gives the same text
