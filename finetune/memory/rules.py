@@ -122,8 +122,7 @@ def _attention_backward(capability: Capability, tracker: StorageTracker, func: A
     for grad in grads:
         tracker.track(grad)
     if uses_flash(query.dtype, query.shape[-1], mask is not None, capability):
-        rows = query.shape[0] * _up(query.shape[2], 128)
-        tracker.scratch(*_flash_scratch(query, key, rows, key.shape[0] * key.shape[2]))
+        tracker.scratch(*_flash_scratch(query, key))
     else:
         tracker.scratch(*_efficient_scratch(query, key, capability))
     return grads
@@ -136,12 +135,14 @@ def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capa
     return capability >= (8, 0) and supported and not masked
 
 
-def _flash_scratch(query: torch.Tensor, key: torch.Tensor, padded: int, keys: int) -> list[int]:
+def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed: int | None = None) -> list[int]:
     heads, dim = query.shape[1], query.shape[-1]
+    # each of `packed` rows is padded by 128 tokens (flash_api.cpp, mha_varlen_bwd)
+    padded = query.shape[0] * _up(query.shape[2], 128) if packed is None else query.shape[0] + 128 * packed
     # softmax_d and dq_accum in fp32; with grouped queries also dk and dv of every query head (flash_api.cpp, mha_bwd)
     sizes = [heads * padded * 4, heads * padded * _up(dim, 32 if dim <= 128 else 64) * 4]
     if key.shape[1] != heads:
-        sizes += [keys * heads * dim * query.element_size()] * 2
+        sizes += [key.numel() // key.shape[1] * heads * query.element_size()] * 2
     return sizes
 
 
@@ -177,7 +178,5 @@ def _varlen_backward(tracker: StorageTracker, func: Any, args: Positional, kwarg
     query, key = args[1], args[2]
     for grad in grads:
         tracker.track(grad)
-    # flash attention over packed rows, each padded by 128 tokens (flash_api.cpp, mha_varlen_bwd)
-    rows = args[6].shape[0] - 1
-    tracker.scratch(*_flash_scratch(query, key, query.shape[0] + 128 * rows, key.shape[0]))
+    tracker.scratch(*_flash_scratch(query, key, args[6].shape[0] - 1))
     return grads
