@@ -62,7 +62,7 @@ def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_reporte
     assert inherit_settings(load_recipe("tiny-cpu", [*equal_settings, f"adapter={folder}"]))[0].lora_r == 4
     with pytest.raises(RecipeError) as refused:
         inherit_settings(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
-    assert len(refused.value.problems) == 4 and "leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
+    assert len(refused.value.problems) == 4 and "Leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
     assert inherit_settings(load_recipe("tiny-cpu"))[1] == {}
 
 
@@ -120,7 +120,7 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     second = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
     assert read_plan(second.plan).settings.lora_alpha == 24.0
     assert read_plan(second.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
-    assert read_plan(second.plan).reasons["lora_r"].startswith("the adapter's")
+    assert read_plan(second.plan).reasons["lora_r"].startswith("from the adapter")
     train.whole(second)
     (result,) = events_of(first, Result)
     losses = {event.step: event.eval_loss for event in events_of(second, Evaluation)}
