@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
@@ -28,7 +29,6 @@ def command(
 
     def call(context: typer.Context, **options: Any) -> Any:
         # imported when the command runs: --help and wrong usage import no torch
-        options.pop("help_all", None)
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
         taken = signature(run).parameters
@@ -43,7 +43,7 @@ def command(
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
     # typer reads options from the signature, and gives --no-NAME to each bool without flags
-    for parameter in parameters:
+    for parameter in parameters:  # a parameter of several commands must not be rare
         parameter.default.hidden |= parameter.name in rare.split()
     call.__signature__ = Signature([context, *parameters, *([HELP_ALL] if rare else [])])  # type: ignore[attr-defined]
     text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
@@ -83,7 +83,7 @@ def _show_all(context: typer.Context, is_set: bool) -> None:
 
 
 #: For commands with hidden options: --help lists at most eight.
-HELP_ALL = flag("help_all", "Show all options.", is_eager=True, callback=_show_all)
+HELP_ALL = flag("help_all", "Show all options.", is_eager=True, expose_value=False, callback=_show_all)
 #: Groups of commands in --help.
 START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
 OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe's; the last one counts.", [], list[str])
@@ -96,7 +96,7 @@ RECIPE = [
 ]  # fmt: skip
 RUN_TEXT = "Run directory, its name, or 'latest'."
 RUN = [argument("source", "RUN", RUN_TEXT, "latest"), JSON]
-BASE = option("base_folder", "Folder of the base model, if it has moved; the run remembers it.", flags=("--model",))
+BASE = partial(option, "base_folder", "Folder of the base model, if it has moved; the run remembers it.", flags=("--model",))
 
 # fmt: off
 # --help lists the commands in this order
@@ -208,7 +208,7 @@ command(
 )
 command(
     RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
-    [RUN[0], OVERRIDES, JSON, BASE], "Settings without a part in what is learnt may change.",
+    [RUN[0], OVERRIDES, JSON, BASE()], "Settings without a part in what is learnt may change.",
     "resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"
 )
 command(
@@ -235,7 +235,7 @@ command(
         option("examples", "How many rows to show.", 2, int, min=0),
         flag("quantisation", "Only: loss of base and tuned model in 16 bit, int8 and NF4."),
         option("tasks", "Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
-        BASE,
+        BASE(),
     ],
     "The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining "
     "rows.",
@@ -256,7 +256,7 @@ command(
         option("top_p", "Sample from the likeliest tokens of this share.", 1.0, float, min=0.01, max=1),
         option("seed", "Seed of the sampling.", 0, int, min=0, max=2**63 - 1),
         option("tools_file", "JSON list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
-        BASE,
+        BASE(),
     ],
     "Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.",
     'chat latest --prompt "My parcel is late."',
@@ -269,7 +269,7 @@ command(
         *RUN, output("Folder to write; default RUN/merged."),
         option("max_shard_size", "Largest file, e.g. 5GB; default the base model's files."),
         option("check", "Answer this many held-out rows to show what merging changes.", 0, int, min=0),
-        BASE,
+        BASE(),
     ],
     "Tensor by tensor: the model need not fit into memory.", "merge latest --output models/support"
 )
@@ -283,7 +283,7 @@ command(
         output("Folder to write; default RUN/gguf-TYPE."),
         option("rows", "Answer this many held-out rows with the file.", 120, int, min=1),
         option("data", "Answer the rows of this file, not the held-out ones."),
-        BASE,
+        BASE(),
     ],
     "Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.",
     "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data base_folder"
@@ -312,7 +312,7 @@ command(
     [
         *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
         flag("only_commands", "Only print the commands.", "--commands"),
-        BASE,
+        BASE(),
     ],
     "Starts the server if it is installed; else prints the commands.", "serve latest"
 )
