@@ -39,7 +39,6 @@ class Questions:
         self._selected: tuple[str, PreparedData] | None = None
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
-        """Return the data report, lengths and the first row."""
         prepared = self._prepared(parse_recipe(recipe, "recipe"), work.report)
         lengths = sorted(prepared.lengths)
         # a histogram needs no more than a sample, and the longest row
@@ -54,7 +53,6 @@ class Questions:
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
-        """Return one row as the model sees the row."""
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
         from finetune.data.trained_spans import example_spans
@@ -72,7 +70,6 @@ class Questions:
         }  # fmt: skip
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:
-        """Return the first rows and the columns' roles."""
         from finetune.data.column_advice import first_rows, roles_of
 
         dataset = parse_recipe(recipe, "recipe").dataset

@@ -30,10 +30,8 @@ def questions_of(
         # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:
             continue
-        if isinstance(question, str):
-            text = question
-        else:
-            text = " ".join(text_pieces(question[-1])) if "pictures" in question[-1] else str(question[-1]["content"])
+        last: Any = question[-1]
+        text = question if isinstance(question, str) else " ".join(text_pieces(last)) if "pictures" in last else last["content"]
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
         if example.messages:

@@ -145,7 +145,6 @@ class StoredRows:
 
     @cached_property
     def content_digests(self) -> np.ndarray:
-        """Return each row's 16-byte digest."""
         chunks = [
             np.frombuffer(chunk.buffers()[1], np.uint8)[16 * chunk.offset : 16 * (chunk.offset + len(chunk))]
             for table in self.tables

@@ -58,7 +58,7 @@ class SplitLayers:
         slots = list(_slots(layer))
         tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
         unlike = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        like = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *tensors))
+        like = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *tensors))
         kind = (type(layer), budget, str(spec), unlike, like)
         if kind not in self._splits:
             call = _as_function(forward, slots, tensors, leaves, spec)

@@ -135,10 +135,10 @@ def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capa
     return capability >= (8, 0) and supported and not masked
 
 
-def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed: int | None = None) -> list[int]:
+def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed: int = 0) -> list[int]:
     heads, dim = query.shape[1], query.shape[-1]
     # each of `packed` rows is padded by 128 tokens (flash_api.cpp, mha_varlen_bwd)
-    padded = query.shape[0] * _up(query.shape[2], 128) if packed is None else query.shape[0] + 128 * packed
+    padded = query.shape[0] + 128 * packed if packed else query.shape[0] * _up(query.shape[2], 128)
     # softmax_d and dq_accum in fp32; with grouped queries also dk and dv of every query head (flash_api.cpp, mha_bwd)
     sizes = [heads * padded * 4, heads * padded * _up(dim, 32 if dim <= 128 else 64) * 4]
     if key.shape[1] != heads:

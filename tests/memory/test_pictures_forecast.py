@@ -41,11 +41,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_model, tmp_path, kind, name):
-    held_out = {
-        "eval_path": save_picture_rows(tmp_path / "rows", SIZES[1:3], "held-out"),
-        "path": str(tmp_path / "rows/rows.jsonl"),
-    }
-    run, plan = picture_run(picture_model(kind), tmp_path, SIZES, dataset=held_out, **USUAL_SETTINGS | TECHNIQUES[name])
+    eval_path = save_picture_rows(tmp_path / "rows", SIZES[1:3], "held-out")
+    run, plan = picture_run(picture_model(kind), tmp_path, SIZES, eval_path, **USUAL_SETTINGS | TECHNIQUES[name])
     settings = plan.settings
     batch = Batch(**_shape(settings, 1, plan.data.row_shape(settings, plan.data.longest)))
     expected, seen = by_phase(simulate(load_config(settings), settings, batch, None)), measured(run)

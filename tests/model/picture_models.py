@@ -173,12 +173,13 @@ def save_picture_rows(folder: Path, sizes: list[tuple[int, int]], name: str = "r
     return str(folder / f"{name}.jsonl")
 
 
-def picture_run(model: str, folder: Path, sizes: list[tuple[int, int]], **more: Any) -> tuple[Any, Any]:
+def picture_run(model, folder, sizes, eval_path=None, **more):
     """The run directory of a small recipe on rows with pictures of these sizes, and its plan."""
     from finetune.run.prepare import create_run, prepare
 
     prepared = prepare(recipe_from({
-        "model_name_or_path": model, "dataset": {"path": save_picture_rows(folder / "rows", sizes)}, "gpu": "cpu",
+        "model_name_or_path": model, "gpu": "cpu",
+        "dataset": {"path": save_picture_rows(folder / "rows", sizes), "eval_path": eval_path},
         "load_in_4bit": False, "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "gradient_accumulation_steps": 1,
         "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch", "activation_checkpointing": False, "sample_answers": 0,
         "output_dir": str(folder / "run"), **more,
