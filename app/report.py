@@ -94,8 +94,7 @@ def _page(title: str, head: str, parts: dict[str, str]) -> str:
     # inline: the file must open offline
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + _STYLE
-    page = render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts)
-    return f"{page}\n"
+    return render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts) + "\n"
 
 
 def _one(live: LiveRun) -> dict[str, str]:

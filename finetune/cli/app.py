@@ -28,6 +28,7 @@ def command(
     """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters only in --help-all."""
 
     def call(context: typer.Context, **options: Any) -> Any:
+        options.pop("help_all", None)
         # imported when the command runs: --help and wrong usage import no torch
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
@@ -83,7 +84,7 @@ def _show_all(context: typer.Context, is_set: bool) -> None:
 
 
 #: For commands with hidden options: --help lists at most eight.
-HELP_ALL = flag("help_all", "Show all options.", is_eager=True, expose_value=False, callback=_show_all)
+HELP_ALL = flag("help_all", "Show all options.", is_eager=True, callback=_show_all)
 #: Groups of commands in --help.
 START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
 OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe's; the last one counts.", [], list[str])
