@@ -79,7 +79,7 @@ const send = (message) => {
     state.waiting.shift();
     if ("stamp" in answer) takeScreen(answer);
     else show(answer.parts);
-    if (["model", "gpu", "recipe"].some((name) => name in message) && !answer.parts.refused) find("#nr-panel").close();
+    if (["model", "gpu", "recipe"].includes(state.panel) && state.panel in message && !answer.parts.refused) find("#nr-panel").close();
   });
   document.body.toggleAttribute("data-unsaved", true);
   state.edits.then(() => document.body.toggleAttribute("data-unsaved", state.waiting.length > 0));
@@ -98,7 +98,7 @@ const edit = (box) => {
 };
 sendBy((message) => ("search" in message ? open("model", message.search) : send(message)));
 
-// Panels: fetched when they are opened; that of the models again and again, while it is open, as verdicts come.
+// Panels: fetched when opened, the models' panel at each tick. The event `close` comes late, when the next panel may be open.
 const look = async () => {
   const answer = await ask("panel/look"), shown = find("[data-look]");
   if (answer !== null && shown) fill(shown, answer);
@@ -117,7 +117,7 @@ const open = async (name, query = "") => {
   takeScreen(await ask(`screen?mine=${state.mine}`));
   if (state.panel === "data") look();
 };
-document.addEventListener("close", () => { state.panel = ""; }, true);
+document.addEventListener("close", () => { if (!find("#nr-panel").open) state.panel = ""; }, true);
 
 const take = async (file) => {
   find("[data-look]").textContent = tr("Uploading {name} …", { name: file.name });

@@ -57,7 +57,7 @@ def served_app(folder, forecasts, python):
         control.stop(run, signal.SIGKILL, now=True)
 
 
-def visits(chromium, link, token):
+def visits(chromium, link):
     """Yields visit(address, **options), which opens a page in a fresh context; what went wrong in one is raised at the end."""
     wrong, contexts = [], []
 
@@ -70,7 +70,7 @@ def visits(chromium, link, token):
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda sent: None if sent.url.startswith((link, "blob:", "data:")) else wrong.append(sent.url))
         tab.on("response", lambda answer: wrong.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None)
-        tab.goto(f"{link}{address}{'&' if '?' in address else '?'}token={token}")
+        tab.goto(f"{link}{address}{'&' if '?' in address else '?'}token={TOKEN}")
         return tab
 
     yield visit

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from browser import CHROMIUM, TOKEN, visits
 import screenshots
 
 ROOT = Path(__file__).resolve().parents[2]
+Address = namedtuple("Address", "link, runs")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def served(tmp_path_factory):
     thread.start()
     while not server.started:
         time.sleep(0.02)
-    yield f"http://127.0.0.1:{port}/", runs
+    yield Address(f"http://127.0.0.1:{port}/", runs)
     server.should_exit = True
     thread.join(30)
     context.close()
@@ -54,7 +56,7 @@ def chromium():
 @pytest.fixture
 def visit(served, chromium):
     """Open a page in a fresh context; what went wrong on the way fails the test at its end."""
-    yield from visits(chromium, served[0], TOKEN)
+    yield from visits(chromium, served.link)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def legend(page, plot=0):
 
 
 def test_values_are_those_under_the_pointer_and_else_the_newest(served, visit):
-    make_run(served[1], "read", [*steps(1, 200, 400), Evaluation(step=150, eval_loss=0.05, eval_s=1.0)])
+    make_run(served.runs, "read", [*steps(1, 200, 400), Evaluation(step=150, eval_loss=0.05, eval_s=1.0)])
     page = visit("run?run=read")
     drawn_steps(page, 200)
     newest = "step: 200 each step: 0.0150 smoothed: 0.0153 held out: 0.0500"
@@ -53,7 +53,7 @@ def test_values_are_those_under_the_pointer_and_else_the_newest(served, visit):
 
 
 def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
-    run = make_run(served[1], "live", [Start(resumed_from=None, step=0), *steps(1, 600)], is_alive=True)
+    run = make_run(served.runs, "live", [Start(resumed_from=None, step=0), *steps(1, 600)], is_alive=True)
     page = visit("run?run=live")
     drawn_steps(page, 600)
     page.evaluate("document.querySelector('ft-chart').dataset.mine = 'yes'")
@@ -76,7 +76,7 @@ def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
 
 
 def test_a_log_scale_and_smoothing_are_kept(served, visit):
-    make_run(served[1], "axes", steps(1, 100))
+    make_run(served.runs, "axes", steps(1, 100))
     page = visit("run?run=axes")
     drawn_steps(page, 100)
     scale, last = "chart.charts[0].u.scales.y.distr", "chart.charts[0].u.data[3].findLast((value) => value !== undefined)"
@@ -96,7 +96,7 @@ def test_gaps_retries_and_resumes_are_seen_and_said(served, visit):
               Retry(attempt=2, reason="out of memory", changes={}), Start(resumed_from="checkpoint-20", step=20),
               *steps(21, 60), Checkpoint(step=60, path="x", bytes=1, save_s=1.0, seal_s=1.0),
               Evaluation(step=60, eval_loss=0.5, eval_s=1.0), State(state="finished")]  # fmt: skip
-    make_run(served[1], "odd", events)
+    make_run(served.runs, "odd", events)
     page = visit("run?run=odd")
     drawn_steps(page, 60)
     happened = "not a number at step 11 · resume at step 20 · retry at step 40 · checkpoint at step 60 · evaluation at step 60"
@@ -105,7 +105,7 @@ def test_gaps_retries_and_resumes_are_seen_and_said(served, visit):
 
 
 def test_a_run_of_no_step_and_of_one(served, visit):
-    run = make_run(served[1], "short", [Start(resumed_from=None, step=0)], 10)
+    run = make_run(served.runs, "short", [Start(resumed_from=None, step=0)], 10)
     page = visit("run?run=short")
     page.wait_for_selector("ft-chart .ftc-note >> text=No step is complete yet.")
     append(run, [step(1, total=10)])
@@ -116,7 +116,7 @@ def test_a_run_of_no_step_and_of_one(served, visit):
 
 def test_200_000_steps_are_drawn_with_their_lowest_and_highest_values(served, visit):
     chance = random.Random(1)
-    run = make_run(served[1], "long", [], 200_000)
+    run = make_run(served.runs, "long", [], 200_000)
     with run.events.open("w") as file:
         for number in range(1, 200_001):
             loss = 9.0 if number == 123_456 else 3 * math.exp(-number / 8e4) + chance.random() / 5
@@ -130,8 +130,8 @@ def test_200_000_steps_are_drawn_with_their_lowest_and_highest_values(served, vi
 
 def test_several_runs_are_compared_and_one_that_flattens_the_others_is_hidden_by_a_click(served, visit):
     for name in ("first run", "second run"):
-        make_run(served[1], name, [*steps(1, 50, 100), State(state="finished")])
-    make_run(served[1], "diverged", [*(step(n, 500.0, 100) for n in range(1, 51)), State(state="diverged")])
+        make_run(served.runs, name, [*steps(1, 50, 100), State(state="finished")])
+    make_run(served.runs, "diverged", [*(step(n, 500.0, 100) for n in range(1, 51)), State(state="diverged")])
     page = visit("runs")
     for name in ("first run", "second run", "diverged"):
         page.check(f"tr[data-run='{name}'] input")
@@ -144,7 +144,7 @@ def test_several_runs_are_compared_and_one_that_flattens_the_others_is_hidden_by
 
 
 def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
-    make_run(served[1], "files", [*steps(1, 30, 30), State(state="finished")])
+    make_run(served.runs, "files", [*steps(1, 30, 30), State(state="finished")])
     page = visit("run?run=files", permissions=["clipboard-read", "clipboard-write"])
     drawn_steps(page, 30)
     page.click("ft-chart [data-do=table]")
@@ -164,7 +164,7 @@ def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
 
 
 def test_a_tick_is_one_small_request_and_none_in_a_hidden_tab(served, visit):
-    run = make_run(served[1], "counted", [State(state="running"), *steps(1, 500)])
+    run = make_run(served.runs, "counted", [State(state="running"), *steps(1, 500)])
     page = visit("run?run=counted")
     drawn_steps(page, 500)
     sizes = "performance.getEntriesByType('resource').filter((x) => /have=.*-/.test(x.name))"
@@ -186,7 +186,7 @@ def test_a_tick_is_one_small_request_and_none_in_a_hidden_tab(served, visit):
 
 
 def test_a_chart_is_accessible_and_fits_a_phone(served, visit, require_accessible):
-    make_run(served[1], "seen", [*steps(1, 300, 600), Evaluation(step=300, eval_loss=0.5, eval_s=1.0)])
+    make_run(served.runs, "seen", [*steps(1, 300, 600), Evaluation(step=300, eval_loss=0.5, eval_s=1.0)])
     page = visit("run?run=seen", viewport={"width": 1440, "height": 844})
     drawn_steps(page, 300)
     page.click("ft-chart [data-do=table]")

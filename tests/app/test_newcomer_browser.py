@@ -7,7 +7,7 @@ import csv
 import json
 
 import pytest
-from browser import TOKEN, served_app, visits
+from browser import served_app
 
 from finetune.bundled import dataset_paths
 from finetune.run.directory import list_runs
@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, forecasts, warm_python):
     yield from served_app(tmp_path_factory.mktemp("workspace"), forecasts, warm_python)
-
-
-@pytest.fixture
-def visit(served, chromium):
-    yield from visits(chromium, served.link, TOKEN)
 
 
 #: Counts the clicks of a person, of all pages of a tab.

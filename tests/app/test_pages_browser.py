@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser import LONG_S, TOKEN, Served, served_app, visits
+from browser import LONG_S, TOKEN, Served, served_app
 from shown_texts import OPTION, english_texts, shown_texts
 from written_runs import append, make_run, steps
 
@@ -27,20 +27,12 @@ from finetune.recipe import write_recipe as recipe_text
 from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
-
-
 CURVES = "#run-body .u-wrap"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, forecasts, warm_python):
     yield from served_app(tmp_path_factory.mktemp("workspace"), forecasts, warm_python)
-
-
-@pytest.fixture
-def visit(served, chromium):
-    """Open a page in a fresh context; what went wrong on the way fails the test at its end."""
-    yield from visits(chromium, served.link, TOKEN)
 
 
 def draft_of(served):
@@ -268,6 +260,16 @@ def test_no_choice_of_a_number_is_lost_and_each_goes_back_but_a_wrong_one_is_not
     page.click("[data-key='auto-lora_r']")
     page.wait_for_selector("[data-key='auto-lora_r']", state="detached")
     assert "lora_r" not in draft_of(served).read().values
+
+
+def test_a_panel_that_is_opened_as_another_closes_stays_and_is_filled(visit):
+    page = visit("")
+    page.route("**/ft/new/change", lambda route: (time.sleep(2), route.continue_()))
+    page.click("[data-panel=model]")
+    page.click("[data-key=tiny]")
+    page.evaluate("document.querySelector('#nr-panel').close(); document.querySelector('[data-panel=data]').click()")
+    page.wait_for_selector("body:not([data-unsaved])")
+    page.wait_for_selector("#nr-panel[open] [data-upload]")
 
 
 def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit):

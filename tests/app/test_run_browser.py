@@ -24,7 +24,7 @@ def filled(runs, name, state="running", last=300):
 
 
 def test_tabs_are_addresses(served, visit):
-    filled(served[1], "tabbed")
+    filled(served.runs, "tabbed")
     page = visit("run?run=tabbed&tab=evaluate")
     page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
     for tab in TABS:
@@ -41,7 +41,7 @@ def test_tabs_are_addresses(served, visit):
 
 
 def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
-    filled(served[1], "later")
+    filled(served.runs, "later")
     page = visit("run?run=later&tab=evaluate")
     page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
     for score, is_shown in (("exact", False), ("regex", True)):
@@ -61,7 +61,7 @@ def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
 
 
 def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
-    run = filled(served[1], "ticking")
+    run = filled(served.runs, "ticking")
     page = visit("run?run=ticking")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
@@ -82,7 +82,7 @@ def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
 
 
 def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):
-    run = filled(served[1], "ending")
+    run = filled(served.runs, "ending")
     page = visit("run?run=ending")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     append(run, [Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0)])
@@ -93,7 +93,7 @@ def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):
 
 
 def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served, visit):
-    filled(served[1], "silent")
+    filled(served.runs, "silent")
     page = visit("run?run=silent")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     page.route("**/ft/{series,run}/**", lambda _: None)  # no answer
@@ -107,11 +107,11 @@ def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served,
 
 def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, require_accessible):
     for state in ("running", "finished", "diverged"):
-        filled(served[1], f"seen-{state}", state)
+        filled(served.runs, f"seen-{state}", state)
     names = [("seen-running", tab) for tab in TABS] + [("seen-finished", "overview"), ("seen-diverged", "overview")]
     page = visit("run?run=seen-running", viewport={"width": 1440, "height": 844})
     for name, tab in names:
-        page.goto(f"{served[0]}run?run={name}&tab={tab}")
+        page.goto(f"{served.link}run?run={name}&tab={tab}")
         page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
         page.wait_for_timeout(1000)
         if tab == "overview":
@@ -120,7 +120,7 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, requi
 
 
 def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
-    filled(served[1], "otherwise")
+    filled(served.runs, "otherwise")
     page = visit("run?run=otherwise", viewport={"width": 640, "height": 450}, device_scale_factor=2)  # 200 % of 1280
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
     assert page.evaluate("document.documentElement.scrollWidth") <= 641
@@ -138,15 +138,15 @@ def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
 
 def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
     for state in ("running", "failed", "diverged", "lost", "paused", "finished"):
-        filled(served[1], f"is {state}", state)
-    make_run(served[1], "is queued", [])
+        filled(served.runs, f"is {state}", state)
+    make_run(served.runs, "is queued", [])
     page = visit("run?run=is%20queued")
     titles = {
         "queued": "In the queue", "running": "Running", "paused": "Paused", "failed": "Failed", "diverged": "Diverged",
         "lost": "Process lost", "finished": "Finished",
     }  # fmt: skip
     for state, title in titles.items():
-        page.goto(f"{served[0]}run?run=is%20{state}")
+        page.goto(f"{served.link}run?run=is%20{state}")
         page.wait_for_selector(f"#run-head [data-state={state}] >> text={title}")
         page.wait_for_function("wanted => document.title.includes(wanted)", arg=f"is {state} · finetune")
         assert page.locator(".ft-failure >> text=Open the log").count() == (state in ("failed", "diverged", "lost"))
@@ -154,24 +154,24 @@ def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
 
 def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
     name = "n" * 110
-    filled(served[1], name)
+    filled(served.runs, name)
     page = visit(f"run?run={name}", viewport={"width": 390, "height": 844})
     page.wait_for_selector(f"#run-head h1 >> text={name}")
     for address in ("", "runs", f"run?run={name}&tab=chat"):
-        page.goto(f"{served[0]}{address}")
+        page.goto(f"{served.link}{address}")
         page.wait_for_timeout(1500)
         page.wait_for_selector("h1.ft-title")  # also of a page that its script has filled
         assert page.evaluate("document.documentElement.scrollWidth") <= 391, address
 
 
 def test_the_page_fills_over_a_slow_line(served, visit):
-    filled(served[1], "slow")
+    filled(served.runs, "slow")
     page = visit("ft/page.js")  # only the cookie
     line = page.context.new_cdp_session(page)
     line.send("Network.enable")
     bytes_per_s = {"downloadThroughput": 1.6e6 / 8, "uploadThroughput": 1.6e6 / 8}
     line.send("Network.emulateNetworkConditions", {"offline": False, "latency": 150, **bytes_per_s})
-    page.goto(f"{served[0]}run?run=slow")
+    page.goto(f"{served.link}run?run=slow")
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
     page.wait_for_timeout(2000)
     assert page.is_hidden("#run-lost")

@@ -20,7 +20,7 @@ NAMES = ("delta", "charlie", "bravo", "alpha")  # the newest is first in the tab
 @pytest.fixture(scope="module", autouse=True)
 def written(served):
     for name in reversed(NAMES):
-        make_run(served[1], name, [*steps(1, 40), Evaluation(step=40, eval_loss=0.5, eval_s=1.0)])
+        make_run(served.runs, name, [*steps(1, 40), Evaluation(step=40, eval_loss=0.5, eval_s=1.0)])
     append_end(served, "alpha", "finished")
     for name in ("bravo", "charlie"):
         append_end(served, name, "failed")
@@ -29,7 +29,7 @@ def written(served):
 def append_end(served, name, state):
     from finetune.run.directory import RunDirectory
 
-    append(RunDirectory(served[1] / name), [Result(step=40, eval_loss=0.5), State(state=state, exit_code=0)])
+    append(RunDirectory(served.runs / name), [Result(step=40, eval_loss=0.5), State(state=state, exit_code=0)])
 
 
 def listed(page):
@@ -66,7 +66,7 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.wait_for_selector(".ft-undo >> text=Deleted renamed")
     page.wait_for_selector("tr[data-run=renamed]", state="detached")
     page.click(".ft-jump >> text=Trash")
-    assert page.url.startswith(f"{served[0]}runs") and page.evaluate("document.activeElement.id") == "runs-trash"
+    assert page.url.startswith(f"{served.link}runs") and page.evaluate("document.activeElement.id") == "runs-trash"
     page.click(".ft-undo button")
     page.wait_for_selector("tr[data-run=renamed]")
     page.wait_for_selector(".ft-jump >> text=Trash", state="hidden")
@@ -75,16 +75,16 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
 def append_step(served, name):
     from finetune.run.directory import RunDirectory
 
-    append(RunDirectory(served[1] / name), [step(41)])
+    append(RunDirectory(served.runs / name), [step(41)])
 
 
 def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_or_a_list_of_models(served, visit):
     names = ["c" * 110, "m" * 110]
     for name in names:
-        run = make_run(served[1], name, steps(1, 40))
+        run = make_run(served.runs, name, steps(1, 40))
         run.adapter.mkdir()
         (run.adapter / "adapter_model.safetensors").write_bytes(b"0" * 100)
-    make_sweep(served[1], "s" * 110)
+    make_sweep(served.runs, "s" * 110)
     page = visit("runs")
     for name in names:
         page.check(f"tr[data-run={name}] input")
@@ -92,7 +92,7 @@ def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_o
     page.wait_for_function("document.querySelector('#runs-compared ft-chart')?.charts?.length")
     for address, ready in {"": "#runs-compared", "models": f"text={names[0]}", f"run?run={'s' * 110}": "#run-arms td"}.items():
         if address:
-            page.goto(f"{served[0]}{address}")
+            page.goto(f"{served.link}{address}")
         page.wait_for_selector(ready)
         for width in (390, 320):
             page.set_viewport_size({"width": width, "height": 844})
@@ -101,7 +101,7 @@ def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_o
 
 
 def test_a_sweep_is_in_chinese_where_the_browser_is(served, visit):
-    make_sweep(served[1], "rates")
+    make_sweep(served.runs, "rates")
     page = visit("run?run=rates", locale="zh-CN")
     page.wait_for_function("document.querySelector('#run-body ft-chart')?.charts?.length")
     page.wait_for_selector("#run-arms td")
