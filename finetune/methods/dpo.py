@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
+from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
 from finetune.settings.methods import NOT_TRAINED
-
-#: beta in the paper, TRL, LLaMA-Factory and Axolotl.
-USUAL_BETA = 0.1
-
 
 #: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
 REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
@@ -38,17 +34,13 @@ class PairCollator:
 class Dpo(TrainingMethod):
     """Losses on pairs, as in TRL's DPOTrainer."""
 
-    counts_items = False
-
     def collator(self, answers: Collator) -> Collator:
         return PairCollator(answers)
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
         return {_REFERENCE: torch.zeros(rows)} if self.settings.precompute_ref_log_probs is True else {}
 
-    def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
-    ) -> MicroBatchLoss:
+    def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
         """Return the mean loss of the pairs, with rewards in nats times beta."""
         reference, inputs = inputs.get(_REFERENCE), {name: value for name, value in inputs.items() if name != _REFERENCE}
         # The reference is the model before training: no second model. Its forward pass comes first, when no activations of
@@ -66,7 +58,7 @@ class Dpo(TrainingMethod):
             losses = losses - self.settings.sft_weight * (log_probs / lengths).chunk(2)[0]
         chosen, rejected = (beta * log_ratios.detach()).chunk(2)
         counts = {
-            "correct": outputs.is_top1.sum(), "pairs": torch.ones_like(chosen).sum(), "rewards/chosen": chosen.sum(),
+            "correct": outputs.is_top1.sum(), "chosen": torch.ones_like(chosen).sum(), "rewards/chosen": chosen.sum(),
             "rewards/rejected": rejected.sum(), "rewards/accuracies": (chosen > rejected).sum(),
             "chosen_tokens": lengths.chunk(2)[0].sum(),
         }  # fmt: skip
@@ -74,19 +66,11 @@ class Dpo(TrainingMethod):
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Return means over the pairs, by TRL's names."""
-        pairs = counts.get("pairs")
+        pairs = counts.get("chosen")
         if not pairs:
             return {}
         means = {name: count / pairs for name, count in counts.items() if name.startswith("rewards/") and count is not None}
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
-
-    def collapse(self, counts: dict[str, Any]) -> str | None:
-        # `apo_down` makes the chosen answers less likely on purpose
-        if not counts.get("pairs") or self.settings.loss_type == "apo_down":
-            return None
-        return collapse_of(
-            counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA), counts["pairs"], counts["chosen_tokens"]
-        )
 
 
 def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:

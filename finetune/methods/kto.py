@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.methods.dpo import USUAL_BETA
-from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
+from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
 from finetune.settings.methods import NOT_TRAINED, has_kl
 
 _KL = "kl_"
@@ -48,8 +47,6 @@ def _answer_start(row: dict[str, Any]) -> int:
 class Kto(TrainingMethod):
     """KTO's loss as in TRL's KTOTrainer, and its `apo_zero_unpaired`."""
 
-    counts_items = False
-
     @property
     def _has_kl(self) -> bool:
         return has_kl(self.settings.method, self.settings.loss_type)
@@ -62,22 +59,20 @@ class Kto(TrainingMethod):
         names = ("input_ids", "labels", "attention_mask") if self._has_kl else ()
         return batch | {f"{_KL}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
 
-    def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
-    ) -> MicroBatchLoss:
+    def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
         desirable = inputs["desirable"]
         kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
         batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}
         # the passes without gradients come first, when no activations are in memory
-        with torch.no_grad():
-            with self.as_reference(model):
-                reference, *kl_reference = (_log_probs(model, sequences) for sequences in (batch, kl_batch) if sequences)
-            # KTO's reference point is not trained: the mean log-ratio of the KL batch to the reference, at least 0. A
-            # micro-batch of one row, which only the end of an epoch may have, has no other answer: its `kl` is 0.
-            kl = reference.new_zeros(())
-            if kl_batch:
-                kl = (_log_probs(model, kl_batch) - kl_reference[0]).mean() if len(desirable) > 1 else kl
-                kl = _mean_over_ranks(kl).clamp(min=0)
+        reference = self.reference_log_probs(model, batch)
+        kl = reference.new_zeros(())
+        if kl_batch:
+            # KTO's reference point is not trained: the mean log-ratio of the KL batch to the reference, at least 0
+            kl_reference = self.reference_log_probs(model, kl_batch)
+            with torch.no_grad():
+                log_ratios = sequence_log_probs(model, kl_batch) - kl_reference
+            # a single row, which only the end of an epoch may have, has no other answer
+            kl = _mean_over_ranks(log_ratios.mean() if len(desirable) > 1 else kl).clamp(min=0)
         outputs = forward(model, batch, routed=routed)
         log_ratios = outputs.log_probs.sum(dim=1) - reference
         beta = self.settings.beta or USUAL_BETA
@@ -87,7 +82,7 @@ class Kto(TrainingMethod):
         losses = torch.where(desirable, good, bad) * (1 - (beta * margins).sigmoid())
         rewards = beta * log_ratios.detach()
         counts = {
-            "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "desirable": desirable.sum(),
+            "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "chosen": desirable.sum(),
             # rows on the side of `kl` that their label demands
             "rewards/accuracies": (margins.detach() > 0).sum(), "rewards/chosen": (rewards * desirable).sum(),
             "rewards/rejected": (rewards * ~desirable).sum(), "kl": kl * len(rewards),
@@ -97,7 +92,7 @@ class Kto(TrainingMethod):
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Return means over the examples, by TRL's names."""
-        rows, chosen = counts.get("rows"), counts.get("desirable")
+        rows, chosen = counts.get("rows"), counts.get("chosen")
         if not rows or chosen is None:
             return {}
         sizes = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
@@ -107,13 +102,6 @@ class Kto(TrainingMethod):
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
-    def collapse(self, counts: dict[str, Any]) -> str | None:
-        if not counts.get("desirable"):
-            return None
-        # of the good answers only
-        log_ratios = counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
-        return collapse_of(log_ratios, counts["desirable"], counts["chosen_tokens"])
-
 
 def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized():
@@ -121,7 +109,3 @@ def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     total = value.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
-
-
-def _log_probs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    return forward(model, inputs, routed=False).log_probs.sum(dim=1)

@@ -15,8 +15,10 @@ from finetune.settings.methods import METHODS
 
 #: Rows of the dataset -> a batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-
+#: Trained tokens of the whole step.
+Items = torch.Tensor | int | None
+#: beta in DPO's paper, TRL, LLaMA-Factory and Axolotl.
+USUAL_BETA = 0.1
 #: Nats by which collapsed answers are less likely than under the reference: an answer on average, and a token.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 
@@ -35,10 +37,9 @@ class MicroBatchLoss:
 class TrainingMethod(ABC):
     """A training method with the settings of a recipe, used by the trainer and by the dry run."""
 
-    #: Whether the loss is divided by the trained tokens of the whole step; else it is a mean over a micro-batch.
-    counts_items = True
-    #: Whether held-out rows are evaluated with TRL's loss and metrics of SFT.
-    evaluates_as_sft = False
+    #: Whether the loss is SFT's: divided by the trained tokens of the whole step, and in evaluations TRL's with its metrics.
+    #: Else the loss is a mean over a micro-batch.
+    is_sft = False
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,9 +81,7 @@ class TrainingMethod(ABC):
         return {}
 
     @abstractmethod
-    def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
-    ) -> MicroBatchLoss:
+    def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
         """Return the loss of a PeftModel with the fused head (`add_loss`), perhaps inside DDP.
 
         `items`: trained tokens of the whole step; None: of the micro-batch. `routed`: compute a mixture's auxiliary loss;
@@ -92,7 +91,7 @@ class TrainingMethod(ABC):
     def reference_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Return each sequence's log-probability under the reference."""
         with torch.no_grad(), self.as_reference(model):
-            return forward(model, inputs, routed=False).log_probs.sum(dim=1)
+            return sequence_log_probs(model, inputs)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Return this method's metrics from the sums of its counts."""
@@ -100,17 +99,17 @@ class TrainingMethod(ABC):
 
     def collapse(self, counts: dict[str, Any]) -> str | None:
         """Return a sentence on collapsed chosen answers, or None."""
-        return None
-
-
-def collapse_of(log_ratios: float, answers: float, tokens: float) -> str | None:
-    """Return a sentence on collapsed answers, from sums of log-ratios to the reference, answers and tokens."""
-    if not answers or log_ratios > -max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
-        return None
-    return (
-        f"the chosen answers are {-log_ratios / answers:.0f} nats less likely than before the training, "
-        f"{-log_ratios / tokens:.1f} for each token"
-    )
+        answers, tokens = counts.get("chosen"), counts.get("chosen_tokens")
+        # `apo_down` makes the chosen answers less likely on purpose
+        if not answers or not tokens or self.settings.loss_type == "apo_down":
+            return None
+        nats = -counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
+        if nats < max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
+            return None
+        return (
+            f"the chosen answers are {nats / answers:.0f} nats less likely than before the training, "
+            f"{nats / tokens:.1f} for each token"
+        )
 
 
 def _trainable(model: Any) -> list[Any]:
@@ -129,14 +128,17 @@ def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
 
 
+def sequence_log_probs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the log-probability of each sequence's labels."""
+    return forward(model, inputs, routed=False).log_probs.sum(dim=1)
+
+
 class Sft(TrainingMethod):
     """Mean negative log-likelihood of the trained tokens, as in TRL's SFTTrainer."""
 
-    evaluates_as_sft = True
+    is_sft = True
 
-    def loss(
-        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
-    ) -> MicroBatchLoss:
+    def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
         outputs = forward(model, inputs, routed=routed)
         tokens = outputs.label_mask.sum() if items is None else items
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)

@@ -135,7 +135,7 @@ class RunTrainer(SFTTrainer):
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
         # `masked`: whether the model receives the batch's attention mask
         self.masked, self.phase, self.method = masked, "train", method_of(plan.settings)
-        if not self.method.counts_items:
+        if not self.method.is_sft:
             self.loss_is_scaled_for_ga = False  # type: ignore[assignment]
         self._counted = defaultdict[str, Any](int)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
@@ -167,11 +167,11 @@ class RunTrainer(SFTTrainer):
         if not self.masked:
             inputs = without_mask(inputs)
         with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():
-            if self.method.evaluates_as_sft and (return_outputs or not self.model.training):  # type: ignore[union-attr]
+            if self.method.is_sft and (return_outputs or not self.model.training):  # type: ignore[union-attr]
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             # TRL's metrics read five numbers from the GPU after each forward pass, before the backward pass can be launched:
             # `take_counts` reads them once per step
-            loss = self._own_loss(model, inputs, num_items_in_batch if self.method.counts_items else None)
+            loss = self._own_loss(model, inputs, num_items_in_batch if self.method.is_sft else None)
         return (loss, {}) if return_outputs else loss
 
     def _own_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> Any:

@@ -16,7 +16,6 @@ from finetune.events import Evaluation, Step, read_events
         ({"method": "dpo", "loss_type": "apo_down"}, -30.0, 20, False),  # which is to make it less likely
         ({"method": "kto"}, -30.0, 20, True),
         ({"method": "kto"}, 3.0, 20, False),
-        ({"method": "sft"}, -30.0, 20, False),
     ],
 )
 def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_reference(settings, log_ratio, tokens, collapsed):
@@ -25,7 +24,7 @@ def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_ref
     from finetune.settings import plainest
 
     method = method_of(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d", **settings})))
-    counts = {"pairs": 3, "desirable": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
+    counts = {"chosen": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
     message = method.collapse(counts)
     assert message is None if not collapsed else "30 nats less likely than before the training, 1.5 for each token" in message
 
