@@ -62,8 +62,6 @@ class Digest:
         return self.newest_step.step if self.newest_step else 0
 
     def add(self, event: events.Event) -> None:
-        if isinstance(event, events.Unknown):
-            return
         self.newest[event.kind] = event
         self.pace.add(event)
         match event:

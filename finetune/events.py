@@ -265,12 +265,6 @@ class LossSpike(Event, kind="loss_spike"):
     learning_rate: Annotated[float | None, "of the failed attempt"] = None
 
 
-class Unknown(Event, kind="unknown"):
-    """An event of a later version."""
-
-    values: dict[str, Any]
-
-
 #: `kind` of a line -> its type.
 KINDS: dict[str, type[Event]] = {
     event.kind: event
@@ -292,13 +286,9 @@ class EventWriter:
         self.listeners: list[Callable[[Event], None]] = []  # called with each event after it is written
         self._file = path.open("ab", buffering=0)
         self._write_lock = one_writer_at_a_time(path)
-        self._is_incomplete = self._ends_incomplete()  # a killed writer's incomplete line must not be continued
-
-    def _ends_incomplete(self) -> bool:
-        size = os.fstat(self._file.fileno()).st_size
-        with self.path.open("rb") as file:
-            file.seek(max(0, size - 1))
-            return file.read(1) not in (b"", b"\n")
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
+            self._is_incomplete = file.read(1) not in (b"", b"\n")  # a killed writer's incomplete line must not be continued
 
     def emit(self, event: Event) -> None:
         """Write one event. Raises OSError."""
@@ -362,16 +352,13 @@ def newest(kind: type[E], events: Sequence[Event]) -> E | None:
 
 def event_json(event: Event) -> dict[str, Any]:
     """Return the JSON object of an event."""
-    if isinstance(event, Unknown):
-        return event.values
     kind: Any = type(event)
     return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _field_order(kind)}}
 
 
 def event_from(values: dict[str, Any]) -> Event:
     """Return the event of a JSON object. Raises ValueError."""
-    kind = KINDS.get(values["kind"])
-    return Unknown(values=values) if kind is None else from_json(kind, values)
+    return from_json(KINDS[values["kind"]], values)
 
 
 @functools.cache
@@ -381,24 +368,15 @@ def _field_order(kind: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
 
 
-#: The writer puts the kind first, so that a line is parsed only once.
+#: The writer puts the kind first.
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    # a line with a wrong checksum becomes a warning; other damage is what a killed writer leaves, and is skipped
+    # a line with a wrong checksum becomes a warning; skipped are what a killed writer leaves, and kinds of a later version
     if is_damaged(line):
         message = "a line of events.jsonl has changed since it was written, and is left out"
         return RunWarning(message=message) if RunWarning.kind in kinds else None
     match = _KIND.match(line)
     kind = kinds.get(match[1].decode()) if match else None
-    if kind is not None:
-        return readable(kind, line)
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
-        return None
-    kind = kinds.get(values["kind"])
-    return readable(kind, line) if kind is not None else Unknown(values=values)
+    return readable(kind, line) if kind is not None else None

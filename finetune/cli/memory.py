@@ -10,7 +10,7 @@ from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.run.directory import open_run
-from finetune.run.out_of_memory import explanation
+from finetune.run.out_of_memory import explanation_lines
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.snapshot import request_history
 from finetune.run.state import is_alive
@@ -46,7 +46,7 @@ def show_memory(source: str, *, as_json: bool) -> None:
         print_json({
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
             "forecast": first, "forecast_end": end, "history": next(reversed(histories.values()), None), "histories": histories,
-            "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
+            "out_of_memory": {**event_json(failure), "explanation": " ".join(explanation_lines(failure))} if failure else None,
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]")
@@ -66,7 +66,7 @@ def show_memory(source: str, *, as_json: bool) -> None:
         error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
         out.print(f"{check.at}: forecast {format_bytes(predicted)} {what}, measured {format_bytes(measured)}{error}")
     if failure:
-        out.print(f"out of memory: {escape(explanation(failure))}")
+        out.print(f"out of memory: {escape(' '.join(explanation_lines(failure)))}")
     for moment, history in histories.items():
         out.print(f"allocator history, {moment}: {escape(history)}")
     if late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 
@@ -24,7 +25,7 @@ class MemoryWatch:
         self._warned: set[str] = set()
         self._step_s: deque[float] = deque(maxlen=50)
         self._others_bytes: int | None = None
-        self._epoch_levels: list[int] = []
+        self._levels: deque[int] = deque(maxlen=_LEAK_EPOCHS)  # allocated bytes after the last epochs
         self._peak_allocated_bytes = 0
 
     def observe(self, event: Event) -> None:
@@ -34,27 +35,26 @@ class MemoryWatch:
 
     def step(self, memory: Memory, step_s: float) -> list[str]:
         self._raise_peak(memory)
-        warnings = {
-            "spill": self._spill(memory, step_s), "others": self._others(memory), "fragments": self._fragmentation(memory),
-        }  # fmt: skip
+        spill, others, fragmentation = self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)
         self._step_s.append(step_s)
-        return [text for kind, text in warnings.items() if text and self._first(kind)]
+        return self._first(spill=spill, others=others, fragmentation=fragmentation)
 
     def epoch(self, memory: Memory) -> list[str]:
         if memory.allocated_bytes is not None:
-            self._epoch_levels.append(memory.allocated_bytes)
-        if not is_leaking(self._epoch_levels) or not self._first("leak"):
+            self._levels.append(memory.allocated_bytes)
+        grown = self._levels[-1] - self._levels[0] if len(self._levels) == _LEAK_EPOCHS else 0
+        if grown <= _LEAK_BYTES or any(after <= before for before, after in itertools.pairwise(self._levels)):
             return []
-        grown = self._epoch_levels[-1] - self._epoch_levels[-_LEAK_EPOCHS]
-        return [f"allocated memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: a memory leak"]
+        text = f"allocated memory has grown by {format_bytes(grown)} over the last {_LEAK_EPOCHS} epochs: a memory leak"
+        return self._first(leak=text)
 
     def _raise_peak(self, memory: Memory) -> None:
         self._peak_allocated_bytes = max(self._peak_allocated_bytes, memory.peak_allocated_bytes or 0)
 
-    def _first(self, kind: str) -> bool:
-        new = kind not in self._warned
-        self._warned.add(kind)
-        return new
+    def _first(self, **warnings: str) -> list[str]:
+        new = {kind: text for kind, text in warnings.items() if text and kind not in self._warned}
+        self._warned.update(new)
+        return [*new.values()]
 
     def _spill(self, memory: Memory, step_s: float) -> str:
         reserved, total, others = memory.reserved_bytes, memory.card_total_bytes, memory.other_processes_bytes or 0
@@ -88,13 +88,3 @@ class MemoryWatch:
             f"fragmentation: {format_bytes(unused)} of {format_bytes(reserved)} reserved memory were never allocated; "
             "packing=true or rows of similar length reduce it"
         )
-
-
-def is_leaking(levels: list[int]) -> bool:
-    """Return whether allocated memory grew in each of the last epochs, beyond noise."""
-    last = levels[-_LEAK_EPOCHS:]
-    return (
-        len(last) == _LEAK_EPOCHS
-        and all(b > a for a, b in zip(last, last[1:], strict=False))
-        and last[-1] - last[0] > _LEAK_BYTES
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import Memory, OutOfMemory
@@ -30,23 +29,36 @@ def describe(error: BaseException, phase: str, plan: Plan, now: Memory, snapshot
         phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=asked,
         micro_batch=settings.per_device_train_batch_size, max_length=settings.max_length,
         forecast_allocated_bytes=forecast.allocated_bytes, forecast_reserved_bytes=forecast.reserved_bytes,
-        holders=holders(snapshot), **_free(snapshot, asked, plan, now), **vars(now),
+        holders=holders(snapshot), **_free_memory(snapshot, asked, plan, now), **vars(now),
     )  # fmt: skip
 
 
-def _free(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
-    free = free_memory(snapshot, asked)
-    if free is None:
+def _free_memory(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
+    # the format of a snapshot is in the docstring of `torch.cuda.memory._snapshot`
+    segments = snapshot.get("segments", ())
+    if not segments:  # on a CPU
         return {}
-    total, used = now.card_total_bytes, now.card_used_bytes
-    card_free = None if total is None or used is None else total - used
-    reservable = reservable_bytes(plan.usable_bytes - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
-    largest = max(free.usable, default=0)
-    enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked
+    streams = Counter[int]()
+    for segment in segments:
+        streams[segment["stream"]] += segment["allocated_size"]
+    stream = streams.most_common(1)[0][0]
+    pool = None if asked is None else "small" if asked <= SMALL_REQUEST else "large"
+    blocks, usable = list[int](), [0]
+    for segment in segments:
+        # torch frees whole cached segments before it gives up: the remaining free blocks share segments with live blocks
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        blocks += free
+        if segment["stream"] == stream and pool in (None, segment["segment_type"]):
+            usable += free
+    reservable = plan.usable_bytes - (plan.card.context_bytes or 0) - (now.reserved_bytes or 0)
+    if now.card_total_bytes is not None and now.card_used_bytes is not None:
+        reservable = min(reservable, now.card_total_bytes - now.card_used_bytes)
+    reservable = max(0, reservable)
+    enough = asked is not None and sum(usable) + reservable >= asked
     return {
-        "room_bytes": reservable, "free_bytes": sum(free.blocks), "free_blocks": len(free.blocks),
-        "largest_free_block_bytes": max(free.blocks, default=0), "largest_usable_block_bytes": largest,
-        "fragmented": None if asked is None else enough and max(largest, reservable or 0) < asked,
+        "room_bytes": reservable, "free_bytes": sum(blocks), "free_blocks": len(blocks),
+        "largest_free_block_bytes": max(blocks, default=0), "largest_usable_block_bytes": max(usable),
+        "fragmented": None if asked is None else enough and max(*usable, reservable) < asked,
     }  # fmt: skip
 
 
@@ -57,35 +69,6 @@ def _asked_bytes(text: str) -> int | None:
     if match[3]:
         return int(match[3])
     return round(float(match[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """Free blocks of reserved memory, bytes."""
-
-    blocks: tuple[int, ...] = ()
-    #: Blocks of the request's pool and stream.
-    usable: tuple[int, ...] = ()
-
-
-# the format of a snapshot is in the docstring of `torch.cuda.memory._snapshot`; a snapshot is empty on a CPU
-def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory | None:
-    """Return the free blocks in a snapshot; None without segments."""
-    segments = snapshot.get("segments", ())
-    if not segments:
-        return None
-    blocks, usable, streams = [], [], Counter[int]()
-    for segment in segments:
-        streams[segment["stream"]] += segment["allocated_size"]
-    stream = streams.most_common(1)[0][0]
-    pool = None if asked_bytes is None else "small" if asked_bytes <= SMALL_REQUEST else "large"
-    for segment in segments:
-        # torch frees whole cached segments before it gives up: the remaining free blocks share segments with live blocks
-        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-        blocks += free
-        if segment["stream"] == stream and pool in (None, segment["segment_type"]):
-            usable += free
-    return FreeMemory(tuple(sorted(blocks, reverse=True)), tuple(sorted(usable, reverse=True)))
 
 
 def requested_bytes(snapshot: dict[str, Any]) -> int | None:
@@ -108,19 +91,6 @@ def holders(snapshot: dict[str, Any]) -> dict[str, int]:
     for size, count in sizes.items():
         holder_bytes[f"{count:,} x {format_bytes(size)}" if count > 1 else f"one of {format_bytes(size)}"] += count * size
     return dict(holder_bytes.most_common(MOST_HOLDERS))
-
-
-def reservable_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_free_bytes: int | None) -> int | None:
-    """Return the bytes that the run can still reserve; None if unknown."""
-    limits = [card_free_bytes] if card_free_bytes is not None else []
-    if limit_bytes is not None and reserved_bytes is not None:
-        limits.append(limit_bytes - reserved_bytes)
-    return max(0, min(limits)) if limits else None
-
-
-def explanation(event: OutOfMemory) -> str:
-    """Explain why memory ran out."""
-    return " ".join(explanation_lines(event))
 
 
 def explanation_lines(event: OutOfMemory) -> list[str]:

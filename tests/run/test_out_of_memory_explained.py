@@ -1,9 +1,12 @@
 """Out of memory explained from the allocator's snapshot: the request, the fragments, the expectation, the holders."""
 
 import itertools
+from types import SimpleNamespace
 
-from finetune.events import OutOfMemory, event_from, event_json
-from finetune.run.out_of_memory import MOST_HOLDERS, explanation, free_memory, holders, requested_bytes, reservable_bytes
+import pytest
+
+from finetune.events import Memory, OutOfMemory, event_from, event_json
+from finetune.run.out_of_memory import MOST_HOLDERS, describe, explanation_lines, holders
 from finetune.units import GIB, MIB
 
 ADDRESS = 0x7F0000000000
@@ -61,16 +64,28 @@ FRAGMENTED = snapshot(
 )
 
 
+def described(snapshot, error="CUDA out of memory. Tried to allocate 1.00 GiB", reserved=0, **card):
+    """The event of this failure in a run that may reserve 9 GiB."""
+    settings = SimpleNamespace(per_device_train_batch_size=1, max_length=8)
+    plan = SimpleNamespace(settings=settings, forecast=None, usable_bytes=10 * GIB, card=SimpleNamespace(context_bytes=GIB))
+    return describe(RuntimeError(error), "train", plan, Memory(reserved_bytes=reserved, **card), snapshot)
+
+
+def explanation(event):
+    return " ".join(explanation_lines(event))
+
+
 def test_free_memory_of_other_streams_and_of_small_requests_is_not_usable():
-    assert free_memory(FRAGMENTED, GIB).usable == (900 * MIB, 700 * MIB)
-    assert free_memory(FRAGMENTED, GIB).blocks == (4 * GIB, 900 * MIB, 700 * MIB, 3 * MIB // 2)
-    assert free_memory(FRAGMENTED, 10_000).usable == (3 * MIB // 2,)
+    large, small = described(FRAGMENTED, reserved=9 * GIB), described(FRAGMENTED, "you tried to allocate 10000 bytes")
+    assert (large.free_bytes, large.free_blocks) == (4 * GIB + 1600 * MIB + 3 * MIB // 2, 4)
+    assert (large.largest_free_block_bytes, large.largest_usable_block_bytes) == (4 * GIB, 900 * MIB)
+    assert (large.asked_bytes, large.fragmented) == (GIB, True)
+    assert (small.asked_bytes, small.largest_usable_block_bytes, small.fragmented) == (10_000, 3 * MIB // 2, False)
 
 
 def test_what_another_stream_still_uses_is_neither_free_nor_held():
-    shown = snapshot(segment(block(GIB), block(2 * GIB, "active_awaiting_free"), free(MIB)))
-    assert free_memory(shown, MIB).blocks == (MIB,)
-    assert holders(shown) == {"one of 1.00 GiB": GIB}
+    event = described(snapshot(segment(block(GIB), block(2 * GIB, "active_awaiting_free"), free(MIB))))
+    assert event.free_bytes == MIB and event.holders == {"one of 1.00 GiB": GIB}
 
 
 def frame(file, line, name):
@@ -102,13 +117,14 @@ def test_with_the_history_the_request_is_known_to_the_byte():
         {"action": "alloc", "size": 7, "time_us": 30},
         {"action": "oom", "device_free": 0, "size": 123_456_789, "time_us": 20, "frames": []},
     ]
-    assert requested_bytes(snapshot(traces=traces)) == 123_456_789
-    assert requested_bytes(snapshot(traces=traces[1:2])) is None and requested_bytes({}) is None
+    assert described(snapshot(traces=traces)).asked_bytes == 123_456_789
+    assert described(snapshot(traces=traces[1:2])).asked_bytes == GIB and described({}, "CUDA error").asked_bytes is None
 
 
-def test_room_is_what_the_limit_and_the_card_both_leave():
-    assert reservable_bytes(10, 8, 5) == 2 and reservable_bytes(10, 8, 1) == 1 and reservable_bytes(10, 11, 4) == 0
-    assert reservable_bytes(None, 8, 5) == 5 and reservable_bytes(10, None, None) is None
+@pytest.mark.parametrize(("reserved", "card_free", "room"), [(7, 5, 2), (7, 1, 1), (10, 4, 0), (7, None, 2)])
+def test_room_is_what_the_limit_and_the_card_both_leave(reserved, card_free, room):
+    card = {} if card_free is None else {"card_total_bytes": 24 * GIB, "card_used_bytes": (24 - card_free) * GIB}
+    assert described(FRAGMENTED, reserved=reserved * GIB, **card).room_bytes == room * GIB
 
 
 def out_of_memory(**more):
