@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.files import read_object, sha256_of
+from finetune.files import read_object, sha256_of, write_text
 from finetune.system import sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
@@ -30,11 +30,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
         for future in synced:
             future.result()
     manifest = {**values, "files": files}
-    manifest["seal"] = _seal_of(manifest)
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(folder / MANIFEST, json.dumps({**manifest, "seal": _seal_of(manifest)}, indent=1), durable=True)
     sync_folder(folder)
 
 

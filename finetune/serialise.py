@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -60,13 +62,8 @@ def readable(cls: type[T], text: bytes) -> T | None:
         return None
 
 
-_adapters: dict[Any, TypeAdapter[Any]] = {}
-
-
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    if cls not in _adapters:  # making one takes about a millisecond
-        _adapters[cls] = TypeAdapter(cls)
-    return _adapters[cls]
+#: Making an adapter takes about a millisecond.
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def _text(fault: Any) -> str:

@@ -21,7 +21,7 @@ from finetune.planner.shape import shape_of
 from finetune.printable import Progress
 from finetune.privacy import keep_private
 from finetune.run.card import cards_of, visibility
-from finetune.run.card_queue import card_queue
+from finetune.run.card_queue import Queue
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
@@ -83,7 +83,7 @@ def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows,
     try:
         # waits for runs on the GPU, as a run would
         if not plan.card.is_cpu:
-            queue = card_queue(cards or (plan.card.name,))
+            queue = Queue(cards or (plan.card.name,))
             queue.join(Path("finetune --measure"))
             while ahead := queue.ahead():
                 sent.send(f"waiting for the GPU: {ahead[-1]}")

@@ -66,11 +66,6 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     )
 
 
-def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
-    """Compare the peaks of the whole run with the forecast; None without a step."""
-    return compare_with_forecast(plan, steps, at="end", step=steps[-1].step) if steps else None
-
-
 def outcome(events: Sequence[Event]) -> tuple[str, bool]:
     """Return a line of duration, peak and losses, and whether the peak missed its forecast interval."""
     check, sentences, outside = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))], ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.files import cache_dir, read_object, write_json
-from finetune.run.state import is_record, is_recorded_process, process_record
+from finetune.run.state import is_recorded_process, process_record
 from finetune.system import take_lock
 
 #: Limit of the wait for another run's `join`, which takes milliseconds.
@@ -16,11 +16,11 @@ _JOIN_S = 10.0
 
 
 class Queue:
-    """Queue of runs that share a GPU."""
+    """Queue of runs that share GPUs, by UUID or name."""
 
-    def __init__(self, folder: Path, cards: Sequence[str]) -> None:
+    def __init__(self, cards: Sequence[str]) -> None:
         # the folder holds the tickets of all runs of this user
-        self.folder, self.cards = folder, list(cards)
+        self.folder, self.cards = cache_dir() / "queue", list(cards)
 
     def join(self, run: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class Queue:
         for ticket in sorted(self.folder.glob("*.json")):
             if (record := read_object(ticket)) is None:  # removed meanwhile, or incomplete
                 continue
-            if not is_record(record) or not is_recorded_process(record):
+            if not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
             elif ticket.name < self._ticket.name and not set(self.cards).isdisjoint(record.get("cards", ())):
                 ahead.append(record["run"])
@@ -48,8 +48,3 @@ class Queue:
 
     def leave(self) -> None:
         self._ticket.unlink(missing_ok=True)
-
-
-def card_queue(cards: Sequence[str]) -> Queue:
-    """Return the queue for GPUs, by UUID or name."""
-    return Queue(cache_dir() / "queue", cards)

@@ -18,7 +18,7 @@ from finetune.run import stopping
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
+from finetune.run.state import is_alive, living_processes, process_record, read_state
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import start_detached
 
@@ -97,13 +97,12 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
 
     `now`: repeat an earlier request, which ends the run immediately.
     """
-    processes = read_processes(run)
+    processes = living_processes(run)
     for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
-        record = processes.get(role)
-        if record and is_recorded_process(record):
+        if role in processes:
             # a worker takes a second request as the first
             request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
-            request(run, int(record["pid"]), number)
+            request(run, int(processes[role]["pid"]), number)
             return True
     return False
 

@@ -54,16 +54,11 @@ def _whole_gpu(device: OpenDevice) -> dict[str, int | None]:
         total, _, used = device.memory()
     except DriverError:
         return {}
-    # without the driver's reserve, as torch counts
-    return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": _other_processes_bytes(device)}
-
-
-def _other_processes_bytes(device: OpenDevice) -> int | None:
-    try:
+    of_others, bytes_by_pid = None, None
+    with contextlib.suppress(DriverError):
         bytes_by_pid = device.memory_of_processes()
-    except DriverError:
-        return None
-    if bytes_by_pid is None or os.getpid() not in bytes_by_pid:  # in a container the driver reports the host's process ids
-        return None
-    others = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
-    return None if any(size is None for size in others) else sum(size or 0 for size in others)
+    if bytes_by_pid and os.getpid() in bytes_by_pid:  # in a container the driver reports the host's process ids
+        sizes = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
+        of_others = None if None in sizes else sum(size or 0 for size in sizes)
+    # without the driver's reserve, as torch counts
+    return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": of_others}

@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.card.host import free_for_run
 from finetune.errors import DiskFull, MachineError
 from finetune.files import cache_dir, existing_parent, free_disk_bytes
-from finetune.planner.plan import LayerCopies, Plan
+from finetune.planner.plan import Plan
 from finetune.planner.resources import too_little_host_memory
 from finetune.units import MIB, format_bytes
 
@@ -29,22 +29,7 @@ def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | No
     copies = plan.layer_copies
     if copies is None or copies.place == "cpu" or plan.card.is_cpu:
         return plan
-    return _with_drive(plan, copies, folder or cache_dir(), force=force)
-
-
-def check_host_memory(plan: Plan) -> None:
-    """Raise MachineError when too little host memory is free for the offloaded layers."""
-    copies = plan.layer_copies
-    # a retry or resume may have changed the setting
-    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:
-        return
-    free = free_for_run()
-    needed = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
-    if needed > free:
-        raise too_little_host_memory(copies.place, copies.layers, needed, free)
-
-
-def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:
+    folder = folder or cache_dir()
     # files of an earlier run are reused or replaced
     available = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.quantised/*"))
     if copies.weight_bytes > available:
@@ -65,6 +50,18 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
             "or run anyway: --force.",
         )
     return dataclasses.replace(plan, layer_copies=seen).with_note(summary)
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise MachineError when too little host memory is free for the offloaded layers."""
+    copies = plan.layer_copies
+    # a retry or resume may have changed the setting
+    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:
+        return
+    free = free_for_run()
+    needed = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
+    if needed > free:
+        raise too_little_host_memory(copies.place, copies.layers, needed, free)
 
 
 def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float | None:

@@ -78,15 +78,13 @@ class Pace:
         """Seconds until the last step, by medians; None before the first step."""
         if not isinstance(self.last, Step) or self.last.total_steps is None or not self.steps_s:
             return None
-        steps = max(0, self.last.total_steps - self.last.step)
-        return steps * statistics.median(self.steps_s) + self._evaluations_left_s()
-
-    def _evaluations_left_s(self) -> float:
-        if not (self.eval_steps and self.evaluations_s and isinstance(self.last, Step) and self.last.total_steps):
-            return 0.0
-        count = (self.last.total_steps - 1) // self.eval_steps - (self.last.step - 1) // self.eval_steps
-        count -= self._evaluation is not None  # the newest step's evaluation has ended
-        return max(0, count) * statistics.fmean(self.evaluations_s)
+        total, step = self.last.total_steps, self.last.step
+        left_s = max(0, total - step) * statistics.median(self.steps_s)
+        if self.eval_steps and self.evaluations_s:
+            count = (total - 1) // self.eval_steps - (step - 1) // self.eval_steps
+            count -= self._evaluation is not None  # the newest step's evaluation has ended
+            left_s += max(0, count) * statistics.fmean(self.evaluations_s)
+        return left_s
 
     def step_time(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
         """Return clauses of `STEP_TIME` and their values; both empty after too few steps, or without a long wait."""

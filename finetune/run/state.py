@@ -59,7 +59,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
     }  # fmt: skip
     alive = is_alive(run)
     if last and state in ENDED:
-        living = [record for record in read_processes(run).values() if is_recorded_process(record)] if alive else []
+        living = living_processes(run).values()
         if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else a resumed run without events yet
             return RunState(state, message, last.exit_code, **values)
     if alive:
@@ -73,22 +73,12 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
 
 def is_alive(run: RunDirectory) -> bool:
     """Return whether a recorded process lives or a process holds a lock of the run."""
-    recorded = any(is_recorded_process(record) for record in read_processes(run).values())
-    return recorded or is_locked(run.lock) or is_locked(run.worker_lock)
+    return bool(living_processes(run)) or is_locked(run.lock) or is_locked(run.worker_lock)
 
 
-def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
-    """Return the recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`."""
-    return {
-        role: record
-        for role, record in (read_object(run.process) or {}).items()
-        if isinstance(record, dict) and is_record(record)
-    }
-
-
-def is_record(record: dict[str, Any]) -> bool:
-    """Return whether values from a file describe a process."""
-    return type(record.get("pid")) is int and record["pid"] > 0 and isinstance(record.get("started_s"), (int, float))
+def living_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
+    """Return the recorded processes that live, by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`."""
+    return {role: record for role, record in (read_object(run.process) or {}).items() if is_recorded_process(record)}
 
 
 def process_record(pid: int) -> dict[str, float]:
@@ -99,14 +89,16 @@ def process_record(pid: int) -> dict[str, float]:
     return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **start_facts}
 
 
-def is_recorded_process(record: dict[str, float]) -> bool:
-    """Return whether the recorded process is alive and no zombie."""
-    pid, ticks = int(record["pid"]), record.get("started_ticks")
+def is_recorded_process(record: Any) -> bool:
+    """Return whether the process of a record, which may be damaged, is alive and no zombie."""
     try:
-        process = psutil.Process(pid)
-        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
+        pid, started_s, ticks = record["pid"], float(record["started_s"]), record.get("started_ticks")
+        process = psutil.Process(int(pid))
+        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - started_s) < 0.05
         return same_start and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's process has reused the id
+        return False
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):  # no record
         return False
 
 

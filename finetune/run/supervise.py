@@ -25,7 +25,7 @@ from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
-from finetune.run.card_queue import Queue, card_queue
+from finetune.run.card_queue import Queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
@@ -77,7 +77,7 @@ class Supervisor:
         card = read_plan(self.run.plan).card
         if card.is_cpu:
             return self._attempts()
-        queue = card_queue(self.cards or [card.name])
+        queue = Queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
             return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])

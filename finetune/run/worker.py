@@ -26,7 +26,7 @@ from finetune.model.hybrid import reference_notes
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
-from finetune.run.accuracy import compare_at_end, record_measurements, whole_run_s
+from finetune.run.accuracy import compare_with_forecast, record_measurements, whole_run_s
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
@@ -144,7 +144,8 @@ class Worker:
             since_s = adjusted_since_s(self.run)
             every = events.read_events(self.run.events)
             steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
-            if check := compare_at_end(self.plan, steps):
+            if steps:
+                check = compare_with_forecast(self.plan, steps, at="end", step=steps[-1].step)
                 self.events.emit(check)
                 with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
                     record_measurements(self.plan, check, steps, whole_run_s(every))

@@ -7,7 +7,7 @@ from conftest import adapter_hash, events_of
 
 from finetune.events import Evaluation, Result, Step
 from finetune.run import control
-from finetune.run.state import is_alive, is_recorded_process, read_processes, read_state
+from finetune.run.state import is_alive, living_processes, read_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_starts")]
 
@@ -41,7 +41,7 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
     at = steps_of(paused)[-1]
     assert code == 0 and f"paused at step {at} of 8; the card is free" in output and "finetune resume" in output
     assert at <= steps_when_asked[0] + 2, "the step that ran while it was asked, and at most one more"
-    assert not any(is_recorded_process(record) for record in read_processes(paused).values() if record)
+    assert not living_processes(paused)
     control.resume(paused)
     assert control.wait(paused, 900)
     assert steps_of(paused) == list(range(1, 9))

@@ -5,22 +5,22 @@ import sys
 import time
 
 from finetune.files import cache_dir
-from finetune.run.card_queue import Queue, card_queue
+from finetune.run.card_queue import Queue
 
 JOIN = "import sys, time; from pathlib import Path; from finetune.run.card_queue import Queue;"
-JOIN += "q = Queue(Path(sys.argv[1]), sys.argv[3:]); q.join(Path(sys.argv[2])); print('joined', flush=True); time.sleep(60)"
+JOIN += "q = Queue(sys.argv[2:]); q.join(Path(sys.argv[1])); print('joined', flush=True); time.sleep(60)"
 CARD = ["NVIDIA GeForce RTX 4090"]
 
 
-def other(folder, name, *cards):
-    command = [sys.executable, "-c", JOIN, str(folder), name, *(cards or CARD)]
+def other(name, *cards):
+    command = [sys.executable, "-c", JOIN, name, *(cards or CARD)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     process.stdout.readline()
     return process
 
 
 def test_runs_wait_in_order_and_the_next_continues_when_one_leaves(tmp_path):
-    first, second, mine = other(tmp_path, "/first"), other(tmp_path, "/second"), Queue(tmp_path, CARD)
+    first, second, mine = other("/first"), other("/second"), Queue(CARD)
     mine.join(tmp_path / "mine")
     assert mine.ahead() == ["/first", "/second"]
     first.kill(), first.wait()
@@ -30,7 +30,7 @@ def test_runs_wait_in_order_and_the_next_continues_when_one_leaves(tmp_path):
 
 
 def test_a_clock_that_was_set_back_puts_nobody_before_a_running_run(tmp_path, monkeypatch):
-    first, mine = other(tmp_path, "/first"), Queue(tmp_path, CARD)
+    first, mine = other("/first"), Queue(CARD)
     monkeypatch.setattr(time, "time_ns", lambda: 1)
     mine.join(tmp_path / "mine")
     assert mine.ahead() == ["/first"]
@@ -38,16 +38,16 @@ def test_a_clock_that_was_set_back_puts_nobody_before_a_running_run(tmp_path, mo
 
 
 def test_a_ticket_of_a_dead_process_is_removed(tmp_path):
-    (tmp_path / "0-1.json").write_text('{"pid": 4194301, "started_s": 1.0, "run": "/dead"}')
-    (tmp_path / "1-1.json").write_text("{half")
-    queue = Queue(tmp_path, CARD)
+    queue = Queue(CARD)
     queue.join(tmp_path)
-    assert queue.ahead() == [] and not (tmp_path / "0-1.json").exists()
+    (queue.folder / "0-1.json").write_text('{"pid": 4194301, "started_s": 1.0, "run": "/dead"}')
+    (queue.folder / "1-1.json").write_text("{half")
+    assert queue.ahead() == [] and not (queue.folder / "0-1.json").exists()
 
 
 def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
-    first, both = other(tmp_path, "/first", "GPU-1"), other(tmp_path, "/both", "GPU-1", "GPU-2")
-    second, third = Queue(tmp_path, ["GPU-2"]), Queue(tmp_path, ["GPU-3"])
+    first, both = other("/first", "GPU-1"), other("/both", "GPU-1", "GPU-2")
+    second, third = Queue(["GPU-2"]), Queue(["GPU-3"])
     second.join(tmp_path), third.join(tmp_path)
     assert third.ahead() == [] and second.ahead() == ["/both"]
     for process in (first, both):
@@ -56,15 +56,15 @@ def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
 
 
 def test_leaving_frees_the_place(tmp_path):
-    queue = Queue(tmp_path, CARD)
+    queue = Queue(CARD)
     queue.join(tmp_path)
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert len(list(queue.folder.glob("*.json"))) == 1
     queue.leave()
-    assert not list(tmp_path.glob("*.json"))
+    assert not list(queue.folder.glob("*.json"))
 
 
 def test_the_queue_stands_in_the_cache_folder_that_everything_else_uses(tmp_path, monkeypatch):
     monkeypatch.delenv("FINETUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "finetune"
-    assert card_queue(CARD).folder.is_relative_to(cache_dir())
+    assert Queue(CARD).folder.is_relative_to(cache_dir())

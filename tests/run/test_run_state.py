@@ -17,7 +17,7 @@ from finetune.planner.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import is_recorded_process, process_record, read_processes, read_state
+from finetune.run.state import is_recorded_process, living_processes, process_record, read_state
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from finetune.run.state import is_recorded_process, process_record, read_process
 def test_a_damaged_process_file_names_no_process(tmp_path, content):
     (tmp_path / "process.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     run = RunDirectory(tmp_path)
-    assert read_processes(run) == {}
+    assert living_processes(run) == {}
     assert read_state(run).state == "lost"
     assert control.stop(run) is False
 
