@@ -30,7 +30,7 @@ from benchmarks.fault_kinds.runs import (
     work_of,
 )
 from finetune.run import control
-from finetune.run.state import is_recorded_process, read_processes, read_state
+from finetune.run.state import living_processes, read_state
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from killed import forked  # noqa: E402 - the tests' helper, which kills at an operation of a file
@@ -144,10 +144,9 @@ def _kill_supervised(after_s: float, run: RunDirectory, rng: random.Random) -> b
     """Start a run as the command does; kill its supervisor, its worker or both. False when the run has finished."""
     control.start(run)
     time.sleep(after_s)
-    records = read_processes(run)
     for role in rng.choice((["supervisor"], ["worker"], ["supervisor", "worker"], ["worker", "supervisor"])):
-        if role in records and is_recorded_process(records[role]):
-            os.kill(int(records[role]["pid"]), signal.SIGKILL)
+        if record := living_processes(run).get(role):
+            os.kill(int(record["pid"]), signal.SIGKILL)
     if not control.wait(run, _ENDS_WITHIN_S):
         raise ValueError(f"alive {_ENDS_WITHIN_S} s after a kill")
     state = read_state(run)

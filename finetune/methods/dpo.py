@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
+from finetune.methods.method import REFERENCE_COLUMNS, USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
 from finetune.settings.methods import NOT_TRAINED
 
-#: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
-REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
 _REFERENCE = REFERENCE_COLUMNS[0]
 
 
@@ -26,7 +24,7 @@ class PairCollator:
         """Return 2 x rows sequences, with `reference_log_probs` if precomputed."""
         columns = ("input_ids", "labels")
         batch = self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
-        if REFERENCE_COLUMNS[0] in rows[0]:
+        if _REFERENCE in rows[0]:
             batch[_REFERENCE] = torch.tensor([row[name] for name in REFERENCE_COLUMNS for row in rows], dtype=torch.float32)
         return batch
 

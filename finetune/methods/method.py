@@ -19,6 +19,8 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 Items = torch.Tensor | int | None
 #: beta in DPO's paper, TRL, LLaMA-Factory and Axolotl.
 USUAL_BETA = 0.1
+#: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
+REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
 #: Nats by which collapsed answers are less likely than under the reference: an answer on average, and a token.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
@@ -13,16 +15,12 @@ from finetune.files import read_object
 from finetune.manifest import changes_in, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
+from finetune.run.directory import RunDirectory
 from finetune.run.seal import verify
 from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from finetune.run.directory import RunDirectory
     from finetune.run.training import RunTrainer
-
 
 COMPARED = "Held-out loss at step {step}, the last that all evaluated, lowest first: {losses}."
 NOT_COMPARED = "No step has been evaluated on the same held-out rows by all of them: their losses are not compared."

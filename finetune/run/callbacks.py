@@ -8,29 +8,25 @@ import signal
 import statistics
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
-from finetune.events import Compiled, Step
+from finetune.events import Compiled, EventWriter, Memory, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
+from finetune.run.directory import RunDirectory
+from finetune.run.memory import MemorySampler
 from finetune.run.memory_watch import MemoryWatch
+from finetune.run.snapshot import MemoryHistory
 from finetune.run.stopping import read_stop_requests
+from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.events import EventWriter, Memory
-    from finetune.run.directory import RunDirectory
-    from finetune.run.memory import MemorySampler
-    from finetune.run.snapshot import MemoryHistory
-    from finetune.run.training import RunTrainer
-
 
 _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert

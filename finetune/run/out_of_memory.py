@@ -14,7 +14,7 @@ from finetune.memory.caching_allocator import SMALL_REQUEST
 from finetune.memory.forecast import DRY_RUN_ERROR, PhaseForecast
 from finetune.units import format_bytes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.planner.plan import Plan
 
 #: Holders in a message.

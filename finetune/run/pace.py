@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.events import Evaluation, Event, Start, Step
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.planner.plan import Plan
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.compat.processors import save_processor
 from finetune.data.pictures.columns import PICTURES
+from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.files import read_object, write_json
+from finetune.methods.method import Collator
+from finetune.settings import Settings
 
 _PIXEL_VALUES = "pixel_values.json"
-
-if TYPE_CHECKING:
-    from finetune.data.pictures.processing import PictureProcessor
-    from finetune.methods.method import Collator
-    from finetune.settings import Settings
 
 
 class PictureCollator:

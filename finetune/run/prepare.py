@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.card import find_card
+from finetune.card import Card, find_card
 from finetune.card.compiler import COMPILER_FIX, triton_needs
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
@@ -15,23 +15,19 @@ from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.manifest import write_manifest
 from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
-from finetune.planner.plan import Verdict
+from finetune.planner.plan import Plan, Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
-from finetune.run.directory import create, remember
+from finetune.run.directory import RunDirectory, create, remember
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.trackers import missing_trackers
-from finetune.settings import AUTO, resolved
+from finetune.settings import AUTO, Recipe, resolved
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.card import Card
     from finetune.data.preparation import PreparedData, SelectedRows
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Recipe
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,15 +13,12 @@ import numpy as np
 from finetune.compat.trl import narrow_tiles
 from finetune.files import read_json
 from finetune.manifest import MANIFEST, changes_in, write_manifest
-from finetune.methods.dpo import REFERENCE_COLUMNS
+from finetune.methods.method import REFERENCE_COLUMNS
 from finetune.methods.row_order import row_lengths
 from finetune.model.padding import without_mask
 from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from finetune.run.training import RunTrainer
 
 #: Sealed facts that determine the values.

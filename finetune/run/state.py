@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.events import ENDED_STATES, EventReader, Start, State, Step, newest
+from finetune.events import ENDED_STATES, Event, EventReader, Start, State, Step, newest
 from finetune.files import read_object
 from finetune.system import is_locked
 
-if TYPE_CHECKING:
-    from finetune.events import Event
+if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.run.directory import RunDirectory
-
 
 #: queued starting running pausing paused finished diverged failed lost
 ENDED = (*ENDED_STATES, "lost")

@@ -23,7 +23,7 @@ from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
 from finetune.model.hybrid import reference_notes
-from finetune.planner.plan import plan_was_edited
+from finetune.planner.plan import Plan, plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_with_forecast, record_measurements, whole_run_s
@@ -35,7 +35,7 @@ from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import describe
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
-from finetune.run.seal import facts_differ, newest_verified
+from finetune.run.seal import Checkpoint, facts_differ, newest_verified
 from finetune.run.snapshot import MemoryHistory, allocator_now
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
@@ -44,8 +44,6 @@ from finetune.system import ignore_hangup, take_lock
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-    from finetune.run.seal import Checkpoint
     from finetune.run.training import RunTrainer
 
 
