@@ -130,11 +130,11 @@ def _open_tensorboard(attempt: _Attempt) -> _Tracker:
 
 def _open_wandb(attempt: _Attempt) -> _Tracker:
     folder = str(attempt.folder("wandb"))
-    _default_environment(
-        WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_CONSOLE="off", WANDB_FINISH_TIMEOUT="300",
-        WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{folder}/cache", WANDB_DATA_DIR=f"{folder}/data",
-        WANDB_PROJECT=_PROJECT,
-    )  # fmt: skip
+    os.environ |= {
+        "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "300",
+        "WANDB_DIR": str(attempt.run.trackers.resolve()), "WANDB_CACHE_DIR": f"{folder}/cache",
+        "WANDB_DATA_DIR": f"{folder}/data", "WANDB_PROJECT": _PROJECT, **os.environ,
+    }  # fmt: skip
     import wandb
 
     run = wandb.init(name=attempt.name, group=attempt.group, config=attempt.config)
@@ -143,7 +143,7 @@ def _open_wandb(attempt: _Attempt) -> _Tracker:
 
 
 def _open_trackio(attempt: _Attempt) -> _Tracker:
-    _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # Trackio reads TRACKIO_DIR at import
+    os.environ.setdefault("TRACKIO_DIR", str(attempt.folder("trackio")))  # read by Trackio at import
     import trackio
 
     run = trackio.init(
@@ -156,8 +156,3 @@ def _open_trackio(attempt: _Attempt) -> _Tracker:
 _OPEN: dict[str, Callable[[_Attempt], _Tracker]] = {
     "tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio,
 }  # fmt: skip
-
-
-def _default_environment(**values: str) -> None:
-    for name, value in values.items():
-        os.environ.setdefault(name, value)

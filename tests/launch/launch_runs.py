@@ -33,9 +33,14 @@ def adapter(run) -> dict:
     return load_file(Path(run.adapter) / "adapter_model.safetensors")
 
 
+def events_of(run, kind) -> list:
+    """The run's events of a kind."""
+    return [event for event in read_events(run.events) if isinstance(event, kind)]
+
+
 def last_state(run) -> State:
     """The last `state` event."""
-    return [event for event in read_events(run.events) if isinstance(event, State)][-1]
+    return events_of(run, State)[-1]
 
 
 def facts(checkpoint: Path) -> dict:

@@ -3,17 +3,13 @@
 from pathlib import Path
 
 import pytest
-from launch_settings import DEEPSPEED, settings
 
 from finetune.card import find_card
-from finetune.distributed.configuration import (
-    accelerate_configuration,
-    deepspeed_configuration,
-    is_distributed,
-)
+from finetune.distributed.configuration import accelerate_configuration, deepspeed_configuration, is_distributed
 from finetune.errors import RecipeError
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 LAUNCHES = [
     {"num_processes": 2},
@@ -21,6 +17,19 @@ LAUNCHES = [
     {"num_processes": 2, "strategy": "fsdp"},
     {"num_processes": 4, "strategy": "fsdp", "offload": "cpu"},
 ]
+
+DEEPSPEED = [{"zero_stage": stage, "offload": offload} for stage in (2, 3) for offload in ("none", "cpu")]
+DEEPSPEED += [{"zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}]
+
+
+def settings(**launch):
+    """Settings as a plan resolves them, with a `launch` section."""
+    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "support"}, "launch": launch})
+    return plainest(
+        recipe, dtype="bfloat16", per_device_train_batch_size=2, gradient_accumulation_steps=4, load_in_4bit=True,
+        effective_batch_size=8 * recipe.launch.num_processes, load_in_8bit=False,
+        optim="adamw_torch_fused", learning_rate=1e-4,
+    )  # fmt: skip
 
 
 def parsed(tmp_path, launch_settings):

@@ -6,10 +6,10 @@ import subprocess
 import time
 
 import pytest
-from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, last_state, steps
+from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, events_of, last_state, steps
 from warm import CLIENT, start_server
 
-from finetune.events import Retry, Start, read_events
+from finetune.events import Retry, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -80,8 +80,8 @@ def test_two_machines_train_together_retry_alike_and_each_has_all_events_and_fil
     for name, weights in adapter(first.run).items():
         assert weights.equal(adapter(second.run)[name])
     for run in (first.run, second.run):
-        retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
-        assert [retry.changes for retry in retries] == [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
+        [retry] = events_of(run, Retry)
+        assert retry.changes == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
         assert sorted(path.name for path in run.checkpoints.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
         assert (run.checkpoints / "checkpoint-2" / f"rng_state_{0 if run is first.run else 1}.pth").is_file()
 
@@ -99,10 +99,7 @@ def test_a_machine_that_dies_ends_the_other_in_time_and_both_resume_from_the_sam
     second.process.wait()
     first_resumed, second_resumed = start.resume([first.run, second.run])
     first_resumed.wait_for_step(steps(first.run)[-1].step + 2)
-    start_steps = [
-        [event for event in read_events(run.events) if isinstance(event, Start)][-1].step
-        for run in (first_resumed.run, second_resumed.run)
-    ]
+    start_steps = [events_of(run, Start)[-1].step for run in (first_resumed.run, second_resumed.run)]
     assert start_steps[0] == start_steps[1] >= 2
     first_resumed.process.send_signal(signal.SIGTERM)  # one machine is asked; both stop after the same step
     assert (first_resumed.wait(), second_resumed.wait()) == (143, 143)

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 import torch
-from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, facts, last_state, steps
+from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, events_of, facts, last_state, steps
 
 from finetune.events import Checkpoint, Start, State, Step, read_events
 
@@ -18,30 +18,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 LOSS_TOLERANCE = 1e-4
 
 
-def test_two_processes_give_the_loss_curve_of_one(run_of_one, run_of_two):
+def test_two_processes_give_the_loss_curve_of_one_and_count_the_tokens_of_both(run_of_one, run_of_two):
     for expected, step in zip(steps(run_of_one), steps(run_of_two), strict=True):
         assert step.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
         assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
-        assert step.learning_rate == expected.learning_rate
+        for name in ("learning_rate", "supervised_tokens", "real_tokens"):
+            assert getattr(step, name) == getattr(expected, name)
     for name, weights in adapter(run_of_one).items():
         torch.testing.assert_close(adapter(run_of_two)[name], weights, rtol=1e-2, atol=1e-4)
 
 
-def test_every_step_counts_the_tokens_of_both(run_of_one, run_of_two):
-    for expected, step in zip(steps(run_of_one), steps(run_of_two), strict=True):
-        assert step.supervised_tokens == expected.supervised_tokens
-        assert step.real_tokens == expected.real_tokens
-
-
-def test_there_is_one_event_stream(run_of_two):
-    events = read_events(run_of_two.events)
-    assert [event.step for event in events if isinstance(event, Step)] == [1, 2, 3, 4]
-    assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4]
-    assert [event.kind for event in events].count("start") == 1
-    assert [event.state for event in events if isinstance(event, State)] == ["starting", "running", "finished"]
-
-
-def test_each_process_has_its_random_state_in_the_seal(run_of_two):
+def test_there_is_one_event_stream_and_each_process_has_its_random_state_in_the_seal(run_of_two):
+    numbers = [[event.step for event in events_of(run_of_two, kind)] for kind in (Step, Checkpoint, Start)]
+    assert numbers == [[1, 2, 3, 4], [2, 4], [0]]
+    assert [event.state for event in events_of(run_of_two, State)] == ["starting", "running", "finished"]
     names = sorted(path.name for path in (run_of_two.checkpoints / "checkpoint-2").glob("rng_state*"))
     assert names == ["rng_state_0.pth", "rng_state_1.pth"]
     assert facts(run_of_two.checkpoints / "checkpoint-2")["num_processes"] == 2
@@ -57,7 +47,7 @@ def copy_back_to_step_2(run, make_launch, *overrides):
 def test_resuming_with_the_same_processes_is_exact(run_of_two, make_launch, supervise):
     run = copy_back_to_step_2(run_of_two, make_launch, "launch.num_processes=2")
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
-    start = next(event for event in read_events(run.events) if isinstance(event, Start))
+    start = events_of(run, Start)[0]
     assert start.resumed_from == "checkpoint-2" and start.exact is True
     assert [event.step for event in steps(run)] == [3, 4]
     for name, weights in adapter(run_of_two).items():
@@ -67,7 +57,7 @@ def test_resuming_with_the_same_processes_is_exact(run_of_two, make_launch, supe
 def test_resuming_with_another_number_of_processes_says_that_it_is_approximate(run_of_two, make_launch, supervise):
     run = copy_back_to_step_2(run_of_two, make_launch)
     assert supervise(run).wait() == 0, run.log.read_text()[-3000:]
-    start = next(event for event in read_events(run.events) if isinstance(event, Start))
+    start = events_of(run, Start)[0]
     assert start.exact is False and "world size is 1, not 2" in start.approximate_because[0]
     for expected, original in zip(steps(run), steps(run_of_two)[2:], strict=True):
         assert expected.loss == pytest.approx(original.loss, rel=LOSS_TOLERANCE)
@@ -91,7 +81,7 @@ def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes_and_stop
     assert state.state == "failed" and "process 1 of 2 was killed" in state.message and "finetune resume" in state.message
     resumed = supervise(run)
     resumed.wait_for_step(steps(run)[-1].step + 1)
-    start = [event for event in read_events(run.events) if isinstance(event, Start)][-1]
+    start = events_of(run, Start)[-1]
     assert start.step >= 2 and start.exact is True
     resumed.process.send_signal(signal.SIGTERM)
     assert resumed.wait() == 143

@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -18,7 +19,8 @@ from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import compile_layers, undo_compiling
 from finetune.layers.lean_layers import make_lean, undo_lean
-from finetune.methods.dpo import PREFERENCE_LOSSES, Dpo
+from finetune.methods import method_of
+from finetune.methods.dpo import PREFERENCE_LOSSES
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
 from finetune.settings.methods import METHODS
@@ -32,8 +34,6 @@ LAYERS = {"plain": (), "lean": (make_lean,), "compiled": (use_operators, compile
 
 def tokenizer():
     vocabulary = {f"w{number}": number for number in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
     backend = Tokenizer(WordLevel(vocabulary, "w0"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
@@ -74,6 +74,11 @@ def rows():
         ours.append(row)
         trls.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
     return ours, trls
+
+
+def method_with(**settings):
+    """The method with these settings of a recipe, resolved."""
+    return method_of(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "beta": 0.3, **settings})))
 
 
 def gradients(model):
@@ -122,11 +127,8 @@ def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, layers, monkeyp
     theirs.backward()
     expected = gradients(model)
 
-    settings = plainest(recipe_from({
-        "model_name_or_path": "m", "dataset": "d.jsonl", "method": "dpo", "beta": 0.3, "loss_type": loss_type,
-        **({"label_smoothing": 0.2} if loss_type == "robust" else {}),
-    }))  # fmt: skip
-    loss, metrics = compute(Dpo(settings), model, ours, layers)
+    smoothing = {"label_smoothing": 0.2} if loss_type == "robust" else {}
+    loss, metrics = compute(method_with(method="dpo", loss_type=loss_type, **smoothing), model, ours, layers)
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
     assert_same_gradients(model, expected)
     measured = {name: values[-1] for name, values in trainer._metrics["train"].items() if name in metrics}
@@ -138,10 +140,7 @@ def test_sfts_loss_on_the_chosen_answer_is_trls(trainer):
     """Of one pair at a time: TRL's is a mean over the tokens of all pairs of a micro-batch, this one of each pair, so that it
     does not depend on the micro-batch."""
     ours, trls = rows()
-    settings = plainest(
-        recipe_from({"model_name_or_path": "m", "dataset": "d", "method": "dpo", "beta": 0.3, "sft_weight": 0.5})
-    )
-    method, losses = Dpo(settings), []
+    method, losses = method_with(method="dpo", sft_weight=0.5), []
     collated = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))
     trainer.loss_types, trainer.loss_weights = ["sigmoid", "sft"], [1.0, 0.5]
     for row, trls_row in zip(ours, trls, strict=True):
@@ -156,10 +155,7 @@ def test_the_reference_is_the_adapter_that_training_went_on_from_as_trls_second_
     """Last: it changes the trainer's model."""
     ours, trls = rows()
     model = trainer.model.train()
-    settings = plainest(
-        recipe_from({"model_name_or_path": "m", "dataset": "d", "method": "dpo", "beta": 0.3, "adapter_name_or_path": "sft"})
-    )
-    method = Dpo(settings)
+    method = method_with(method="dpo", adapter_name_or_path="sft")
     method.keep_reference(model)
     model.add_adapter("ref", model.peft_config["default"])
     weights = dict(model.named_parameters())

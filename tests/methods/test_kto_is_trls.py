@@ -6,10 +6,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.methods.kto import Kto
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
-from tests.methods.test_dpo_is_trls import assert_same_gradients, compute, gradients, trained_by_trl
+from tests.methods.test_dpo_is_trls import assert_same_gradients, compute, gradients, method_with, trained_by_trl
 
 #: Prompt and answer as vocabulary, of uneven lengths, and whether it is good.
 ROWS = [
@@ -61,11 +58,8 @@ def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, layers
     theirs.backward()
     expected = gradients(model)
 
-    settings = plainest(recipe_from({
-        "model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "beta": 0.3, "loss_type": loss_type,
-        "desirable_weight": 1.5, "undesirable_weight": 0.7,
-    }))  # fmt: skip
-    loss, metrics = compute(Kto(settings), model, ours, layers)
+    method = method_with(method="kto", loss_type=loss_type, desirable_weight=1.5, undesirable_weight=0.7)
+    loss, metrics = compute(method, model, ours, layers)
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
     assert_same_gradients(model, expected)
     for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins"):
@@ -74,7 +68,7 @@ def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, layers
 
 
 def test_the_one_row_at_an_epochs_end_is_compared_with_nothing(trainer):
-    method = Kto(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto"})))
+    method = method_with(method="kto")
     batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(rows()[0][:1])
     assert method.loss(trainer.model, batch).counts["kl"] == 0
 
@@ -84,10 +78,9 @@ def test_a_mismatched_answer_brings_its_labels_and_is_truncated():
         {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, -100, 5], "desirable": True},
         {"input_ids": [6, 7], "labels": [-100, 7], "desirable": False},
     ]
-    settings = plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "max_length": 8}))
-    batch = Kto(settings.model_copy(update={"max_length": 3})).collator(DataCollatorForLanguageModeling(pad_token_id=62))(
-        answers
-    )
+    method = method_with(method="kto", max_length=8)
+    method.settings = method.settings.model_copy(update={"max_length": 3})
+    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(answers)
     assert batch["kl_input_ids"].tolist() == [[1, 2, 7], [6, 3, 4]]
     assert batch["kl_labels"].tolist() == [[-100, -100, 7], [-100, 3, -100]]
     assert batch["desirable"].tolist() == [True, False]

@@ -19,59 +19,60 @@ from finetune.events import Evaluation, Step, read_events
     ],
 )
 def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_reference(settings, log_ratio, tokens, collapsed):
-    from finetune.methods import method_of
-    from finetune.recipe import recipe_from
-    from finetune.settings import plainest
+    from tests.methods.test_dpo_is_trls import method_with
 
-    method = method_of(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d", **settings})))
+    method = method_with(**settings, beta=0.1)
     counts = {"chosen": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
     message = method.collapse(counts)
     assert message is None if not collapsed else "30 nats less likely than before the training, 1.5 for each token" in message
 
 
-@pytest.mark.slow
-def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(tmp_path):
+@pytest.fixture
+def trained(tmp_path):
+    """trained(rows, *overrides) -> a run on these pairs, and its exit status."""
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
-    from finetune.run.state import read_state
     from finetune.run.worker import Worker
+
+    def train(rows, *overrides):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        usual = [f"dataset={path}", "method=dpo", "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}"]
+        run = create_run(prepare(load_recipe("tiny-cpu", [*usual, *overrides])))
+        return run, Worker(run).main()
+
+    return train
+
+
+@pytest.mark.slow
+def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(trained):
+    from finetune.run.state import read_state
 
     answer = "Yes, order {} is late, and we are sorry for {}."  # alike, so that what lowers one lowers both
     rows = [
         {"instruction": f"Is {n} late?", "chosen": answer.format(n, "that"), "rejected": answer.format(n, "it")}
         for n in range(64)
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [f"dataset={tmp_path / 'pairs.jsonl'}", "dataset.test_split_size=0", "method=dpo", "beta=0.01", "max_steps=24"]
-    overrides += ["learning_rate=1e-2", "lr_scheduler_type=constant", "warmup_ratio=0", "eval_steps=0", "sample_answers=0"]
-    run = create_run(prepare(load_recipe("tiny-cpu", [*overrides, "load_in_4bit=false", f"output_dir={tmp_path / 'run'}"])))
-    assert Worker(run).main() == 6
+    overrides = ["dataset.test_split_size=0", "beta=0.01", "max_steps=24", "learning_rate=1e-2", "eval_steps=0"]
+    run, code = trained(rows, *overrides, "lr_scheduler_type=constant", "warmup_ratio=0")
     state = read_state(run)
+    assert code == 6
     assert state.state == "diverged" and "chosen answers are" in state.message and "sft_weight=1" in state.message
 
 
 @pytest.mark.slow
-def test_held_out_pairs_are_put_in_order(tmp_path):
+def test_held_out_pairs_are_put_in_order(trained, tmp_path):
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-    from finetune.run.worker import Worker
 
     rows = [{"instruction": f"Is order {n} late?", "chosen": "Yes, it is.", "rejected": "No."} for n in range(48)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [
-        f"dataset={tmp_path / 'pairs.jsonl'}", "dataset.test_split_size=16", "method=dpo", "max_steps=12", "learning_rate=2e-3",
-        "effective_batch_size=4", "per_device_train_batch_size=4", "eval_steps=6", "per_device_eval_batch_size=16",
-        "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    run = create_run(prepare(load_recipe("tiny-cpu", overrides)))
-    assert Worker(run).main() == 0
+    overrides = ["dataset.test_split_size=16", "max_steps=12", "learning_rate=2e-3", "effective_batch_size=4"]
+    overrides += ["per_device_train_batch_size=4", "eval_steps=6", "per_device_eval_batch_size=16"]
+    run, code = trained(rows, *overrides)
+    assert code == 0
     every = list(read_events(run.events))
     steps, evaluations = ([event for event in every if isinstance(event, kind)] for kind in (Step, Evaluation))
-    assert steps[0].loss == pytest.approx(0.6931, abs=1e-3) and steps[0].metrics["rewards/margins"] == pytest.approx(
-        0, abs=1e-3
-    )
+    assert (steps[0].loss, steps[0].metrics["rewards/margins"]) == pytest.approx((0.6931, 0), abs=1e-3)
     assert evaluations[-1].metrics["rewards/accuracies"] >= 0.8
     assert evaluations[-1].eval_loss < 0.6
 

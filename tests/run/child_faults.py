@@ -47,6 +47,23 @@ def waiting_after(step, until):
     return patch
 
 
+def in_step(number, change):
+    """A fault: `change(trainer, loss)` returns the loss of this step's micro-batches, which have had their backward pass."""
+
+    def patch():
+        from finetune.run.training import RunTrainer
+
+        real = RunTrainer.training_step
+
+        def step(self, *arguments, **named):
+            loss = real(self, *arguments, **named)
+            return change(self, loss) if self.state.global_step == number - 1 else loss
+
+        RunTrainer.training_step = step
+
+    return patch
+
+
 def killed_before_seal(at):
     """A fault that ends the process, as a kill does, in place of the seal of step `at`."""
 
@@ -77,17 +94,8 @@ def put_in(phase, what, run):
         build.build_base = load
         return
     if what == "spike":
-        real_step = RunTrainer.training_step
-
-        def step(self, *arguments, **named):
-            loss = real_step(self, *arguments, **named)
-            mark = Path(run) / "fault-struck"
-            if self.state.global_step != int(phase[4:]) - 1 or mark.exists():
-                return loss
-            mark.touch()
-            return loss * 100
-
-        RunTrainer.training_step = step
+        mark = Path(run) / "fault-struck"
+        in_step(int(phase[4:]), lambda _, loss: loss if mark.exists() else mark.touch() or loss * 100)()
         return
     name = {"evaluate": "prediction_step", "save": "save_model"}.get(phase, "training_step")
     real_method = getattr(RunTrainer, name)

@@ -7,12 +7,12 @@ import shutil
 import signal
 import sys
 import traceback
-from pathlib import Path
 
 import pytest
 from child_faults import waiting_after
 
 from finetune.events import read_events
+from finetune.files import sha256_of
 
 
 @pytest.fixture(scope="session")
@@ -135,10 +135,14 @@ def started_to(train, run, step, mark) -> int:
     return pid
 
 
+def copy_of(run, path, *without):
+    """A copy of a run without these files, given as patterns."""
+    return type(run)(shutil.copytree(run.path, path, ignore=shutil.ignore_patterns("*lock", *without)))
+
+
 def fresh_copy(run, path):
     """A copy of a run as it was before its start."""
-    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter*", "checkpoint-*", "*lock")
-    return type(run)(shutil.copytree(run.path, path, ignore=leave))
+    return copy_of(run, path, "events.jsonl", "log.txt", "adapter*", "checkpoint-*")
 
 
 def flip_one_byte(path) -> None:
@@ -149,6 +153,4 @@ def flip_one_byte(path) -> None:
 
 def adapter_hash(run) -> str:
     """Hash of the finished adapter's weights."""
-    import hashlib
-
-    return hashlib.sha256((Path(run.adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()
+    return sha256_of(run.adapter / "adapter_model.safetensors")

@@ -3,11 +3,10 @@
 import json
 import os
 import random
-import shutil
 import time
 
 import pytest
-from conftest import adapter_hash, events_of, fresh_copy
+from conftest import adapter_hash, copy_of, events_of, fresh_copy
 
 from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
@@ -60,7 +59,7 @@ def test_best_and_patience_follow_from_the_history():
 
 
 @pytest.mark.slow
-def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
+def test_the_best_step_is_the_result_and_the_last_is_kept_also_as_checkpoints(overfitted):
     (result,) = events_of(overfitted, Result)
     losses = {event.step: event.eval_loss for event in events_of(overfitted, Evaluation)}
     best = min(losses, key=losses.get)
@@ -73,12 +72,7 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
     assert files_of(overfitted.adapter).keys() == files_of(overfitted.last_adapter).keys()
     message = read_state(overfitted).message
     assert f"best at step {best} of 24" in message and str(overfitted.last_adapter) in message and "rose" in message
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_is_kept_with_the_newest(overfitted):
-    (result,) = events_of(overfitted, Result)
-    assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}
+    assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-24"}
 
 
 @pytest.mark.slow
@@ -124,10 +118,7 @@ def test_killed_between_the_two_folders_both_are_written_again(overfitted, tmp_p
 
 @pytest.mark.slow
 def test_a_damaged_best_checkpoint_is_named_and_the_next_best_wins(overfitted, tmp_path, train):
-    run = type(overfitted)(tmp_path / "run")
-    shutil.copytree(
-        overfitted.path, run.path, ignore=shutil.ignore_patterns("adapter", "adapter-last", "*lock", "events.jsonl")
-    )
+    run = copy_of(overfitted, tmp_path / "run", "adapter", "adapter-last", "events.jsonl")
     (best,) = events_of(overfitted, Result)
     (run.checkpoints / f"checkpoint-{best.step}" / "optimizer.pt").write_bytes(b"")
     assert train(run) == 0

@@ -1,13 +1,12 @@
 """What a run trained on and what it made can't be swapped without a word: data, base model, adapter."""
 
 import hashlib
-import json
 import os
 import shutil
 
 import pytest
 import torch
-from conftest import flip_one_byte
+from conftest import copy_of, flip_one_byte
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
@@ -16,12 +15,13 @@ from finetune.errors import ModelError, RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
 from finetune.export.merge import merge
+from finetune.files import read_json, write_json
 from finetune.manifest import MANIFEST, changes_in, write_manifest
 from finetune.model.weights import weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import control
-from finetune.run.directory import RunDirectory, require_data
+from finetune.run.directory import require_data
 from finetune.run.fingerprint import require_own_adapter
 from finetune.run.state import read_state
 from finetune.run.worker import Worker
@@ -36,8 +36,7 @@ def finished(make_run, train):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    shutil.copytree(finished.path, tmp_path / "run")
-    return RunDirectory(tmp_path / "run")
+    return copy_of(finished, tmp_path / "run")
 
 
 def test_a_changed_token_of_the_prepared_rows_is_refused(run):
@@ -97,18 +96,9 @@ def on_a_copy(make_run, train, tmp_path_factory):
     return run, base
 
 
-def change_norm(base):
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
-
-
-def change_generation(base):
-    path = base / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5}))
-
-
-def flip_one_byte_of_the_weights(base):
-    flip_one_byte(base / "model.safetensors")
+def with_value(name, **values):
+    """A fault: other values in a JSON file of the base model."""
+    return lambda base: write_json(base / name, {**read_json(base / name), **values})
 
 
 @pytest.fixture
@@ -120,26 +110,22 @@ def changed_base(on_a_copy, tmp_path):
     def change(fault):
         weights_fingerprint(read_plan(run.plan).settings)  # is kept by the files' times
         fault(base)
-        return RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
+        return copy_of(run, tmp_path / "run")
 
     yield change
     shutil.copytree(saved, base, dirs_exist_ok=True)
 
 
-def keep_time(fault):
-    def change(base):
-        times = {path: path.stat() for path in base.iterdir()}
-        fault(base)
-        for path, stat in times.items():
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-    return change
+def flip_one_byte_of_the_weights(base):
+    stat = (base / "model.safetensors").stat()
+    flip_one_byte(base / "model.safetensors")
+    os.utime(base / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
     ("fault", "use"),
-    [(change_norm, compare), (change_generation, lambda run: merge(run, run.path / "out")),
-     (keep_time(flip_one_byte_of_the_weights), Answerer)],
+    [(with_value("config.json", rms_norm_eps=1e-2), compare), (flip_one_byte_of_the_weights, Answerer),
+     (with_value("generation_config.json", repetition_penalty=1.5), lambda run: merge(run, run.path / "out"))],
 )  # fmt: skip
 def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use):
     with pytest.raises(RecipeError, match=r"can't be used with .*base: the base model's \w+.* changed"):
@@ -147,7 +133,7 @@ def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use
 
 
 def test_a_run_does_not_resume_on_a_changed_base_model(changed_base, train):
-    run = changed_base(keep_time(flip_one_byte_of_the_weights))
+    run = changed_base(flip_one_byte_of_the_weights)
     shutil.rmtree(run.adapter)
     assert train(run) == 1
     assert "can't resume from checkpoint-2: the base model's" in read_state(run).message

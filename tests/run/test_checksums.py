@@ -6,7 +6,7 @@ import json
 import pytest
 
 from finetune.card import measured_context, record_measurement
-from finetune.checksum import is_damaged, with_checksum
+from finetune.checksum import with_checksum
 from finetune.evaluate.journal import Journal
 from finetune.events import EventWriter, RunWarning, Step, read_events
 from finetune.files import parse_checked, read_json, write_json
@@ -29,11 +29,6 @@ def test_every_changed_byte_of_a_line_is_no_other_value():
             changed[index] ^= 1 << bit
             with contextlib.suppress(ValueError):
                 assert values.items() <= parse_checked(bytes(changed)).items(), (index, bit)
-
-
-def test_a_text_without_a_checksum_is_read_as_before(tmp_path):
-    (tmp_path / "old.json").write_text('{"a": 4}')
-    assert read_json(tmp_path / "old.json") == {"a": 4} and not is_damaged(b'{"a": 4}')
 
 
 def test_a_changed_event_is_a_warning(tmp_path):

@@ -1,9 +1,7 @@
 """A run with compiled layers: what it says of compiling, its results beside the lean run's, and its bits after a resume."""
 
-import shutil
-
 import pytest
-from conftest import adapter_hash, events_of, fresh_copy
+from conftest import adapter_hash, copy_of, events_of, fresh_copy
 from torch._inductor import compile_fx
 
 from finetune.events import Compiled, RunWarning, Sample, Start, Step
@@ -43,9 +41,7 @@ def test_losses_and_sample_answers_are_those_of_a_run_that_compiles_nothing(run,
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(run, train, tmp_path):
-    leave = shutil.ignore_patterns("adapter", "*lock", "checkpoint-[46]")  # the first evaluation saves step 3
-    killed = type(run)(shutil.copytree(run.path, tmp_path / "killed", ignore=leave))
-    assert train(killed) == 0
+    killed = train.whole(copy_of(run, tmp_path / "killed", "adapter", "checkpoint-[46]"))  # the first evaluation saves step 3
     assert events_of(killed, Start)[-1].resumed_from == "checkpoint-3" and adapter_hash(killed) == adapter_hash(run)
 
 

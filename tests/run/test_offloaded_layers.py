@@ -1,11 +1,10 @@
 """A run with offloaded layers: its adapter, held-out losses and answers are those of a resident run, also after a kill."""
 
 import json
-import shutil
 
 import pytest
-from child_faults import killed_before_seal
-from conftest import adapter_hash, fresh_copy
+from child_faults import in_step, killed_before_seal
+from conftest import adapter_hash, copy_of, fresh_copy
 
 from finetune.evaluate.answerer import Answerer
 from finetune.events import Evaluation, Sample, Step, read_events
@@ -13,13 +12,8 @@ from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
-RECOMPUTED = [
-    "activation_checkpointing=true",
-    "activation_checkpointing_every_n_layers=1",
-    "lora_dropout=0.1",
-    "eval_steps=4",
-    "sample_answers=1",
-]
+RECOMPUTED = ["activation_checkpointing=true", "activation_checkpointing_every_n_layers=1"]
+RECOMPUTED += ["lora_dropout=0.1", "eval_steps=4", "sample_answers=1"]
 AWAY = ["layer_offloading=cpu", "offloaded_layers=5"]
 FILE = ["layer_offloading=nvme", "offloaded_layers=4"]
 
@@ -71,9 +65,7 @@ def change_plan(run, resident, how):
 
 
 def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
-    shutil.copytree(resident.path, tmp_path / "run")
-    run = type(resident)(tmp_path / "run")
-    answers = []
+    run, answers = copy_of(resident, tmp_path / "run"), []
     for how in (False, "cpu"):
         change_plan(run, resident, how)
         answerer = Answerer(run)
@@ -86,22 +78,14 @@ def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_sa
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     run = make_run("load_in_4bit=true", "save_steps=4", *RECOMPUTED[:2], *FILE)
 
-    def fault():
-        from finetune.run.callbacks import RunCallback
+    def overwrite(_, loss):
+        (path,) = (tmp_path / "quantised").glob("*.quantised/layers.0.safetensors")
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"\xaa" * 1000)
+        return loss
 
-        log = RunCallback.on_log
-
-        def overwrite(self, args, state, control, **named):
-            if state.global_step == 2:
-                (path,) = (tmp_path / "quantised").glob("*.quantised/layers.0.safetensors")
-                with path.open("r+b") as file:
-                    file.seek(path.stat().st_size // 2)
-                    file.write(b"\xaa" * 1000)
-            return log(self, args, state, control, **named)
-
-        RunCallback.on_log = overwrite
-
-    assert train(run, fault) == 1
+    assert train(run, in_step(3, overwrite)) == 1
     assert "has changed since it was sealed, while the run read it" in read_state(run).message
     assert newest_verified(run.checkpoints)[0] is None
     train.whole(run)

@@ -2,11 +2,10 @@
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
-from conftest import adapter_hash, events_of, started_to
+from conftest import adapter_hash, copy_of, events_of, started_to
 
 from finetune.events import RunWarning, Step
 from finetune.manifest import MANIFEST, write_manifest
@@ -40,7 +39,7 @@ def killed_once(make_run, train, tmp_path_factory):
 @pytest.fixture
 def killed(killed_once, tmp_path):
     """A run that was killed after step 5, with a checkpoint of step 4."""
-    return type(killed_once)(shutil.copytree(killed_once.path, tmp_path / "run"))
+    return copy_of(killed_once, tmp_path / "run")
 
 
 @pytest.mark.parametrize("damage", ["none", "bytes", "missing"])

@@ -1,14 +1,17 @@
-"""Held-out prompts are answered at each evaluation, and change nothing else."""
+"""Held-out prompts are answered at each evaluation, and an arm of a sweep keeps each row's loss; nothing else changes."""
 
 import pytest
 from conftest import adapter_hash, events_of
 
+from finetune.run.held_out import row_losses_of
+
 pytestmark = pytest.mark.slow
 
 
-def test_each_evaluation_answers_the_same_prompts_and_the_adapter_is_the_same_without(make_run, train):
-    settings = ["eval_steps=4", "lora_dropout=0.1"]
+def test_each_evaluation_has_the_same_prompts_and_rows_and_the_adapter_is_the_same_without(make_run, train):
+    settings = ["eval_steps=4", "lora_dropout=0.1", "per_device_eval_batch_size=1"]
     run, without = make_run(*settings), make_run(*settings, "sample_answers=0")
+    run.arm.touch()
     assert train(run) == train(without) == 0, run.log.read_text()[-2000:]
     samples = events_of(run, "sample")
     assert [event.step for event in samples] == [4, 4, 4, 8, 8, 8]
@@ -16,6 +19,11 @@ def test_each_evaluation_answers_the_same_prompts_and_the_adapter_is_the_same_wi
     assert all(event.expected and isinstance(event.answer, str) for event in samples)
     assert not events_of(without, "sample")
     assert adapter_hash(run) == adapter_hash(without)
+    rows, evaluations = row_losses_of(run), events_of(run, "eval")
+    assert [losses.step for losses in rows] == [event.step for event in evaluations] == [4, 8]
+    assert len(rows[0].losses) == 8 and min(rows[0].tokens) > 0
+    assert rows[0].mean == pytest.approx(evaluations[0].eval_loss)
+    assert sum(rows[0].losses) / 8 == pytest.approx(rows[0].mean, abs=1e-5)
 
 
 def test_too_little_memory_for_answers_ends_them_and_not_the_run(make_run, train):

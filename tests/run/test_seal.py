@@ -1,7 +1,9 @@
 """A checkpoint counts only when it is whole: every fault in any of its files is found, and the older one is used."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import flip_one_byte
@@ -21,30 +23,20 @@ def sealed(checkpoints, step):
     return seal(folder, checkpoints / f"checkpoint-{step}", step, FACTS)
 
 
-def remove(path):
-    path.unlink()
+FAULTS = {
+    "removed": Path.unlink, "flipped": flip_one_byte, "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}  # fmt: skip
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def zero(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("fault", [remove, truncate, zero, flip_one_byte, empty])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "sub/rng_state.pth", MANIFEST])
 def test_a_fault_in_any_file_is_found_and_the_older_seal_is_used(tmp_path, fault, name):
     sealed(tmp_path, 10)
     fault(sealed(tmp_path, 20) / name)
     checkpoint, skipped = newest_verified(tmp_path)
-    assert checkpoint.step == 10
-    assert checkpoint.facts == FACTS
+    assert (checkpoint.step, checkpoint.facts) == (10, FACTS)
     assert len(skipped) == 1 and "checkpoint-20" in skipped[0]
 
 
@@ -63,30 +55,20 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
         assert unchanged or verify(folder), f"byte {offset}"
 
 
-def test_an_unsealed_checkpoint_does_not_count(tmp_path):
+def test_a_checkpoint_without_a_seal_or_under_another_name_does_not_count(tmp_path):
     (tmp_path / "checkpoint-30").mkdir()
-    sealed(tmp_path, 10)
-    checkpoint, skipped = newest_verified(tmp_path)
-    assert checkpoint.step == 10 and "incomplete (no manifest)" in skipped[0]
-
-
-def test_a_checkpoint_under_another_name_does_not_count(tmp_path):
     shutil.copytree(sealed(tmp_path, 10), tmp_path / "checkpoint-99")
-    assert newest_verified(tmp_path)[0].step == 10
+    checkpoint, skipped = newest_verified(tmp_path)
+    assert checkpoint.step == 10 and "manifest is for step 10" in skipped[0] and "incomplete (no manifest)" in skipped[1]
 
 
-def test_rotation_keeps_the_newest(tmp_path):
-    for step in (10, 20, 30):
-        sealed(tmp_path, step)
-    rotate(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-30"]
-
-
-def test_rotation_keeps_the_best_beside_the_newest(tmp_path):
+@pytest.mark.parametrize(("keep", "best", "removed"), [(2, None, [20, 10]), (1, 20, [30, 10])])
+def test_rotation_keeps_the_newest_and_the_best(tmp_path, keep, best, removed):
     for step in (10, 20, 30, 40):
         sealed(tmp_path, step)
-    assert [path.name for path in rotate(tmp_path, keep=1, best=20)] == ["checkpoint-30", "checkpoint-10"]
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-40"]
+    assert [path.name for path in rotate(tmp_path, keep, best)] == [f"checkpoint-{step}" for step in removed]
+    kept = {f"checkpoint-{step}" for step in (10, 20, 30, 40) if step not in removed}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == kept
 
 
 def test_rotation_never_removes_the_only_good_one(tmp_path):

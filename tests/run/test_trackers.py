@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from child_faults import in_step
 from conftest import adapter_hash, events_of
 
 from finetune.events import Memory
@@ -71,20 +72,11 @@ def test_a_tracker_changes_nothing_of_the_result(make_run, train):
 
 @pytest.mark.slow
 def test_steps_done_again_after_a_resume_are_shown_once(make_run, train):
-    def breaks():
-        from finetune.run.training import RunTrainer
-
-        real = RunTrainer.training_step
-
-        def step(self, *arguments, **named):
-            if self.state.global_step == 5:
-                raise RuntimeError("broken at step 6")
-            return real(self, *arguments, **named)
-
-        RunTrainer.training_step = step
+    def breaks(*_):
+        raise RuntimeError("broken at step 6")
 
     run = make_run("report_to=[tensorboard]")
-    assert [train(run, breaks), train(run)] == [1, 0]
+    assert [train(run, in_step(6, breaks)), train(run)] == [1, 0]
     assert [event.step for event in events_of(run, "step")] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
     losses = curves_of(run)[0]["train/loss"]
     assert losses == pytest.approx({event.step: event.loss for event in events_of(run, "step")})
