@@ -30,9 +30,14 @@ class Launcher:
 
     def __init__(self, run: Path, log: Path, plan: Plan) -> None:
         self.run, self.log, self.plan = run, log, plan
-        self.local_world_size = plan.settings.launch.num_processes // plan.settings.launch.num_machines
+        self.local_world_size = plan.settings.launch.processes_here
 
     def command(self) -> list[str]:
+        """Return the command line of the launcher; write its configuration."""
+        # final events of an earlier attempt would count for this attempt
+        ending_path(self.run, 0).parent.mkdir(exist_ok=True)
+        for local in range(self.local_world_size):
+            ending_path(self.run, local).unlink(missing_ok=True)
         worker = ["-m", _WORKER, str(self.run)]
         if not self.plan.card.is_cpu:
             configuration = write_configuration(self.run, self.plan)
@@ -53,12 +58,6 @@ class Launcher:
         if launch.num_machines > 1 and (interface := interface_towards(launch.main_process_ip)):
             values |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
         return values
-
-    def prepare(self) -> None:
-        # final events of an earlier attempt would count for this attempt
-        ending_path(self.run, 0).parent.mkdir(exist_ok=True)
-        for local in range(self.local_world_size):
-            ending_path(self.run, local).unlink(missing_ok=True)
 
     def send(self, launcher: subprocess.Popen[bytes], number: int) -> None:
         # not to the launcher: it would end the ranks in the middle of a step

@@ -115,7 +115,6 @@ class Supervisor:
         environment = worker_environment(self.cards)
         command = worker_command(self.run)
         if launcher is not None:
-            launcher.prepare()
             command, environment = launcher.command(), environment | launcher.environment()
         with self.run.log.open("ab") as log:
             worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)

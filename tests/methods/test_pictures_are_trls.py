@@ -79,16 +79,16 @@ def trl_losses(run, folder):
         row["images"] = [str(folder / "rows" / name) for name in row["images"]]
     dataset = Dataset.from_list(rows).cast_column("images", Sequence(Image()))
 
-    class InOrder(torch.utils.data.Sampler):
-        def __iter__(self):
-            return iter(order)
-
-        def __len__(self):
-            return len(order)
+    losses = []
 
     class Trainer(SFTTrainer):
         def _get_train_sampler(self, *_):
-            return InOrder()
+            return order
+
+        def compute_loss(self, *arguments, **named):
+            loss = super().compute_loss(*arguments, **named)
+            losses.append(float(loss.detach()))
+            return loss
 
     arguments = SFTConfig(
         output_dir=str(folder / "trl"), max_length=None, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3,
@@ -98,16 +98,7 @@ def trl_losses(run, folder):
         optim="adamw_torch",
     )  # fmt: skip
     processor = picture_processor_of(settings, run.data).processor
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
-    losses = []
-
-    def keep(model, inputs, *arguments, **named):
-        loss = SFTTrainer.compute_loss(trainer, model, inputs, *arguments, **named)
-        losses.append(float(loss.detach()))
-        return loss
-
-    trainer.compute_loss = keep
-    trainer.train()
+    Trainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor).train()
     return losses
 
 

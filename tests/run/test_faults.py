@@ -9,7 +9,7 @@ import pytest
 from conftest import adapter_hash, events_of
 from forked import supervise
 
-from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, Step, read_events
+from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, State, Step
 from finetune.files import cache_dir
 from finetune.planner.plan import read_plan
 from finetune.run import control
@@ -41,8 +41,8 @@ def unbroken(make_run, train):
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
-    retries = events_of(run, Retry)
-    assert len(retries) == 1 and retries[0].changes
+    [retry] = events_of(run, Retry)
+    assert retry.changes
     memory = events_of(run, OutOfMemory)[0]
     assert memory.phase and memory.micro_batch == 2
     for step, event in steps(unbroken).items():
@@ -72,8 +72,7 @@ def test_after_a_retry_memory_is_compared_with_a_forecast_of_what_runs_and_so_is
 def test_out_of_memory_while_loading_is_not_tried_again_and_the_message_says_what_would_help(make_run):
     run = make_run(*TWO_ROWS)
     assert supervise(run, "load:oom").wait() == 5
-    events = read_events(run.events)
-    assert not any(isinstance(event, Retry) for event in events) and not run.adjustments.exists()
+    assert not events_of(run, Retry) and not run.adjustments.exists()
     message = read_state(run).message
     assert "while the model was loaded" in message and "plan again with a smaller model" in message  # 4-bit it is
 
@@ -91,7 +90,7 @@ def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run, warm_
 def test_a_hanging_worker_is_ended_after_the_deadline(make_run):
     run = make_run()
     assert supervise(run, "step5:hang", FINETUNE_HANG_DEADLINE_S="5").wait() == 1
-    assert any(isinstance(event, RunWarning) and "no progress for" in event.message for event in read_events(run.events))
+    assert any("no progress for" in event.message for event in events_of(run, RunWarning))
     assert not is_alive(run)
 
 
@@ -100,7 +99,7 @@ def test_a_second_request_by_signal_or_file_ends_a_run_that_does_not_stop(make_r
     process = supervise(run, "step5:hang", FINETUNE_STOP_DEADLINE_S="100000")
     wait_for_step(process, run, 4)
     process.send_signal(signal.SIGTERM)
-    while not any(getattr(event, "state", None) == "pausing" for event in read_events(run.events)):
+    while not any(event.state == "pausing" for event in events_of(run, State)):
         time.sleep(0.05)
     run.stop_requests.write_text("15\n15\n")
     assert process.wait() == 143
@@ -141,8 +140,5 @@ def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
     assert supervise(run, "step7:spike").wait() == 0, run.log.read_text()[-2000:]
     retry = events_of(run, Retry)[0]
     assert retry.changes == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry.reason
-    rates = {}
-    for event in read_events(run.events):
-        if isinstance(event, Step):
-            rates.setdefault(event.step, []).append(event.learning_rate)
+    rates = {number: [event.learning_rate for event in events_of(run, Step) if event.step == number] for number in (6, 7)}
     assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1

@@ -16,6 +16,15 @@ def steps_of(run):
     return [event.step for event in events_of(run, Step)]
 
 
+def started(run):
+    """The run, whose first steps have ended."""
+    control.start(run)
+    while len(steps_of(run)) < 3:
+        assert is_alive(run), run.log.read_text()[-2000:]
+        time.sleep(0.01)
+    return run
+
+
 @pytest.fixture
 def steps_when_asked(monkeypatch):
     """Steps that a run had ended when it was asked to stop."""
@@ -31,12 +40,7 @@ def steps_when_asked(monkeypatch):
 
 def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(make_run, train, finetune, steps_when_asked):
     settings = ("lora_dropout=0.1", "max_steps=8", "effective_batch_size=16")  # steps that are long beside a signal's way
-    whole, paused = make_run(*settings), make_run(*settings)
-    train.whole(whole)
-    control.start(paused)
-    while len(steps_of(paused)) < 3:
-        assert is_alive(paused), paused.log.read_text()[-2000:]
-        time.sleep(0.01)
+    whole, paused = train.whole(make_run(*settings)), started(make_run(*settings))
     code, output = finetune("pause", str(paused.path))
     at = steps_of(paused)[-1]
     assert code == 0 and f"paused at step {at} of 8; the card is free" in output and "finetune resume" in output
@@ -52,11 +56,7 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
 
 
 def test_a_run_that_is_asked_to_finish_ends_after_its_step_with_its_best_step_as_the_result(make_run, finetune):
-    run = make_run("max_steps=5000", "eval_steps=2", "effective_batch_size=16")
-    control.start(run)
-    while len(steps_of(run)) < 3:
-        assert is_alive(run), run.log.read_text()[-2000:]
-        time.sleep(0.01)
+    run = started(make_run("max_steps=5000", "eval_steps=2", "effective_batch_size=16"))
     asked_at = steps_of(run)[-1]
     code, _ = finetune("finish", str(run.path))
     state, last = read_state(run), steps_of(run)[-1]

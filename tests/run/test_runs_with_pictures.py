@@ -34,6 +34,12 @@ def recipe(model, folder, **more):
     })  # fmt: skip
 
 
+def trained(recipe):
+    run = create_run(prepare(recipe))
+    assert Worker(run).main() == 0
+    return run
+
+
 def tensors(path):
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -41,8 +47,7 @@ def tensors(path):
 
 @pytest.mark.slow
 def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
-    run = create_run(prepare(recipe(model, tmp_path, train_vision="all")))
-    assert Worker(run).main() == 0
+    run = trained(recipe(model, tmp_path, train_vision="all"))
     whole = tensors(run.adapter / "adapter_model.safetensors")
     shutil.rmtree(run.checkpoints / "checkpoint-4")
     shutil.rmtree(run.adapter)
@@ -62,8 +67,7 @@ def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_pa
     from finetune.evaluate.answerer import Answerer
     from finetune.export.merge import merge
 
-    run = create_run(prepare(recipe(model, tmp_path, train_vision=train_vision)))
-    assert Worker(run).main() == 0
+    run = trained(recipe(model, tmp_path, train_vision=train_vision))
     batch = Worker(run)._build()[0]
     inputs = batch.data_collator([batch.train_dataset[index] for index in range(2)])
     inputs.pop("labels")
@@ -138,8 +142,7 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
 
 @pytest.mark.slow
 def test_in_a_chat_a_picture_goes_with_its_message(model, tmp_path, monkeypatch, finetune):
-    run = create_run(prepare(recipe(model, tmp_path, max_steps=1)))
-    assert Worker(run).main() == 0
+    run = trained(recipe(model, tmp_path, max_steps=1))
     lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "Again"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     code, shown = finetune("chat", run.path, "--max-new-tokens", "2")

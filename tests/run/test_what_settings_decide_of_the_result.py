@@ -7,15 +7,8 @@ from finetune.settings.reference import settings_reference
 from finetune.settings.schema import DatasetRecipe, Decides, Recipe, decided_by
 
 pytestmark = pytest.mark.slow
-BASE = (
-    "max_steps=2",
-    "save_steps=0",
-    "dataset.max_rows=8",
-    "sample_answers=0",
-    "lora_dropout=0",
-    "per_device_train_batch_size=2",
-    "target_modules=all-linear",
-)
+BASE = ("max_steps=2", "save_steps=0", "dataset.max_rows=8", "sample_answers=0", "lora_dropout=0")
+BASE += ("per_device_train_batch_size=2", "target_modules=all-linear")
 #: Another value, after what must be set as well.
 FLIPS = {
     "int8_activations": ((), "true"), "lora_alpha": ((), "32"), "lora_dropout": ((), "0.2"), "use_rslora": ((), "true"),
