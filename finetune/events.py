@@ -58,14 +58,14 @@ class Memory:
     reserved_bytes: Annotated[WholeOrNone, "reserved by torch's allocator"] = None
     peak_reserved_bytes: Annotated[WholeOrNone, "peak of reserved memory"] = None
     inactive_split_bytes: Annotated[WholeOrNone, "free parts of split blocks: fragmentation"] = None
-    segments: Annotated[WholeOrNone, "number of segments, the pieces in which memory is reserved; null where expandable"] = None
-    peak_segments: Annotated[WholeOrNone, "peak of their number"] = None
-    allocation_retries: Annotated[WholeOrNone, "how often torch has freed cached blocks to find memory, so far"] = None
+    segments: Annotated[WholeOrNone, "number of segments of reserved memory; null where expandable"] = None
+    peak_segments: Annotated[WholeOrNone, "peak number of segments"] = None
+    allocation_retries: Annotated[WholeOrNone, "how often torch has freed cached blocks to find memory so far"] = None
     card_used_bytes: Annotated[WholeOrNone, "in use on the whole GPU, by all programs"] = None
-    card_total_bytes: Annotated[WholeOrNone, "of the whole GPU"] = None
+    card_total_bytes: Annotated[WholeOrNone, "total memory of the GPU"] = None
     other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU by other programs"] = None
     process_rss_bytes: Annotated[WholeOrNone, "host memory of the training process"] = None
-    process_peak_rss_bytes: Annotated[WholeOrNone, "peak of it since the process started"] = None
+    process_peak_rss_bytes: Annotated[WholeOrNone, "peak host memory since the process started"] = None
 
     @property
     def own_card_bytes(self) -> int | None:
@@ -84,8 +84,8 @@ class State(Event, kind="state", durable=True):
     """The run's state has changed."""
 
     state: Annotated[str, "queued, starting, running, pausing, paused, finished, diverged or failed"]
-    attempt: Annotated[WholeOrNone, "number of the starting attempt, from 1"] = None
-    message: Annotated[str, "why, and what to type next"] = ""
+    attempt: Annotated[WholeOrNone, "number of the attempt that starts, from 1"] = None
+    message: Annotated[str, "reason, and the next command"] = ""
     exit_code: Annotated[WholeOrNone, "exit status of a run that ended"] = None
 
 
@@ -94,7 +94,7 @@ class Phase(Event, Memory, kind="phase"):
 
     phase: Annotated[str, "load, evaluate or save"]
     step: Annotated[WholeOrNone, "optimizer steps done; null in load"] = None
-    phase_s: Annotated[float | None, "how long it took"] = None
+    phase_s: Annotated[float | None, "duration"] = None
 
 
 class Start(Event, kind="start"):
@@ -102,11 +102,11 @@ class Start(Event, kind="start"):
 
     version: Annotated[WholeOrNone, "version of these lines"] = None
     resumed_from: Annotated[str | None, "name of the checkpoint; null for a new run"] = None
-    step: Annotated[Whole, "optimizer steps done already"] = 0
+    step: Annotated[Whole, "optimizer steps already done"] = 0
     total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
     eval_steps: Annotated[WholeOrNone, "optimizer steps from one evaluation to the next; null without evaluations"] = None
-    exact: Annotated[bool | None, "whether the result is bit-exact, as if the run was never stopped"] = None
-    approximate_because: Annotated[tuple[str, ...], "why it is not exact"] = ()
+    exact: Annotated[bool | None, "whether the result is bit-exact, as if the run had never stopped"] = None
+    approximate_because: Annotated[tuple[str, ...], "reasons for an inexact result"] = ()
     versions: Annotated[dict[str, str], "versions of the libraries"] = field(default_factory=dict)
     trainable_parameters: Annotated[WholeOrNone, "number of trainable parameters"] = None
     memory_is: Annotated[str | None, "what the memory fields measure: card or process"] = None
@@ -119,20 +119,20 @@ class Step(Event, Memory, kind="step"):
     total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
     epoch: Annotated[float | None, "epochs done, with fraction"] = None
     loss: Annotated[float | None, "mean loss of the step's supervised tokens"] = None
-    learning_rate: Annotated[float | None, "of this step"] = None
+    learning_rate: Annotated[float | None, "learning rate of this step"] = None
     grad_norm: Annotated[float | None, "norm of the gradient before clipping"] = None
     token_accuracy: Annotated[float | None, "share of the supervised tokens predicted correctly"] = None
     supervised_tokens: Annotated[WholeOrNone, "tokens that count in the loss"] = None
     real_tokens: Annotated[WholeOrNone, "tokens without padding"] = None
     padded_tokens: Annotated[WholeOrNone, "tokens with padding"] = None
-    metrics: Annotated[dict[str, float], "of the training method, by TRL's names, such as rewards/margins of dpo"] = field(
+    metrics: Annotated[dict[str, float], "the method's metrics by TRL's names, such as rewards/margins of dpo"] = field(
         default_factory=dict
     )
-    step_s: Annotated[float | None, "how long the step took"] = None
+    step_s: Annotated[float | None, "duration of the step"] = None
     tokens_per_s: Annotated[float | None, "real tokens per second"] = None
     temperature_c: Annotated[float | None, "temperature of the GPU"] = None
-    power_w: Annotated[float | None, "power that the GPU draws"] = None
-    gpu_utilisation: Annotated[float | None, "share of the driver's last sample in which a kernel ran, of any program"] = None
+    power_w: Annotated[float | None, "power draw of the GPU"] = None
+    gpu_utilisation: Annotated[float | None, "share of the driver's last sample in which a kernel of any program ran"] = None
     host_wait_s: Annotated[float | None, "how long the host waited for the GPU at the end of the step"] = None
 
 
@@ -141,10 +141,10 @@ class Compiled(Event, kind="compiled"):
 
     step: Annotated[WholeOrNone, "optimizer steps done"] = None
     graphs: Annotated[WholeOrNone, "forward graphs compiled"] = None
-    recompiles: Annotated[WholeOrNone, "graphs that were compiled again, for other inputs"] = None
-    reasons: Annotated[tuple[str, ...], "why they were compiled again"] = ()
+    recompiles: Annotated[WholeOrNone, "graphs compiled again for other inputs"] = None
+    reasons: Annotated[tuple[str, ...], "reasons for compiling again"] = ()
     graph_breaks: Annotated[WholeOrNone, "how often a layer could not be compiled as one graph"] = None
-    compile_s: Annotated[float | None, "how long compiling has taken"] = None
+    compile_s: Annotated[float | None, "seconds spent compiling"] = None
 
 
 class Evaluation(Event, kind="eval"):
@@ -152,34 +152,34 @@ class Evaluation(Event, kind="eval"):
 
     step: Annotated[Whole, "optimizer steps done"]
     eval_loss: Annotated[float | None, "mean loss of the held-out rows"] = None
-    eval_s: Annotated[float | None, "how long it took"] = None
+    eval_s: Annotated[float | None, "duration"] = None
     eval_token_accuracy: Annotated[float | None, "share of the held-out rows' supervised tokens predicted correctly"] = None
-    metrics: Annotated[dict[str, float], "of the training method, of the held-out rows"] = field(default_factory=dict)
+    metrics: Annotated[dict[str, float], "metrics of the training method on the held-out rows"] = field(default_factory=dict)
 
 
 class Checkpoint(Event, kind="checkpoint", durable=True):
     """A checkpoint is sealed and can be resumed from."""
 
     step: Annotated[Whole, "optimizer steps done"]
-    path: Annotated[str | None, "its folder, in the run directory"] = None
-    bytes: Annotated[WholeOrNone, "size of its files, in bytes"] = None
-    save_s: Annotated[float | None, "how long training was blocked"] = None
+    path: Annotated[str | None, "folder in the run directory"] = None
+    bytes: Annotated[WholeOrNone, "size of its files"] = None
+    save_s: Annotated[float | None, "how long saving blocked training"] = None
     seal_s: Annotated[float | None, "how long hashing and syncing took, in the background"] = None
 
 
 class Result(Event, kind="result", durable=True):
-    """The adapter is written: of the step with the lowest held-out loss or, without evaluations, of the last one."""
+    """The adapter is written, from the step with the lowest held-out loss or, without evaluations, from the last step."""
 
     step: Annotated[Whole, "optimizer steps that the adapter was trained for"]
-    path: Annotated[str | None, "its folder, in the run directory"] = None
-    eval_loss: Annotated[float | None, "its held-out loss"] = None
+    path: Annotated[str | None, "folder in the run directory"] = None
+    eval_loss: Annotated[float | None, "held-out loss of the adapter"] = None
     last_step: Annotated[WholeOrNone, "optimizer steps done at the end of the run"] = None
-    last_path: Annotated[str | None, "folder of the last step's adapter; null when that is the best one"] = None
-    last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, when it is another"] = None
+    last_path: Annotated[str | None, "folder of the last step's adapter; null if the last step is the best"] = None
+    last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, if the best step is earlier"] = None
 
 
 class ForecastCheck(Event, kind="forecast"):
-    """Forecast against measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
+    """Forecast and measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
 
     at: Annotated[str, "first steps, or end"] = "first steps"
     step: Annotated[WholeOrNone, "optimizer steps done"] = None
@@ -187,8 +187,8 @@ class ForecastCheck(Event, kind="forecast"):
     measured_allocated_bytes: Annotated[WholeOrNone, "measured peak of allocated memory"] = None
     allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
     predicted_peak_bytes: Annotated[WholeOrNone, "forecast peak of the whole GPU, on a CPU of the process"] = None
-    predicted_low_bytes: Annotated[WholeOrNone, "lower end of that forecast"] = None
-    predicted_high_bytes: Annotated[WholeOrNone, "its upper end"] = None
+    predicted_low_bytes: Annotated[WholeOrNone, "lower end of the forecast peak"] = None
+    predicted_high_bytes: Annotated[WholeOrNone, "upper end of the forecast peak"] = None
     measured_card_bytes: Annotated[WholeOrNone, "on the whole GPU, without other programs; on a CPU of the process"] = None
     measured_reserved_bytes: Annotated[WholeOrNone, "measured peak of reserved memory"] = None
     predicted_reserved_bytes: Annotated[
@@ -200,7 +200,9 @@ class ForecastCheck(Event, kind="forecast"):
     predicted_context_bytes: Annotated[WholeOrNone, "forecast CUDA context; null on a CPU"] = None
     measured_context_bytes: Annotated[WholeOrNone, "median CUDA context; null if the driver lists no memory by process"] = None
     predicted_other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU when the run was planned; null on a CPU"] = None
-    measured_other_processes_bytes: Annotated[WholeOrNone, "most in use by other programs after a step; null as above"] = None
+    measured_other_processes_bytes: Annotated[
+        WholeOrNone, "most in use by other programs after a step; null as the context"
+    ] = None
     predicted_card_used_bytes: Annotated[WholeOrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
     measured_card_used_bytes: Annotated[WholeOrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
 
@@ -220,7 +222,7 @@ class Sample(Event, kind="sample"):
     prompt: Annotated[str | None, "the prompt"] = None
     expected: Annotated[str | None, "the answer of the row"] = None
     answer: Annotated[str | None, "the model's answer"] = None
-    pictures: Annotated[tuple[str, ...], "files of the prompt's pictures"] = ()
+    pictures: Annotated[tuple[str, ...], "files of the prompt's images"] = ()
 
 
 class RunWarning(Event, kind="warning"):
@@ -230,11 +232,11 @@ class RunWarning(Event, kind="warning"):
 
 
 class Retry(Event, kind="retry", durable=True):
-    """An attempt has failed and another one follows automatically."""
+    """An attempt has failed; the next attempt starts automatically."""
 
     attempt: Annotated[WholeOrNone, "number of the next attempt"] = None
-    reason: Annotated[str, "why the run is retried"] = ""
-    changes: Annotated[dict[str, Any], "changed settings, with their new values"] = field(default_factory=dict)
+    reason: Annotated[str, "reason for the retry"] = ""
+    changes: Annotated[dict[str, Any], "changed settings with their new values"] = field(default_factory=dict)
 
 
 class OutOfMemory(Event, Memory, kind="out_of_memory"):
@@ -244,16 +246,16 @@ class OutOfMemory(Event, Memory, kind="out_of_memory"):
     message: Annotated[str, "the error's text"] = ""
     asked_bytes: Annotated[WholeOrNone, "size of the allocation that failed"] = None
     micro_batch: Annotated[WholeOrNone, "micro-batch size"] = None
-    max_length: Annotated[WholeOrNone, "longest row, in tokens"] = None
+    max_length: Annotated[WholeOrNone, "longest example in tokens"] = None
     forecast_allocated_bytes: Annotated[WholeOrNone, "forecast peak of the phase's allocated memory"] = None
     forecast_reserved_bytes: Annotated[WholeOrNone, "forecast peak of the phase's reserved memory"] = None
-    room_bytes: Annotated[WholeOrNone, "how much more could be reserved, within the run's limit and free on the GPU"] = None
-    free_bytes: Annotated[WholeOrNone, "free in reserved memory, all blocks together"] = None
+    room_bytes: Annotated[WholeOrNone, "bytes still reservable within the run's limit and the GPU's free memory"] = None
+    free_bytes: Annotated[WholeOrNone, "free bytes of reserved memory in all blocks"] = None
     largest_free_block_bytes: Annotated[WholeOrNone, "largest free block in reserved memory"] = None
-    largest_usable_block_bytes: Annotated[WholeOrNone, "largest free block that the failed allocation may use"] = None
+    largest_usable_block_bytes: Annotated[WholeOrNone, "largest free block that the failed allocation can use"] = None
     free_blocks: Annotated[WholeOrNone, "number of free blocks in reserved memory"] = None
-    fragmented: Annotated[bool | None, "whether free memory would have sufficed in one piece"] = None
-    holders: Annotated[dict[str, Whole], "what holds most of the allocated memory: line of code, or size, to bytes"] = field(
+    fragmented: Annotated[bool | None, "whether free memory would have been enough in one piece"] = None
+    holders: Annotated[dict[str, Whole], "largest holders of allocated memory: line of code, or size, to bytes"] = field(
         default_factory=dict
     )
 
@@ -375,7 +377,7 @@ _KIND = re.compile(rb'\{"kind": "(\w+)"')
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
     # a line with a wrong checksum becomes a warning; skipped are what a killed writer leaves, and kinds of a later version
     if is_damaged(line):
-        message = "a line of events.jsonl has changed since it was written, and is left out"
+        message = "a line of events.jsonl has changed since it was written; it is skipped"
         return RunWarning(message=message) if RunWarning.kind in kinds else None
     match = _KIND.match(line)
     kind = kinds.get(match[1].decode()) if match else None

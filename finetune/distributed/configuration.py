@@ -33,7 +33,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     if not on_cpu and local_processes > 1:
         cards = len(visible(nvidia.read_devices()[0]))
         if cards < local_processes:
-            problems.append(f"launch.num_processes needs {local_processes} cards on this machine; {cards} can be used")
+            problems.append(f"launch.num_processes needs {local_processes} GPUs on this machine; {cards} can be used")
     return problems
 
 

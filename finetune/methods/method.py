@@ -109,8 +109,7 @@ class TrainingMethod(ABC):
         if nats < max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
             return None
         return (
-            f"the chosen answers are {nats / answers:.0f} nats less likely than before the training, "
-            f"{nats / tokens:.1f} for each token"
+            f"the chosen answers are {nats / answers:.0f} nats less likely than before training, {nats / tokens:.1f} per token"
         )
 
 

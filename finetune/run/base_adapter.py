@@ -79,7 +79,7 @@ def require_usable_adapter(settings: Settings) -> None:
         raise RecipeError(
             f"the adapter in {adapter.folder} was trained on other base weights: {adapter.base_model}, "
             f"and the recipe has {settings.model_name_or_path}",
-            "An adapter only fits the weights that it was trained on: set model_name_or_path to them.",
+            "An adapter only fits the weights that it was trained on: set model_name_or_path to that model.",
         )
 
 
@@ -119,7 +119,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
     require_unchanged(run.base_adapter, RecipeError, f"Start a new run: finetune run {run.recipe}")
     tensors = load_file(run.base_adapter / ADAPTER_WEIGHTS)
     if not_finite := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
-        problem = f"the adapter in {run.base_adapter} has values that are not finite: {', '.join(not_finite[:3])}"
+        problem = f"the adapter in {run.base_adapter} has non-finite values: {', '.join(not_finite[:3])}"
         raise RecipeError(problem, "Continue from another adapter.")
     try:
         load_result: Any = set_peft_model_state_dict(model, tensors)

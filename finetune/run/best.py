@@ -22,8 +22,8 @@ from finetune.system import rename, sync_folder
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
 
-COMPARED = "Held-out loss at step {step}, the last that all evaluated, lowest first: {losses}."
-NOT_COMPARED = "No step has been evaluated on the same held-out rows by all of them: their losses are not compared."
+COMPARED = "Held-out loss at step {step}, the last step that all runs evaluated, lowest first: {losses}."
+NOT_COMPARED = "The losses are not compared: no step was evaluated on the same held-out examples by all runs."
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
     """Return a message that says which step the adapter is from, and why."""
     if result.last_path is None:
         return f"adapter in {run.adapter}"
-    continued = "" if result.step else ", the adapter that it continued from"
+    continued = "" if result.step else ", the adapter that training continued from"
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}{continued}"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
         text += f"; since then held-out loss rose {_percent(rise)}"
-    return f"{text}. The last step's ({result.last_step}) is in {run.last_adapter}"
+    return f"{text}. The adapter of the last step ({result.last_step}) is in {run.last_adapter}"
 
 
 def _percent(share: float) -> str:

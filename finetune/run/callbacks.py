@@ -70,8 +70,8 @@ def require_gradients(model: Any) -> None:
     if bypassed := [path for path, reached in adapted.items() if not reached and _ran(path, adapted)]:
         out, others = ({path.rpartition(".")[2] for path in paths} for paths in (bypassed, adapted))
         raise RecipeError(
-            f"target_modules: the adapter of {bypassed[0]} gets no gradient, one of {len(bypassed)} such",
-            "The model reads that layer's weight past its adapter. Leave the name out: "
+            f"target_modules: the adapter of {bypassed[0]} gets no gradient (one of {len(bypassed)} such adapters)",
+            "The model bypasses the adapter and reads the layer's weight directly. Leave the name out: "
             f"target_modules=[{','.join(sorted(others - out))}]",
         )
 
@@ -125,7 +125,7 @@ class RunCallback(TrainerCallback):
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
         elif self._stop.finishes and state.global_step < state.max_steps:
-            self.stopped_early = f"ended at step {state.global_step} of {state.max_steps}, as asked"
+            self.stopped_early = f"ended at step {state.global_step} of {state.max_steps}, on request"
             control.should_training_stop, control.should_evaluate = True, args.eval_strategy != "no"
 
     def _require_directory(self) -> None:
@@ -214,7 +214,7 @@ class RunCallback(TrainerCallback):
             return
         self._events.emit(Compiled(step=step, **vars(compilations)))
         if compilations.graph_breaks > breaks_before:
-            self._events.warn(f"torch_compile: layers are not one graph each, {compilations.graph_breaks} graph breaks")
+            self._events.warn(f"torch_compile: the layers are not one graph each: {compilations.graph_breaks} graph breaks")
 
     def _compare(self, state: Any, memory: Memory) -> None:
         # a resumed run starts past this step
@@ -254,7 +254,7 @@ class RunCallback(TrainerCallback):
         self.collapsed_steps = self.collapsed_steps + 1 if collapse else 0
         if self.collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
-            self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely."
+            self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."
             _end_now(control)
 
 

@@ -18,7 +18,7 @@ from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
-_ERROR_FIX = "Try the parts that a run needs: finetune doctor"
+_ERROR_FIX = "Check this machine: finetune doctor"
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
         return ""
     size, planned = format_bytes(taken.total_bytes), format_bytes(plan.card.total_bytes)
-    message = f"the planned card, {plan.card.name} with {planned}, is not there; the run uses {taken.name} with {size}"
+    message = f"the planned GPU, {plan.card.name} with {planned}, is missing; the run uses {taken.name} with {size}"
     need = plan.forecast.peak_high_bytes if plan.forecast else 0
     return f"{message}, and may need {format_bytes(need)}" if need > taken.total_bytes else message
 
@@ -60,7 +60,7 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
     if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(run_uuids):
         return None
     return CardError(
-        f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",
+        f"{plan.card.name} no longer responds ({', '.join(sorted({device.why for device in lost_devices}))})",
         f"{lost_devices[0].fix} Then: finetune resume {run}",
     )
 
@@ -96,8 +96,8 @@ def plain_segments_message(plan: Plan) -> str:
     peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
     peak_without_bytes = round(peak_bytes * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
     return (
-        "torch's allocator does not use expandable_segments, which the forecast counts on: the run may take "
-        f"{format_bytes(peak_without_bytes)}, not {format_bytes(peak_bytes)}. Look for PYTORCH_ALLOC_CONF in the environment"
+        "torch's allocator ignores expandable_segments, which the forecast assumes: the run may need "
+        f"{format_bytes(peak_without_bytes)} instead of {format_bytes(peak_bytes)}. Check PYTORCH_ALLOC_CONF in the environment"
     )
 
 
@@ -126,8 +126,8 @@ def limit_card(plan: Plan) -> str:
     needed = min(limit, upper_end) - plan.card.context_uncertainty_bytes
     if free >= needed:
         return ""
-    beside = f"{format_bytes(free)} of {plan.card.name} are free beside the run's CUDA context"
-    return f"{beside}; by the upper end of its forecast it needs {format_bytes(needed)}"
+    beside = f"{plan.card.name} has {format_bytes(free)} free besides the run's CUDA context"
+    return f"{beside}; the run may need {format_bytes(needed)}, the upper end of its forecast"
 
 
 def kernel_problem() -> str:
@@ -154,5 +154,6 @@ def _why_not(card: Card, error: Exception) -> tuple[str, str]:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     if "out of memory" in text:
         users = ", ".join(holders_of((card.uuid or "",))[:6])
-        return f"{card.name} has no memory for a CUDA context", f"Close programs that use it{f': {users}' if users else ''}."
+        fix = f"Close programs that use this GPU{f': {users}' if users else ''}."
+        return f"{card.name} has no memory left for a CUDA context", fix
     return f"{card.name} can't be used: {text}", _ERROR_FIX

@@ -26,7 +26,7 @@ from finetune.system import start_detached
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
 #: Settings that choose among the steps without changing them.
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
-_SCHEDULE = "the learning rate of all steps so far was for the old end"
+_SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 
 
@@ -34,9 +34,9 @@ def start(run: RunDirectory) -> int:
     """Start a run's supervisor in a new session; return its process id. Raises CommandError or DiskFull."""
     for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
         if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "no regular file"
+            kind = "a folder" if path.is_dir() else "not a regular file"
             raise CommandError(
-                f"{path} is {kind}; it should be a file of the run", f"Delete it, then: finetune resume {run.path}"
+                f"{path} is {kind}; the run needs a regular file there", f"Delete it, then: finetune resume {run.path}"
             )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
@@ -75,11 +75,11 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     problems = []
     for name, value in changes.items():
         if name in _FIXED:
-            problems.append(f"{name} can't change: the run directory and the plan exist")
+            problems.append(f"{name} can't change once a run exists")
         elif name not in _CHOOSE and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
-            problems.append(f"{name} would change what is learnt: {_WHY.get(name, 'the steps so far had another value')}")
+            problems.append(f"{name} would change the result: {_WHY.get(name, 'earlier steps used another value')}")
         elif value == AUTO:
-            problems.append(f"{name}=auto: the plan is made; give a value")
+            problems.append(f"{name}=auto: the run is already planned; give a value")
     if problems:
         raise RecipeError(problems, fix)
     if base is not None:

@@ -83,7 +83,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     if folder.parent == run.path:  # a retry may have lowered the rate since the checkpoint
         own["learning_rate"] = plan.settings.learning_rate
     if differences := facts_differ(sealed, own):
-        raise CommandError([f"{folder} is not of this run: {line}" for line in differences[:5]], fix)
+        raise CommandError([f"{folder} belongs to another run: {line}" for line in differences[:5]], fix)
     if base:
         require_same_base(folder, plan.settings, reread=reread)
 
@@ -116,7 +116,7 @@ def find_base(run: RunDirectory, name: str | None = None) -> None:
     sealed = next((path for path in saved if "base" in _sealed_facts(path)), None)
     if sealed is None:
         raise CommandError(
-            f"{run.path} has no checkpoint yet, and so no hash of its base model",
+            f"{run.path} has no checkpoint yet, so there is no hash to check its base model",
             f"Start a new run: finetune run {run.recipe} --model {name}",
         )
     require_same_base(sealed, settings.model_copy(update={"model_name_or_path": str(folder)}))

@@ -62,7 +62,7 @@ class MemoryWatch:
             return ""
         slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
         speed = f"; this step took {step_s:.1f} s, the median is {statistics.median(self._step_s):.1f} s" if slow else ""
-        used = f"{format_bytes(reserved + others)} are in use on a card of {format_bytes(total)}"
+        used = f"{format_bytes(reserved + others)} are in use on a GPU with {format_bytes(total)}"
         fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
         return f"{used}: the driver spills to host memory{speed}. {fix}"
 
@@ -75,7 +75,7 @@ class MemoryWatch:
         grown = others - self._others_bytes
         if grown < _OTHERS_GREW_BYTES:
             return ""
-        return f"other programs use {format_bytes(grown)} more of the card than at the start; this run has not grown"
+        return f"other programs use {format_bytes(grown)} more GPU memory than at the start of the run; this run uses no more"
 
     def _fragmentation(self, memory: Memory) -> str:
         reserved = memory.peak_reserved_bytes
@@ -86,5 +86,5 @@ class MemoryWatch:
             return ""
         return (
             f"fragmentation: {format_bytes(unused)} of {format_bytes(reserved)} reserved memory were never allocated; "
-            "packing=true or rows of similar length reduce it"
+            "packing=true or examples of similar length reduce it"
         )

@@ -40,7 +40,7 @@ def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | No
         )
     rate = measure_read_rate(folder)
     if rate is None:
-        return plan.with_note(f"how fast the drive of {folder} reads is not measured on this system")
+        return plan.with_note(f"the read speed of the drive of {folder} can't be measured on this system")
     seen = copies.at(min(rate, plan.card.pcie_bytes_s or rate))
     summary = f"the drive of {folder} reads {rate / 1e9:.2f} GB/s; the run {seen.summary}"
     if not force and (seen.waiting_s or 0.0) > (MOST_TIMES - 1) * (seen.computing_s or math.inf):

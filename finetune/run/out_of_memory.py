@@ -103,7 +103,7 @@ def explanation_lines(event: OutOfMemory) -> list[str]:
 
 
 def _request(event: OutOfMemory) -> str:
-    asked = f"{format_bytes(event.asked_bytes)} were asked for" if event.asked_bytes is not None else "Memory ran out"
+    asked = "Memory ran out" if event.asked_bytes is None else f"An allocation of {format_bytes(event.asked_bytes)} failed"
     phase = f" in phase {event.phase}" if event.phase else ""
     more = f", {format_bytes(event.room_bytes)} more could be reserved" if event.room_bytes is not None else ""
     return f"{asked}{phase}{more}."
@@ -113,20 +113,20 @@ def _fragments(event: OutOfMemory) -> str:
     free, largest, asked = event.free_bytes, event.largest_free_block_bytes, event.asked_bytes
     if free is None or largest is None or event.free_blocks is None:
         return ""
-    free_text = f"{format_bytes(free)} of reserved memory are free, in {event.free_blocks:,} pieces"
+    free_text = f"{format_bytes(free)} of reserved memory is free in {event.free_blocks:,} pieces"
     usable = event.largest_usable_block_bytes
     if asked is None:
         return f"{free_text}, the largest {format_bytes(largest)}."
     if event.fragmented:
         return (
-            f"Fragmentation: {free_text}, of which the largest that this request may use has {format_bytes(usable or 0)}; "
-            "together they would have sufficed. packing=true or rows of similar length reduce it."
+            f"Fragmentation: {free_text}, and the largest usable piece has {format_bytes(usable or 0)}. "
+            "In one piece it would have been enough. packing=true or examples of similar length reduce fragmentation."
         )
     if usable is not None and usable >= asked:
-        return f"{free_text}, one of them large enough by now: what failed has been freed since."
+        return f"{free_text}, one of them large enough now, because the failed operation has freed its tensors."
     if largest >= asked:
         return f"{free_text}; the largest, {format_bytes(largest)}, belongs to another stream or to small requests."
-    return f"{free_text}, too little together." if free else "No reserved memory is free."
+    return f"{free_text}, too little in total." if free else "No reserved memory is free."
 
 
 def _expectation(event: OutOfMemory) -> str:

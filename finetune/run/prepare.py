@@ -58,8 +58,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
         raise DataError(
-            f"{len(prepared.lengths)} rows are fewer than one batch of {settings.effective_batch_size}",
-            f"Add rows, or set effective_batch_size={max(1, len(prepared.lengths))}.",
+            f"{len(prepared.lengths)} examples are fewer than one batch of {settings.effective_batch_size}",
+            f"Add examples, or set effective_batch_size={max(1, len(prepared.lengths))}.",
         )
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))

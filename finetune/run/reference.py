@@ -48,7 +48,7 @@ def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> d
         return None
     problems = changes_in(folder)
     if not problems and read_json(folder / MANIFEST, dict).get("facts") != facts:
-        problems = ["it is of other rows or another model"]
+        problems = ["it belongs to other examples or another model"]
     # values of other rows or another model, or damaged values
     if problems:
         warn(f"the precomputed reference is computed again: {problems[0]}")

@@ -157,13 +157,13 @@ def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
     """Return the message for out of memory without a smaller plan."""
     command = f"finetune plan {recipe}"
     if phase != "load":
-        less = "a shorter max_length or a smaller model needs less memory"
+        less = "use a shorter max_length or a smaller model"
         return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {command}"
     needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
-    close = f"close other programs on the card ({', '.join(holders[:6])}), or " if holders else ""
+    close = f"close other programs on the GPU ({', '.join(holders[:6])}), or " if holders else ""
     quantise = "" if base_format_of(plan.settings).bits == NF4.bits else f"{NF4.setting}=true or "
     return (
-        f"out of memory while the model was loaded{needs}, which no smaller micro-batch changes; {close}plan again with "
+        f"out of memory while loading the model{needs}; a smaller micro-batch does not help: {close}plan again with "
         f"{quantise}a smaller model: {command}"
     )
 

@@ -17,7 +17,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 #: Facts that are hashes, and the message when they differ.
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
            "base_config": "the base model's config.json or index has changed",
-           "origin": "the adapter that it continued from has changed",
+           "origin": "the adapter that training continued from has changed",
            "reference": "the precomputed reference has changed",
            "base_generation": "the base model's generation_config.json has changed"}  # fmt: skip
 

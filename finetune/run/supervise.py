@@ -178,7 +178,7 @@ class Supervisor:
             message = no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe)
             if changes is not None:
                 left = " ".join(f"{name}={value}" for name, value in changes.items())
-                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next to try:  {left}"
+                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next setting to try:  {left}"
             self._end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)
@@ -203,7 +203,7 @@ class Supervisor:
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
         sealed = any(self.run.checkpoints.glob("checkpoint-*"))
-        where = "from the last checkpoint" if sealed else "from the beginning, there is no checkpoint yet,"
+        where = "from the last checkpoint" if sealed else "from the beginning (there is no checkpoint yet)"
         resume = f"resume {where} with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]

@@ -306,7 +306,7 @@ class RunTrainer(SFTTrainer):
         lean = plan.settings.model_copy(update={"torch_compile": False})
         lean = lean.model_copy(update={"lean_layers": not lean_layers_conflict(lean)})
         apply_techniques(model, lean)
-        self.events.warn(f"layers are not compiled: {problem}; lean layers take their place, which are slower")
+        self.events.warn(f"layers are not compiled: {problem}; the run uses lean layers, which are slower")
         return dataclasses.replace(plan, settings=lean)
 
     def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -225,12 +225,12 @@ class Worker:
         differences = facts_differ(checkpoint.facts, deciding_facts(self._facts)) if checkpoint else []
         origin = base_adapter_of(self.run)
         if origin is not None and origin.base != self._facts.get("base", origin.base) and origin.base is not None:
-            differences.append("the base model's weights are not those that its base adapter was trained on")
+            differences.append("the base adapter was trained on other base weights")
         # all ranks must fail together, and only local rank 0 has compared the weights
         if ranks.all_reduce_max(len(differences)):
             name = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
             raise FinetuneError(
-                [f"can't {name}: {line}" for line in differences or ["another process finds a difference"]],
+                [f"can't {name}: {line}" for line in differences or ["another rank has found a difference"]],
                 "Restore the setting, or start a new run.",
             )
         return checkpoint, skipped
@@ -263,7 +263,7 @@ class Worker:
         needed = self.plan.forecast.peak_bytes if self.plan.forecast else 0
         self.plan, changes = shrink_to_fit(self.run, self.plan, self.available_bytes)
         if changes:
-            reason = f"{format_bytes(needed)} by its forecast, {format_bytes(self.available_bytes or 0)} free"
+            reason = f"the forecast needs {format_bytes(needed)}, {format_bytes(self.available_bytes or 0)} is free"
             self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
 
     def _open_card(self) -> None:
@@ -303,7 +303,7 @@ class Worker:
 
     def _after_divergence(self, model: Any, collapsed_steps: int) -> str:
         if names := frozen_not_finite(model):
-            return f"The base model has values that are not finite, in {', '.join(names[:3])}: download it again."
+            return f"The base model has non-finite values in {', '.join(names[:3])}: download it again."
         good, _ = newest_verified(self.run.checkpoints)
         last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate

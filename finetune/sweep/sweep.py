@@ -25,8 +25,8 @@ from finetune.system import is_locked
 JOURNAL, LOG, LOCK, STOP = "study.journal", "log.txt", "lock", "stop"
 _FULL_ARMS = 3
 RULE = (
-    "From half of the steps on, an arm is dropped whose lowest held-out loss is above the median of the finished arms at that "
-    f"step; the first {_FULL_ARMS} train to their end."
+    "From half of the steps on, an arm is dropped if its lowest held-out loss is above the median of the finished arms at that "
+    f"step; the first {_FULL_ARMS} arms always train to the end."
 )
 _DROPPED = (TrialState.PRUNED, TrialState.FAIL)
 
@@ -91,7 +91,7 @@ class Sweep:
         parts = {
             "can't be told apart from it": [name for name, behind in trained if behind and not behind.is_significant],
             "not compared row by row": [name for name, behind in trained if behind is None],
-            "surely behind": surely[:1],
+            "clearly behind": surely[:1],
         }
         first = f"{named(winner.values)} {verb} with a held-out loss of {winner.loss:.4f} after step {winner.loss_step:,}"
         return "; ".join([first, *(f"{text}: {', '.join(names)}" for text, names in parts.items() if names)])

@@ -47,7 +47,7 @@ def create_sweep(
     progress("planning")
     plain = prepared({}).plan
     if not (plain.data and plain.data.eval_rows):
-        raise DataError("a sweep compares held-out losses, and no rows are held out", "Add dataset.test_split_size=0.1.")
+        raise DataError("a sweep compares held-out losses, but no examples are held out", "Add dataset.test_split_size=0.1.")
     # by default the learning rate is swept around the planner's advice
     swept = swept or {"learning_rate": rates_around(plain.settings.learning_rate)}
     base = plain.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
@@ -55,7 +55,7 @@ def create_sweep(
     run_s, arms = plain.run_time and plain.run_time.load_s + plain.run_time.train_s, grid(swept)
     if budget_s and not run_s:
         raise CommandError(
-            "--budget needs a forecast of the time, and no such run has been measured on this machine",
+            "--budget needs a time forecast, but no such run has been measured on this machine",
             "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.",
         )
     affordable = int(budget_s // run_s) if budget_s and run_s else len(arms)
@@ -74,7 +74,7 @@ def create_sweep(
         raise CommandError([f"{len(fitting)} arm is left to compare", *reasons], "Give more values, or a longer --budget.")
     steps = {run.plan.total_steps for _, run in fitting}
     if len(steps) > 1:
-        raise CommandError(f"the arms have different numbers of steps: {sorted(steps)}", "Set max_steps, the same for all.")
+        raise CommandError(f"the arms have different numbers of steps: {sorted(steps)}", "Set the same max_steps for all arms.")
     progress("writing the arms")
     facts = {
         "arms": len(fitting), "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),

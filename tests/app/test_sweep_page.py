@@ -25,7 +25,7 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
     (sweep,) = context.workspace.list_sweeps()
     line = sweep_view.listed([sweep])
     assert 'href="/run?run=rates"' in line and "Learning rate 0.0004 wins with a held-out loss of 0.5000" in line
-    assert "surely behind: Learning rate 0.0001, by 0.4000" in line
+    assert "clearly behind: Learning rate 0.0001, by 0.4000" in line
 
 
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):

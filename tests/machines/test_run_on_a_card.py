@@ -132,7 +132,7 @@ def test_a_smaller_card_instead_of_the_planned_one_is_reported(machine, make_run
     run = make_run()
     plan = read_plan(run.plan)
     machine("3060-and-4090", CUDA_VISIBLE_DEVICES="GPU-30600000")
-    message = "the planned card, NVIDIA GeForce RTX 4090 with 23.5 GiB, is not there; the run uses NVIDIA GeForce RTX 3060 with"
+    message = "the planned GPU, NVIDIA GeForce RTX 4090 with 23.5 GiB, is missing; the run uses NVIDIA GeForce RTX 3060 with"
     assert replacement_message(plan, cards_of(plan)).startswith(message)
     large = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, peak_high_bytes=15 * GIB))
     assert replacement_message(large, cards_of(large)).endswith("and may need 15.0 GiB")
@@ -248,7 +248,7 @@ def test_a_card_that_falls_off_the_bus_while_training_is_named_with_the_way_back
     card(plan, broken={"reset_peak": fall})
     assert train(run) == 3, run.log.read_text()[-3000:]
     state = read_state(run)
-    assert state.message.startswith("NVIDIA GeForce RTX 4090 does not answer any more (gpu is lost)")
+    assert state.message.startswith("NVIDIA GeForce RTX 4090 no longer responds (gpu is lost)")
     assert "dmesg" in state.message and f"finetune resume {run.path}" in state.message
     assert [event.step for event in read_events(run.events) if isinstance(event, Step)] != []
 
@@ -273,7 +273,7 @@ def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_lim
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
     recorded = card(plan, free_bytes=32 * MIB)
-    assert "32 MiB of NVIDIA GeForce RTX 4090 are free" in limit_card(plan)
+    assert "NVIDIA GeForce RTX 4090 has 32 MiB free" in limit_card(plan)
     assert recorded.limit_bytes() > 20 * GIB
     machine("wsl")
     limit_card(plan)
@@ -288,7 +288,7 @@ def test_free_memory_is_compared_with_the_forecasts_upper_end_without_the_contex
     card(plan, free_bytes=needed)
     assert limit_card(plan) == ""
     card(plan, free_bytes=needed - 1)
-    assert limit_card(plan).endswith(f"by the upper end of its forecast it needs {format_bytes(needed)}")
+    assert limit_card(plan).endswith(f"may need {format_bytes(needed)}, the upper end of its forecast")
 
 
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
@@ -331,7 +331,7 @@ def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
     card(plan, broken={"open_card": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")})
-    with pytest.raises(CardError, match="no memory for a CUDA context") as refused:
+    with pytest.raises(CardError, match="no memory left for a CUDA context") as refused:
         open_card(plan, 0)
     assert "(pid 1) 1.07 GiB" in refused.value.fix
     card(plan, broken={"open_card": AssertionError()})

@@ -118,7 +118,7 @@ def test_more_processes_than_cards_are_a_problem(machine):
     assert machine_problems(recipe, on_cpu=False) == []
     machine("two-3090", CUDA_VISIBLE_DEVICES="0,3")
     (problem,) = machine_problems(recipe, on_cpu=False)
-    assert "needs 2 cards on this machine; 1 can be used" in problem
+    assert "needs 2 GPUs on this machine; 1 can be used" in problem
     assert machine_problems(recipe, on_cpu=True) == []
 
 

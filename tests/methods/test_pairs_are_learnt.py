@@ -24,7 +24,7 @@ def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_ref
     method = method_with(**settings, beta=0.1)
     counts = {"chosen": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
     message = method.collapse(counts)
-    assert message is None if not collapsed else "30 nats less likely than before the training, 1.5 for each token" in message
+    assert message is None if not collapsed else "30 nats less likely than before training, 1.5 per token" in message
 
 
 @pytest.fixture

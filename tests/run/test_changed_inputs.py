@@ -84,7 +84,7 @@ def test_the_whole_adapter_of_another_run_is_refused(run, make_run, train):
     other = train.whole(make_run("max_steps=2", "seed=7"))
     shutil.rmtree(run.adapter)
     shutil.copytree(other.adapter, run.adapter)
-    with pytest.raises(RecipeError, match="is not of this run: seed was 7"):
+    with pytest.raises(RecipeError, match="belongs to another run: seed was 7"):
         Answerer(run)
 
 

@@ -152,7 +152,7 @@ def test_where_training_on_only_makes_it_worse_the_result_is_what_it_began_with(
     (result,) = events_of(worse, Result)
     assert (result.step, result.last_step) == (0, 3) and result.last_eval_loss > result.eval_loss
     assert adapter_hash(worse) == adapter_hash(first)
-    assert "best at step 0 of 3, the adapter that it continued from" in read_state(worse).message
+    assert "best at step 0 of 3, the adapter that training continued from" in read_state(worse).message
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path):
 def test_events_that_are_no_file_are_none_and_named_at_a_start(run, make):
     make(run.events)
     assert read_events(run.events) == [] and read_state(run).state == "queued"
-    with pytest.raises(FinetuneError, match=r"events\.jsonl is .*; it should be a file of the run"):
+    with pytest.raises(FinetuneError, match=r"events\.jsonl is .*; the run needs a regular file there"):
         control.start(run)
 
 

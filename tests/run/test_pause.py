@@ -60,7 +60,7 @@ def test_a_run_that_is_asked_to_finish_ends_after_its_step_with_its_best_step_as
     asked_at = steps_of(run)[-1]
     code, _ = finetune("finish", str(run.path))
     state, last = read_state(run), steps_of(run)[-1]
-    assert code == 0 and state.state == "finished" and f"ended at step {last} of 5000, as asked; adapter in" in state.message
+    assert code == 0 and state.state == "finished" and f"ended at step {last} of 5000, on request; adapter in" in state.message
     assert last <= asked_at + 2
     losses = {event.step: event.eval_loss for event in events_of(run, Evaluation)}
     (result,) = events_of(run, Result)
