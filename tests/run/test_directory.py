@@ -90,11 +90,8 @@ def run(tmp_path):
     return create(tmp_path / "run", fill)
 
 
-def test_a_run_without_events_or_process_is_queued(run):
+def test_a_run_without_events_or_process_is_queued_and_one_that_was_deleted_has_ended(run):
     assert read_state(run).state == "queued"
-
-
-def test_a_run_that_was_deleted_has_ended(run):
     run.plan.unlink()
     run.path.rmdir()
     state = read_state(run)

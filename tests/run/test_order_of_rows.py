@@ -37,10 +37,6 @@ def test_step_two_of_a_short_epoch_has_the_longest_row_too():
     assert [orders([1, 9, 2])[0][0], orders([1, 9, 2])[1][-1]] == [1, 1]  # step 2 is the second epoch
 
 
-def test_a_run_of_one_step_has_the_longest_row_in_it():
-    assert orders(list(range(40)), steps=1)[0][0] == 39
-
-
 @pytest.mark.parametrize("rows", [5, 7, 8, 9, 40])
 @pytest.mark.parametrize("batch", [1, BATCH])
 def test_the_row_with_most_pixels_is_in_the_first_two_steps_beside_the_longest(rows, batch):
@@ -53,7 +49,8 @@ def test_the_row_with_most_pixels_is_in_the_first_two_steps_beside_the_longest(r
         assert longest in order[batch : 2 * batch]
 
 
-def test_a_run_of_one_step_has_the_row_with_most_pixels_too():
+def test_a_run_of_one_step_has_the_longest_row_and_the_one_with_most_pixels():
+    assert orders(list(range(40)), steps=1)[0][0] == 39
     pixels = [0] * 40
     pixels[7] = 9
     assert {39, 7} <= set(list(LongestEarly(list(range(40)), 3, BATCH, 1, pixels))[:BATCH])
