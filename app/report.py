@@ -17,8 +17,8 @@ from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Start, read_events
 from finetune.files import read_object, write_output
 from finetune.manifest import changes_in
+from finetune.planner.history import cost_of, seconds_spent
 from finetune.planner.plan import plan_was_edited
-from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run

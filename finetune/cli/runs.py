@@ -12,7 +12,7 @@ from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
 from finetune.evaluate.results import measures, read_evaluations
 from finetune.events import Evaluation, EventReader
-from finetune.planner.run_time import cost_of, seconds_spent
+from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.pace import Pace

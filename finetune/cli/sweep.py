@@ -20,7 +20,7 @@ from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, DiskFull, FinetuneError, RecipeError
 from finetune.privacy import keep_private
-from finetune.recipe import load_changes
+from finetune.recipe.load import load_changes
 from finetune.requirements import refuse_missing_extra
 from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds

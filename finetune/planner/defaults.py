@@ -6,21 +6,22 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from finetune.card.card import Card
 from finetune.errors import RecipeError
-from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
-from finetune.planner.attention import PACKED_LENGTH, choose_packing
 from finetune.planner.choices import Choices
+from finetune.planner.kernels import PACKED_LENGTH, choose_packing
 from finetune.planner.plan import DataStatistics, LengthCost
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches
 from finetune.recipe import write_recipe
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import METHODS
-from finetune.settings.optimizers import FUSED
+from finetune.settings.optimizers import FUSED, OPTIMIZERS
+from finetune.units import format_count
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16
@@ -44,6 +45,15 @@ EXCEEDS_FLOAT16 = {
     **dict.fromkeys(("gemma4", "gemma4_unified", "glm4_moe", "glm4_moe_lite", "qwen3_moe"), "unslothai/unsloth-zoo#866"),
     **dict.fromkeys(("gemma3n", "qwen3_5", "qwen3_5_moe"), "FORCE_FLOAT32 in unsloth_zoo/model_lists.py, August 2026"),
 }
+
+#: "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): rate = 5e-5 x 10 x (2000 / hidden)^power, by family.
+BASE_RATE, LORA_FACTOR, HIDDEN_UNIT = 5e-5, 10.0, 2000
+FAMILY_POWER = {"llama": 0.781, "qwen2": 0.0775, "qwen3": 0.0775}
+#: QLoRA (Dettmers et al., 2023), table of hyperparameters: 2e-4 for 7B and 13B, 1e-4 for 33B and 65B.
+QLORA_RATE, QLORA_LARGE_RATE, QLORA_LARGE = 2e-4, 1e-4, 20e9
+RANKS = (16, 32, 64, 128, 256)
+#: Capacity of an adapter parameter and information of a trained token, in bits ("LoRA Without Regret").
+BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
 
 
 def choose_basics(
@@ -134,6 +144,50 @@ def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | 
     return choices.choose("learning_rate", *advise_learning_rate(shape, method, FUSED if optim == AUTO else optim))
 
 
+def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, str]:
+    """Return the smallest rank with adapter capacity for the trained tokens."""
+    if data is None or shape.adapter_per_rank == 0:
+        return RANKS[0], "quality hardly depends on rank when every layer has an adapter (QLoRA)"
+    needed = data.trained_tokens * BITS_PER_TOKEN / BITS_PER_PARAMETER
+    rank = next((rank for rank in RANKS if rank * shape.adapter_per_rank >= needed), RANKS[-1])
+    parameters = rank * shape.adapter_per_rank
+    enough = "enough" if parameters >= needed else "too few"
+    return rank, (
+        f"{format_count(parameters)} adapter parameters at 2 bits each are {enough} for {format_count(data.trained_tokens)} "
+        "trained tokens at 1 bit each (LoRA Without Regret)"
+    )
+
+
+def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
+    """Return alpha 32, or with rsLoRA the same scale at rank 16."""
+    if recipe.use_rslora:
+        return 8.0, "scale 8 / sqrt(r): one learning rate for every rank (rsLoRA); at rank 16 the scale of plain alpha 32"
+    return 32.0, f"scale 32 / {rank}: with a fixed alpha the best learning rate hardly depends on rank (LoRA Without Regret)"
+
+
+def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FUSED) -> tuple[float, str]:
+    """Return the rate for this method and optimizer, to two significant digits."""
+    power, of_method, of_optimizer, reasons = FAMILY_POWER.get(shape.family), METHODS[method], OPTIMIZERS[optim], []
+    if power is None:  # the paper did not fit this family
+        rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE
+        why = f"{rate:.0e} for {shape.billions} (QLoRA's table: 2e-4 up to 13B, 1e-4 from 33B)".replace("e-0", "e-")
+    else:
+        rate = _two_digits(BASE_RATE * LORA_FACTOR * (HIDDEN_UNIT / shape.hidden) ** power)
+        formula = f"5e-5 x 10 x (2000 / {shape.hidden})^{power} for {shape.family} (LoRA Without Regret)"
+        why = f"10 x full fine-tuning's rate: {formula}"
+    if of_optimizer.rate_source:
+        reasons.append(f"{of_optimizer.rate_factor:g} x AdamW's rate ({of_optimizer.rate_source})")
+    if of_method.rate_source:
+        reasons.append(f"{of_method.rate_factor:g} x SFT's rate ({of_method.rate_source})")
+        why = f"SFT's: {why}"
+    rate *= of_method.rate_factor * of_optimizer.rate_factor
+    return _two_digits(rate), "; ".join([*reasons, why])
+
+
+def _two_digits(value: float) -> float:
+    return round(value, 1 - math.floor(math.log10(value)))
+
+
 def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
     limit = shape.max_positions
     if data is not None and data.longest:
@@ -200,25 +254,22 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     return math.ceil(recipe.num_train_epochs * math.ceil(math.ceil(math.ceil(sequences / processes) / micro) / accumulation))
 
 
-def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
-    """Return the chosen max_length, then shorter limits if rows may be lost."""
+def with_open_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
+    """Yield the chosen max_length, then shorter limits if rows may be lost."""
+    yield choices
     first: int = choices.value("max_length")
-    keeps_rows = data is not None and bool(data.lengths) and choices.recipe.excess_length == "raise"
-    if choices.is_set("max_length") or keeps_rows:
-        return [first]
+    lengths_known = data is not None and bool(data.lengths)
+    if choices.is_set("max_length") or (lengths_known and choices.recipe.excess_length == "raise"):
+        return
     least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
-    return [first, *(length for length in (first // part for part in (2, 4, 8)) if length >= least)]
-
-
-def with_length(choices: Choices, length: int, data: DataStatistics | None) -> Choices:
-    """Resolve max_length to a shorter limit."""
-    first = choices.value("max_length")
-    if length == first:
-        return choices
-    rows, tokens = batches_of(choices, data).dropped_above(length)
-    lengths_known = data and data.lengths
-    cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all" if lengths_known else "longer rows are dropped or truncated"
-    return choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
+    for length in (first // part for part in (2, 4, 8) if first // part >= least):
+        rows, tokens = batches_of(choices, data).dropped_above(length)
+        cost = (
+            f"{rows:,} rows are longer, by {tokens:,} tokens in all"
+            if lengths_known
+            else "longer rows are dropped or truncated"
+        )
+        yield choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
 
 
 def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:

@@ -1,20 +1,20 @@
-"""Measurements of earlier runs, kept in the cache."""
+"""Measurements of earlier runs, kept in the cache, and the time and cost that they let expect."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from finetune.card import nvidia
 from finetune.checksum import with_checksum
-from finetune.events import ForecastCheck
+from finetune.events import ENDED_STATES, Event, ForecastCheck, RunWarning, Start, State
 from finetune.files import cache_dir, parse_checked, write_text
-from finetune.planner.plan import Plan
-from finetune.planner.run_time import MeasuredRun
+from finetune.planner.plan import Plan, RunTime
 from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
@@ -31,6 +31,16 @@ _SHARED = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
     *(f"{kind}_{name}" for name in _COMPARED for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run: workload in seconds of the speed model, and measured seconds."""
+
+    model: str
+    workload_s: float
+    train_s: float
+    load_s: float
 
 
 @dataclass(frozen=True)
@@ -136,3 +146,34 @@ def _is_figure(entry: tuple[str, Any]) -> bool:
     name, value = entry
     is_measured = name.startswith(("measured_", "forecast_", "modelled_"))
     return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
+
+
+def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:
+    """Return the expected time of a run, None before the first measured run."""
+    # other models' runs are better than none: workloads scale
+    runs = [run for run in measured if run.model == model] or measured
+    if not workload or not runs:
+        return None
+    factor = statistics.median(run.train_s / run.workload_s for run in runs)
+    return RunTime(statistics.median(run.load_s for run in runs), workload * factor, len(runs))
+
+
+def cost_of(seconds: float | None, price_per_hour: float | None) -> float | None:
+    """Multiply by the price."""
+    return None if seconds is None or price_per_hour is None else seconds / 3600 * price_per_hour
+
+
+def seconds_spent(events: Sequence[Event]) -> float:
+    """Sum all attempts of a run, without pauses; repeated steps count again."""
+    seconds = 0.0
+    last_s: float | None = None  # between attempts
+    for event in events:
+        if event.time_s is None or isinstance(event, RunWarning):  # the next attempt's warning precedes its start
+            continue
+        state = event.state if isinstance(event, State) else None
+        if last_s is None or state in ("queued", "starting"):  # a killed attempt ends with its last event
+            last_s = event.time_s if state == "starting" or isinstance(event, Start) else None
+        else:
+            seconds += event.time_s - last_s
+            last_s = None if state in ENDED_STATES else event.time_s
+    return seconds

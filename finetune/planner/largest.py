@@ -8,7 +8,6 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.errors import CommandError, FinetuneError, ModelError, RecipeError
-from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
 from finetune.planner.choices import Choices
 from finetune.planner.plan import DataStatistics, Plan
@@ -16,6 +15,7 @@ from finetune.planner.planner import MakeForecast, make_plan, plan_if_fits
 from finetune.planner.planning import RowsRead, for_rows, prepared
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
+from finetune.planner.suggest import models_by_size
 from finetune.printable import Progress
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, Recipe, resolved
@@ -125,9 +125,7 @@ def find_largest_model(
     may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
     smallest_format = NF4 if may_be_quantised else BITS_16
     too_large = None
-    for name, entry in sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0])):
-        if not entry.first or smallest_format.weight_bytes * entry.parameters * 0.9 > budget - LEAST_OTHER_BYTES:
-            continue  # the weights alone are too large
+    for name, _ in models_by_size((budget - LEAST_OTHER_BYTES) / (0.9 * smallest_format.weight_bytes)):
         try:
             other = resolved(
                 recipe, model_name_or_path=name, model_revision=None, trust_remote_code=False, chat_template=None, **changes

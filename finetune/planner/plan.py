@@ -17,7 +17,6 @@ from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast, RowShape
-from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
@@ -287,6 +286,19 @@ class ManyCards:
     cards: int
     budget_bytes: int
     rows: tuple[CardNeeds, ...]
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Medians of `runs` earlier runs on this machine, scaled by workload."""
+
+    load_s: float
+    train_s: float
+    runs: int
+
+    @property
+    def summary(self) -> str:
+        return f"{format_seconds(self.load_s + self.train_s)}, by {self.runs} earlier run{'s' * (self.runs != 1)} here"
 
 
 @dataclass(frozen=True)

@@ -18,39 +18,17 @@ from finetune.memory.forecast import Forecast, RowShape, why_not_compiled, with_
 from finetune.model.configuration import read_config
 from finetune.model.hybrid import FLA, MAMBA, kernel_problem
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
-from finetune.planner.advice import RANKS, advise_alpha
+from finetune.planner import defaults, resources
 from finetune.planner.choices import Choices
-from finetune.planner.compiling import compiling_pays, why_lean
-from finetune.planner.defaults import (
-    batches_of,
-    choose_basics,
-    choose_cadence,
-    float16_risk,
-    length_costs,
-    open_lengths,
-    total_steps,
-    with_length,
-)
 from finetune.planner.explain import alternatives, describe, explain_strategy
-from finetune.planner.history import read_history
-from finetune.planner.many_cards import needs_of_each_card
+from finetune.planner.history import cost_of, read_history, run_time
+from finetune.planner.kernels import compiling_pays, why_lean
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
-from finetune.planner.resources import (
-    check_resources,
-    choose_budget,
-    free_host_bytes,
-    layer_copies_of,
-    offloading_error,
-    pinned_bytes,
-    pinned_inputs_note,
-)
-from finetune.planner.run_time import cost_of, run_time
 from finetune.planner.search import EvaluatedStrategy, Search
-from finetune.planner.shape import MAMBA2, shape_of
+from finetune.planner.shape import MAMBA2, VisionWork, shape_of, vision_work
 from finetune.planner.speed import Job, knows_rates, time_step, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
-from finetune.planner.suggest import largest_model, suggest
-from finetune.planner.vision_work import VisionWork, vision_work
+from finetune.planner.suggest import largest_model, needs_of_each_card, suggest
 from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4
@@ -136,7 +114,7 @@ class _Planner:
     ) -> None:  # fmt: skip
         self.recipe, self.card, self.data = recipe, card, data
         self.report_progress: Progress = progress or (lambda _: None)
-        self.budgeted, self.budget = choose_budget(Choices(recipe), card)
+        self.budgeted, self.budget = resources.choose_budget(Choices(recipe), card)
         self.report_progress("reading the model's configuration")
         self.config = read_config(recipe)
         self.shape = shape_of(self.config, recipe)
@@ -163,7 +141,7 @@ class _Planner:
 
     @functools.cached_property
     def host_free(self) -> int | None:
-        free = free_host_bytes(self.recipe, self.card)
+        free = resources.free_host_bytes(self.recipe, self.card)
         return None if free is None else free - PROCESS_BYTES
 
     def best(self) -> _Attempt:
@@ -183,7 +161,7 @@ class _Planner:
         attempts = list(self._attempts(unpacked, target))
         first = attempts[0]
         if target and not self._open_strategies(first):
-            raise offloading_error(self.recipe, self.shape, self.host_free)
+            raise resources.offloading_error(self.recipe, self.shape, self.host_free)
         return self._first_fitting(attempts) or dataclasses.replace(
             first, chosen=first.search.smallest(self._open_strategies(first))
         )
@@ -289,12 +267,12 @@ class _Planner:
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
-        factor, steps = self.history.speed_factor or 1.0, total_steps(choices, chosen.strategy.micro, self.data)
+        factor, steps = self.history.speed_factor or 1.0, defaults.total_steps(choices, chosen.strategy.micro, self.data)
         if not attempt.compiled:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")
         why = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
         choices = explain_strategy(choices.with_reason("torch_compile", why), search, chosen, attempt.fastest)
-        choices = choose_cadence(choices, steps, self.data)
+        choices = defaults.choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,
@@ -310,9 +288,9 @@ class _Planner:
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes, run_time=length,
             modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
-            modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
-            checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
+            modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
+            checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
+            layer_copies=resources.layer_copies_of(timing, forecast, self.card), workload_s=workload,
             model_type=self.shape.family, parameters=self.shape.parameters,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),
@@ -349,26 +327,25 @@ class _Planner:
             notes.append(self.history.summary(self.card.name))
         if attempt.evaluated.forecast.at_limit:
             notes.append(AT_LIMIT)
-        if not attempt.verdict.fits and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
+        if not attempt.verdict.fits and (note := resources.pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
             notes.append(note)
-        if attempt.choices.value("dtype") == "float16" and (risk := float16_risk(self.config)[1]):
+        if attempt.choices.value("dtype") == "float16" and (risk := defaults.float16_risk(self.config)[1]):
             fix = "leave dtype out" if self.card.supports_bf16 else "set dtype=float32"
             notes.append(f"float16 is a risk: {risk}; if the loss becomes NaN, {fix}")
         return (*notes, *stored_notes(self.stored))
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         """Yield every open max_length with every open rank, preferred first."""
-        basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
+        basics = defaults.choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
         shared = self.evaluated.setdefault(unpacked, [])
         advised, is_set = basics.value("lora_r"), basics.is_set("lora_r")
-        ranks = [advised, *(rank for rank in reversed(RANKS) if rank < advised and not is_set)]
-        for length, rank in itertools.product(open_lengths(basics, self.data), ranks):
-            choices = with_length(basics, length, self.data)
+        ranks = [advised, *(rank for rank in reversed(defaults.RANKS) if rank < advised and not is_set)]
+        for choices, rank in itertools.product(defaults.with_open_lengths(basics, self.data), ranks):
             if rank != advised:
                 choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
-                choices = choices.choose("lora_alpha", *advise_alpha(self.recipe, rank))
+                choices = choices.choose("lora_alpha", *defaults.advise_alpha(self.recipe, rank))
             job = Job(
-                shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
+                shape=self.shape, card=self.card, batches=defaults.batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 float32=choices.value("dtype") == "float32",
                 compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
@@ -377,7 +354,7 @@ class _Planner:
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
                 vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip
-            steps_of = functools.partial(total_steps, choices, data=self.data)
+            steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
             lean = functools.partial(why_lean, job, choices, self.config, steps_of)
             search = Search(job, self.budget, self._forecasts(choices, job), lean, shared)
             yield _Attempt(choices, search, offload_target=target)
@@ -389,7 +366,7 @@ class _Planner:
         )
         if self.host_free is None:
             return options
-        holdable = [option for option in options if pinned_bytes(option, attempt.search.job) <= self.host_free]
+        holdable = [option for option in options if resources.pinned_bytes(option, attempt.search.job) <= self.host_free]
         # plan what the recipe sets, even if host memory is too small: the plan says so
         return holdable if attempt.offload_target else holdable or options
 
@@ -403,7 +380,7 @@ class _Planner:
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
-        every = max(1, (total_steps(choices, strategy.micro, self.data) or 1000) // 10)
+        every = max(1, (defaults.total_steps(choices, strategy.micro, self.data) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 

@@ -17,9 +17,8 @@ from finetune.settings.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
-    from finetune.planner.shape import ModelShape
+    from finetune.planner.shape import ModelShape, VisionWork
     from finetune.planner.strategy import Strategy
-    from finetune.planner.vision_work import VisionWork
     from finetune.settings import Settings
 
 

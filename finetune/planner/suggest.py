@@ -1,18 +1,21 @@
-"""Advice when nothing fits: changes that save memory, and smaller models."""
+"""Advice when nothing fits: changes that save memory, smaller models, and memory per card under DDP, FSDP and ZeRO-3."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
-from finetune.model.catalogue import entries
-from finetune.planner.plan import DataStatistics, Suggestion, as_overrides
+from finetune.model.catalogue import Entry, entries
+from finetune.planner.plan import CardNeeds, DataStatistics, ManyCards, Suggestion, as_overrides, verdict_of
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
-from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
+from finetune.settings.compatibility import NOT_REENTRANT
+from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_count
 
 Forecasts = Callable[[Settings], Forecast]
@@ -22,6 +25,14 @@ MOST_MODELS = 4
 _FAMILIES = (
     "HuggingFaceTB/", "Qwen/Qwen2.5-", "Qwen/Qwen3-", "google/gemma-", "meta-llama/Llama-3", "microsoft/", "mistralai/Mistral-",
 )  # fmt: skip
+
+#: Compared strategies: name, and `launch` settings.
+STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ddp", {"strategy": "ddp"}),
+    ("fsdp", {"strategy": "fsdp"}),
+    ("fsdp, offload to cpu", {"strategy": "fsdp", "offload": "cpu"}),
+    ("deepspeed zero-3", {"strategy": "deepspeed", "zero_stage": 3}),
+)
 
 
 def suggest(
@@ -85,18 +96,23 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
     return f"{len(over):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
 
 
+def models_by_size(most_parameters: float) -> Iterator[tuple[str, Entry]]:
+    """Yield the catalogue's models of at most this size, the largest first."""
+    for name, entry in sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0])):
+        if entry.first and entry.parameters <= most_parameters:
+            yield name, entry
+
+
 def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
     """Return the largest catalogue model that fits with frugal settings."""
     tried = 0
-    for name, entry in sorted(entries().items(), key=lambda item: -item[1].parameters):
+    # NF4 weights alone take half a byte per parameter
+    for name, entry in models_by_size(budget_bytes / 0.5):
         values = entry.config
         is_kind = "vision_config" in values if settings.vision else "text_config" not in values
-        if not (entry.first and is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
-            continue
-        # NF4 weights alone take half a byte per parameter
-        if 0.5 * entry.parameters > budget_bytes:
+        if not (is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
             continue
         own_code = {"model_revision": None, "trust_remote_code": False}
         other = resolved(settings, model_name_or_path=name, **own_code, **switches(NF4))
@@ -114,3 +130,60 @@ def largest_model(
         if tried >= MOST_MODELS:
             break
     return None
+
+
+def needs_of_each_card(
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
+) -> ManyCards | None:
+    """Return the bytes per card in each of STRATEGIES; None if the effective batch can't be divided."""
+    cards = settings.launch.num_processes
+    if cards == 1:
+        batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+        # the fewest above one
+        cards = next((count for count in range(2, batch + 1) if batch % count == 0), 0)
+    if not cards:
+        return None
+    rows = []
+    for name, launch in STRATEGIES:
+        changes = _launch_changes(launch, cards, settings)
+        typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
+        # show only changes of settings that the recipe sets otherwise
+        typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
+        row = CardNeeds(name, as_overrides(typed))
+        try:
+            forecast = forecasts(resolved(settings, **changes))
+        except (FinetuneError, ValueError) as error:  # e.g. a method, or a checkpoint's format, that can't be sharded
+            rows.append(replace(row, cost=str(error)))
+            continue
+        # other strategies' host_bytes count all ranks
+        processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1
+        rows.append(replace(
+            row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
+            peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,
+            verdict=verdict_of(forecast, budget_bytes),
+        ))  # fmt: skip
+    return ManyCards(cards, budget_bytes, tuple(rows))
+
+
+def _launch_changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
+    n_processes = settings.launch.num_processes
+    rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * n_processes // cards
+    micro = math.gcd(settings.per_device_train_batch_size, rows)
+    launch_settings = settings.launch.model_dump(exclude_unset=True, exclude={"nvme_path"})
+    changes: dict[str, Any] = {
+        "launch": {**launch_settings, "offload": "none", "num_processes": cards, **launch},
+        "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
+        "layer_offloading": False, "offloaded_layers": 0,
+    }  # fmt: skip
+    if launch["strategy"] == "ddp":
+        return changes
+    if not OPTIMIZERS[settings.optim].shards:
+        changes["optim"] = FUSED
+    changes["offload_embeddings"] = False
+    if not base_format_of(settings).shards:
+        changes |= switches(NF4)
+    if launch["strategy"] == "deepspeed" and settings.activation_checkpointing in NOT_REENTRANT:
+        changes["activation_checkpointing"] = True
+    if launch.get("zero_stage") == 3:
+        changes |= {"lean_layers": False, "mlp_tile_tokens": 0}
+    return changes

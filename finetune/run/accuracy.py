@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from finetune.card.measured import record_measurement
 from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
-from finetune.planner.history import record_run
+from finetune.planner.history import record_run, seconds_spent
 from finetune.planner.plan import Plan, Verdict
-from finetune.planner.run_time import seconds_spent
 from finetune.units import format_bytes, format_seconds
 
 #: Excess over the forecast, as a share, from which a warning is emitted.

@@ -12,7 +12,7 @@ from finetune.errors import CommandError, DiskFull, RecipeError
 from finetune.files import write_json
 from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
-from finetune.recipe import load_changes, recipe_from
+from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import RunDirectory, require_data

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from finetune.settings.base_formats import BITS_16, switches
 from finetune.settings.methods import min_rows
-from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, resolved, unresolved
+from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, unresolved
 
 __all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "plainest", "resolve", "resolved", "unresolved"]
 
+R = TypeVar("R", bound=Recipe)
 #: A value for each `auto` setting where the planned value makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
     "method": "sft", "vision": False, "max_pixels": None,
@@ -36,9 +37,23 @@ class Settings(Recipe):
         return self
 
 
+def resolved(recipe: R, **choices: Any) -> R:
+    """Fill in `choices` in a copy. Raises ValueError when settings conflict."""
+    return _filled(type(recipe), recipe, choices)
+
+
+def _filled(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
+    """Fill in `choices`. Raises ValueError with a line per conflict."""
+    try:
+        return kind.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
+    except ValidationError as error:
+        lines = (": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in error.errors())
+        raise ValueError("\n".join(lines)) from None
+
+
 def resolve(recipe: Recipe, **choices: Any) -> Settings:
     """Fill in `choices`. Raises ValueError for conflicts or a remaining `auto`."""
-    return Settings.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
+    return _filled(Settings, recipe, choices)
 
 
 def plainest(recipe: Recipe, **choices: Any) -> Settings:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
 
 from finetune.settings.schema import ALIASES, AUTO, Recipe, takes_auto
+
+_TYPE_NAMES = {
+    "string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "none",
+    "object": "mapping", "array": "list",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,61 +32,40 @@ class Setting:
 def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> list[Setting]:
     """Return a row per setting, in the schema's order."""
     rows: list[Setting] = []
+    schemas = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             rows += settings_reference(annotation, f"{prefix}{name}.")
             continue
         row: Any = field.json_schema_extra
-        rows.append(
-            Setting(
-                name=prefix + name,
-                type=type_name(annotation, auto=field.default == AUTO or takes_auto(field)),
-                default="required" if field.is_required() else field.default,
-                choices=choices(annotation),
-                aliases=[alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
-                description=field.description or "",
-                **row,
-            )  # fmt: skip
-        )
+        parts = _alternatives(schemas[name])
+        choices = _choices(parts)
+        type_name = _joined(choices) if choices else " | ".join(map(_type_name, parts))
+        rows.append(Setting(
+            name=prefix + name, type=f"{type_name} | auto" if field.default == AUTO or takes_auto(field) else type_name,
+            default="required" if field.is_required() else field.default, choices=choices,
+            aliases=[alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
+            description=field.description or "", **row,
+        ))  # fmt: skip
     return rows
 
 
-def type_name(annotation: Any, auto: bool = False) -> str:
-    """Return a readable type, e.g. `whole number | auto`."""
-    names = {
-        str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping",
-        list: "list",
-    }  # fmt: skip
-    kind = get_origin(annotation) or annotation
-    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
-        name = f"list of {type_name(get_args(annotation)[0])}"
-    elif choices(annotation):
-        name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
-    elif kind in names:
-        name = names[kind]
-    else:
-        name = " | ".join(type_name(argument) for argument in get_args(annotation) if not _is_metadata(argument)) or "value"
-    return f"{name} | auto" if auto else name
+def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for inner in schema["anyOf"] for part in _alternatives(inner)] if "anyOf" in schema else [schema]
 
 
-def choices(annotation: Any) -> list[Any]:
-    """Return the allowed values if the type enumerates them."""
-    # several values at a time, so not a choice
-    if get_origin(annotation) in (list, dict):
+def _choices(parts: list[dict[str, Any]]) -> list[Any]:
+    # a plain switch, and several values at a time, are no choice
+    if not any("enum" in part for part in parts):
         return []
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    values: list[Any] = []
-    for part in get_args(annotation):
-        if part is bool:
-            values += [False, True]
-        elif get_origin(part) is Literal:
-            values += choices(part)
-        elif part is not type(None) and not _is_metadata(part):
-            return []
-    return values
+    return [choice for part in parts for choice in part.get("enum", [False, True] if part.get("type") == "boolean" else [])]
 
 
-def _is_metadata(argument: Any) -> bool:
-    return not (isinstance(argument, type) or get_origin(argument) is not None)
+def _type_name(part: dict[str, Any]) -> str:
+    choices = part.get("items", {}).get("enum")
+    return f"list of {_joined(choices)}" if choices else _TYPE_NAMES[part["type"]]
+
+
+def _joined(choices: list[Any]) -> str:
+    return " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices)

@@ -81,6 +81,7 @@ Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is
 Size = Annotated[str, BeforeValidator(_in_gib)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 Dtype = Annotated[
@@ -154,45 +155,45 @@ class DatasetRecipe(_Strict):
     """Where the rows come from and how to read them."""
 
     path: str | list[str] = _data(
-        ..., TOKENS | BYTES | RESULT, "Local file(s), a folder or a pattern (*.jsonl), or a hub dataset's id.", min_length=1
+        ..., TOKENS | BYTES | RESULT, "Local file(s), a folder, a pattern (*.jsonl), or a hub dataset id.", min_length=1
     )
-    eval_path: str | list[str] | None = _data(None, TOKENS, "Held-out rows: local file(s), or none.")
+    eval_path: str | list[str] | None = _data(None, TOKENS, "Local file(s) with held-out rows.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")
-    split: str = _data("train", TOKENS | RESULT, "Split to train on, of a hub dataset, a saved folder, a file with splits.")
-    eval_split: str | None = _data(None, TOKENS, "Split to hold out, of the same dataset, folder or file.")
+    split: str = _data("train", TOKENS | RESULT, "Split to train on, from a hub dataset, a saved folder or a file.")
+    eval_split: str | None = _data(None, TOKENS, "Split to hold out, from the same dataset, folder or file.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
     format: AutoOr[RowFormat] = _data(AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns.")
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
     )
     weights: list[Annotated[float, Field(gt=0, le=100)]] | None = _data(
-        None, TOKENS | RESULT, "How often each row of each path is used in an epoch: 0.5 a half of them, by seed; 2 all twice."
+        None, TOKENS | RESULT, "How often each path's rows are used per epoch: 0.5 is half of them, by seed; 2 is twice."
     )
     ignore_columns: list[str] = _data(
-        [], TOKENS | RESULT, "Columns and fields of messages to leave out on purpose, e.g. [label, reasoning_content]."
+        [], TOKENS | RESULT, "Columns and message fields to ignore, e.g. [label, reasoning_content]."
     )
     json_columns: list[str] = _data(
-        [], TOKENS | RESULT, "Columns, and fields of messages, whose objects and numbers are written as JSON, e.g. [output]."
+        [], TOKENS | RESULT, "Columns and message fields whose objects and numbers become JSON text, e.g. [output]."
     )
     image_folder: str | None = _data(
-        None, TOKENS | RESULT, "Folder where paths of pictures start, if not the data file's; none outside of both is read."
+        None, TOKENS | RESULT, "Folder that image paths start from; no image outside it and the data file's folder is read."
     )
     on_bad_rows: Literal["fail", "skip"] = _data(
-        "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
+        "fail", TOKENS | RESULT, "Rows that can't be trained on: refuse to start (fail), or leave them out (skip)."
     )
     accept_findings: list[Literal["leak", "truncated", "replaced", "one label", "contradictions"]] = _data(
-        [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
+        [], NOTHING, "Data doctor findings that no longer stop a run."
     )
     test_split_size: float | int | None = _data(
-        None, TOKENS | RESULT, "Rows to hold out: a fraction below 1 or a count; 0 is none, null 0.1 of 50 rows or more.", ge=0
+        None, TOKENS | RESULT, "Rows to hold out: a share below 1 or a count; 0: none; null: 0.1 of 50 rows or more.", ge=0
     )
-    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only this many rows, from the first.")
+    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only the first rows, this many.")
 
 
 class LaunchRecipe(_Strict):
     """How many processes on how many machines; one process on one GPU by default."""
 
-    num_processes: Positive = _launch(1, COST | EXACTNESS, "World size: training processes on all machines, one per GPU.")
+    num_processes: Positive = _launch(1, COST | EXACTNESS, "Training processes on all machines, one per GPU (world size).")
     num_machines: Positive = _launch(1, SPEED, "Number of machines.")
     machine_rank: int = _launch(0, NOTHING, "Rank of this machine, from 0.", ge=0)
     main_process_ip: str = _launch("127.0.0.1", NOTHING, "Address of machine 0.")
@@ -201,9 +202,7 @@ class LaunchRecipe(_Strict):
         "ddp", COST | EXACTNESS, "ddp copies the model to every GPU; fsdp and deepspeed shard it."
     )
     zero_stage: Literal[2, 3] = _launch(2, COST | EXACTNESS, "DeepSpeed ZeRO stage.")
-    offload: Literal["none", "cpu", "nvme"] = _launch(
-        "none", COST | EXACTNESS, "Where FSDP or DeepSpeed offload what they shard."
-    )
+    offload: Literal["none", "cpu", "nvme"] = _launch("none", COST | EXACTNESS, "Where FSDP or DeepSpeed offload their shards.")
     nvme_path: str | None = _launch(None, NOTHING, "Directory for NVMe offload.")
 
     @property
@@ -222,189 +221,133 @@ class Recipe(_Strict):
     trust_remote_code: bool = _model(
         False, PARAMETERS | COST | RESULT, "Run the model's own code; needs model_revision as a full commit."
     )
-    dtype: AutoOr[Dtype] = _model(
-        AUTO, PARAMETERS | COST | RESULT, "Dtype of computation and of weights that are not quantised."
-    )
+    dtype: AutoOr[Dtype] = _model(AUTO, PARAMETERS | COST | RESULT, "Dtype of computation and of unquantised weights.")
     attn_implementation: AutoOr[Literal["sdpa", "eager", "flash_attention_2", "torch_varlen"]] = _model(
         AUTO, COST | EXACTNESS, "Attention kernels."
     )
-    vision: AutoOr[bool] = _model(
-        AUTO, PARAMETERS | COST | RESULT, "Load the vision tower, too, for rows with pictures; auto: if the rows have some."
-    )
+    vision: AutoOr[bool] = _model(AUTO, PARAMETERS | COST | RESULT, "Load the vision tower; auto: if rows have images.")
     # -- data
     dataset: DatasetRecipe = Field(description="Training and held-out rows.")
     max_length: AutoOr[Annotated[int, Field(ge=8, le=2**24)]] = _data(AUTO, TOKENS | COST | RESULT, "Longest row, in tokens.")
     excess_length: Literal["drop", "truncate", "chunk", "raise"] = _data(
-        "raise",
-        TOKENS | RESULT,
-        "Rows longer than max_length: drop, truncate, chunk (plain text into several; usual for pretrain), or raise an error.",
+        "raise", TOKENS | RESULT, "Rows longer than max_length: drop, truncate, chunk (pretrain's default), or raise an error."
     )
     max_pixels: AutoOr[Annotated[int, Field(ge=1024, le=2**26)] | None] = _data(
-        AUTO,
-        TOKENS | COST | RESULT,
-        "Larger pictures are scaled down to so many pixels, before the model's own processor; auto: if they don't fit.",
+        AUTO, TOKENS | COST | RESULT, "Scale larger images down to this many pixels; auto: if they don't fit."
     )
-    train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
-    chat_template: str | None = _data(
-        None, TOKENS | RESULT, "Chat template instead of the model's: path of a Jinja file, or plain."
-    )
+    train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too, not only on answers.")
+    chat_template: str | None = _data(None, TOKENS | RESULT, "Replaces the model's chat template: a Jinja file, or plain.")
     packing: AutoOr[bool] = _data(AUTO, COST | RESULT, "Pack several rows into one sequence of max_length.")
     # -- adapter
     adapter_name_or_path: Text | None = _adapter(
-        None, RESULT, "Continue training this adapter: a run, or a folder; its rank, scale and layers are used.", min_length=1
+        None, RESULT, "Continue training this adapter (a run or a folder), with its rank, scale and layers.", min_length=1
     )
-    load_in_4bit: AutoOr[bool] = _adapter(
-        AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in NF4 with double quantisation."
-    )
+    load_in_4bit: AutoOr[bool] = _adapter(AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in double-quantised NF4.")
     load_in_8bit: AutoOr[bool] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Base weights in int8.")
     lora_r: AutoOr[Annotated[int, Field(ge=1, le=8192)]] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Rank of the adapters.")
     lora_alpha: AutoOr[Annotated[float, Field(gt=0)]] = _adapter(AUTO, RESULT, "Scale of the adapters: alpha / r.")
-    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = _adapter(
-        0.0, COST | RESULT, "Dropout before the adapters; costs memory."
-    )
-    target_modules: AutoOr[Layers] = _adapter(
-        AUTO, PARAMETERS | COST | RESULT, "Layers that get an adapter: all-linear, or names."
-    )
+    lora_dropout: float = _adapter(0.0, COST | RESULT, "Dropout before the adapters; costs memory.", ge=0, lt=1)
+    target_modules: AutoOr[Layers] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Layers with an adapter: all-linear, or names.")
     new_tokens: NewTokens = _adapter(
-        {},
-        TOKENS | RESULT,
-        "Tokens that the model lacks, whose rows of the embedding are trained: a list, or each with the text it stands for.",
+        {}, TOKENS | RESULT, "Tokens to add, whose embedding rows are trained: a list, or a mapping of tokens to meanings."
     )
     trained_embedding_rows: list[Row] = _adapter(
-        [],
-        PARAMETERS | COST | RESULT,
-        "Rows of the embedding that are trained, as first and end. The plan takes them from the tokenizer.",
-        max_length=2,
+        [], PARAMETERS | COST | RESULT, "Trained rows of the embedding: first and end. The plan sets them.", max_length=2
     )
     train_vision: Literal["none", "projector", "all"] = _adapter(
-        "none",
-        PARAMETERS | COST | RESULT,
-        "Adapters beside those of the language model: none, on the projector, or on all of the vision tower.",
+        "none", PARAMETERS | COST | RESULT, "More adapters: none, on the projector, or on the whole vision tower."
     )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     adapter_dtype: Literal["float32", "bfloat16"] = _adapter(
-        "float32",
-        COST | RESULT,
-        "Adapters, gradients and optimizer states; bfloat16 halves them and rounds small updates away.",
+        "float32", COST | RESULT, "Adapters, gradients and optimizer states; bfloat16 halves them but loses small updates."
     )
     # -- training
     method: AutoOr[_MethodName] = _training(
         "sft",
         TOKENS | COST | RESULT,
-        "sft learns answers; pretrain all of plain text (column text); dpo to prefer the chosen of two answers (columns "
-        "chosen, rejected); kto learns from answers marked good or bad (column label). auto: by the columns of the rows.",
+        "sft trains on answers; pretrain on all of a plain text (column text); dpo on pairs of answers (columns chosen, "
+        "rejected); kto on answers marked good or bad (column label); auto: by the columns.",
     )
-    beta: Annotated[float, Field(gt=0, le=100)] | None = _training(
-        None, RESULT, "dpo, kto: how closely the model stays to the one before the training; more is closer. By default 0.1."
+    beta: float | None = _training(
+        None, RESULT, "dpo, kto: how close the model stays to the reference; higher is closer. Default: 0.1.", gt=0, le=100
     )
     loss_type: PreferenceLoss | None = _training(
-        None,
-        COST | RESULT,
-        "dpo: the loss on a pair, by default sigmoid. kto: kto, or apo_zero_unpaired, which has no KL term.",
+        None, COST | RESULT, "dpo: the loss of a pair, by default sigmoid. kto: kto, or apo_zero_unpaired without a KL term."
     )
-    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] | None = _training(
-        None, RESULT, "dpo with loss_type robust: the share of pairs that are in the wrong order."
+    label_smoothing: float | None = _training(None, RESULT, "dpo, loss_type robust: share of misordered pairs.", gt=0, lt=0.5)
+    sft_weight: float | None = _training(
+        None, RESULT, "dpo: weight of the SFT loss on chosen answers (mean over tokens), which keeps them likely.", ge=0, le=100
     )
-    sft_weight: Annotated[float, Field(ge=0, le=100)] | None = _training(
-        None, RESULT, "dpo: weight of SFT's loss on the chosen answers, which keeps them likely; a mean over their tokens."
-    )
-    desirable_weight: Annotated[float, Field(gt=0, le=100)] | None = _training(
-        None, RESULT, "kto: weight of the loss of good answers. By default 1."
-    )
-    undesirable_weight: Annotated[float, Field(gt=0, le=100)] | None = _training(
-        None, RESULT, "kto: weight of the loss of bad answers. By default 1."
-    )
-    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all GPUs together.")
-    per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and GPU.")
+    desirable_weight: float | None = _training(None, RESULT, "kto: loss weight of good answers. Default: 1.", gt=0, le=100)
+    undesirable_weight: float | None = _training(None, RESULT, "kto: loss weight of bad answers. Default: 1.", gt=0, le=100)
+    effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step on all GPUs.")
+    per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per GPU and forward pass.")
     gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")
-    num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = _training(2.0, RESULT, "Passes over the data.")
+    num_train_epochs: float = _training(2.0, RESULT, "Passes over the data.", gt=0, le=1e6)
     max_steps: Positive | None = _training(None, RESULT, "Optimizer steps; overrides num_train_epochs.")
     learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = _training(AUTO, EXACTNESS, "Peak learning rate.")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = _training(
         "cosine", RESULT, "Learning rate schedule."
     )
-    warmup_ratio: Fraction = _training(0.03, RESULT, "Share of the steps used for learning rate warmup.")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = _training(
-        None, RESULT, "Steps of learning rate warmup; overrides warmup_ratio."
-    )
-    weight_decay: Annotated[float, Field(ge=0)] = _training(0.0, RESULT, "Weight decay of the adapters.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = _training(1.0, RESULT, "Gradients are clipped to this norm.")
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = _training(42, TOKENS | RESULT, "Seed of everything random.")
+    warmup_ratio: Fraction = _training(0.03, RESULT, "Share of the steps spent on warmup.")
+    warmup_steps: Count | None = _training(None, RESULT, "Warmup steps; overrides warmup_ratio.")
+    weight_decay: float = _training(0.0, RESULT, "Weight decay of the adapters.", ge=0)
+    max_grad_norm: float = _training(1.0, RESULT, "Clip gradients to this norm.", gt=0)
+    seed: int = _training(42, TOKENS | RESULT, "Seed of everything random.", ge=0, lt=2**32)
     # -- memory
     optim: AutoOr[Optimizer] = _memory(AUTO, COST | RESULT, "Optimizer.")
     activation_checkpointing: AutoOr[Checkpointing] = _memory(
-        AUTO,
-        COST | EXACTNESS,
-        "Gradient checkpointing: false, true, selective (keep attention outputs), offload (layer inputs to host memory).",
+        AUTO, COST | EXACTNESS, "Gradient checkpointing; selective keeps attention outputs, offload keeps inputs on the CPU."
     )
     activation_checkpointing_every_n_layers: AutoOr[Positive] = _memory(
         AUTO, COST | EXACTNESS, "Gradient checkpointing only in every n-th layer."
     )
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
-    lean_layers: AutoOr[bool] = _memory(
-        AUTO, COST | EXACTNESS, "Layers that save about half the activations for backward, where they are recognised."
-    )
-    mlp_tile_tokens: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
-        AUTO,
-        COST | EXACTNESS,
-        "Lean MLPs of recomputed layers work on tiles of so many tokens, for long rows; 0 is on all tokens at once.",
-    )
+    lean_layers: AutoOr[bool] = _memory(AUTO, COST | EXACTNESS, "Known layers save about half the activations.")
+    mlp_tile_tokens: AutoOr[Count] = _memory(AUTO, COST | EXACTNESS, "Tokens per tile of a lean MLP, for long rows; 0: none.")
     precompute_ref_log_probs: AutoOr[bool] = _memory(
-        False,
-        COST | EXACTNESS,
-        "dpo: compute the reference once, before the training, in place of a forward pass in each step. auto: where rows are "
-        "trained more than once.",
+        False, COST | EXACTNESS, "dpo: compute the reference once, before training; auto: if rows are trained more than once."
     )
-    offload_embeddings: AutoOr[bool] = _memory(
-        AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
-    )
+    offload_embeddings: AutoOr[bool] = _memory(AUTO, COST, "Keep the input embedding in host memory, unless it is tied.")
     layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
-        AUTO, COST, "Frozen weights of decoder layers: false (on the GPU), cpu (in host memory), nvme (in a file)."
+        AUTO, COST, "Where frozen decoder layers are: on the GPU (false), in host memory (cpu), or in a file (nvme)."
     )
-    offloaded_layers: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
-        AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the GPU. 0 without it."
-    )
+    offloaded_layers: AutoOr[Count] = _memory(AUTO, COST, "Decoder layers that layer_offloading moves; 0 without it.")
     torch_compile: AutoOr[bool] = _memory(
-        AUTO, COST | EXACTNESS, "Compile the decoder layers; auto is where they compile, fit, and save more time than it takes."
+        AUTO, COST | EXACTNESS, "Compile the decoder layers; auto: if they fit and save more time than compiling takes."
     )
     gpu: Text = _memory(
-        AUTO,
-        COST | EXACTNESS,
-        "GPU: auto (this machine's), cpu, an index or UUID of nvidia-smi, or a catalogue name, e.g. rtx-4090.",
-        min_length=1,
+        AUTO, COST | EXACTNESS, "auto (this machine's), cpu, nvidia-smi index or UUID, or a name like rtx-4090.", min_length=1
     )
-    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most GPU memory to use, e.g. 20GiB; auto is all that is free.")
+    memory_budget: AutoOr[Size] = _memory(AUTO, NOTHING, "Most GPU memory to use, e.g. 20GiB; auto: all free memory.")
     host_memory: Size | None = _memory(
-        None, NOTHING, "Most host memory for what is offloaded, e.g. 32GiB; else all that is free, or any for a GPU elsewhere."
+        None, NOTHING, "Most host memory for offloading, e.g. 32GiB; default: all free memory, no limit for a GPU elsewhere."
     )
     # -- run
-    output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto is runs/<model>-<digest of the recipe>.", min_length=1)
-    eval_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(
-        AUTO, BYTES | EXACTNESS, "Steps between evaluations; 0 is never. The step with the lowest held-out loss is the result."
+    output_dir: AutoOr[Text] = _run(AUTO, NOTHING, "Run directory; auto: runs/<model>-<digest of the recipe>.", min_length=1)
+    eval_steps: AutoOr[Count] = _run(
+        AUTO, BYTES | EXACTNESS, "Steps between evaluations; 0: never. The step with the lowest held-out loss is the result."
     )
-    early_stopping_patience: Positive | None = _run(
-        None, EXACTNESS, "End the run after this many evaluations without a lower held-out loss."
-    )
+    early_stopping_patience: Positive | None = _run(None, EXACTNESS, "Stop after this many evaluations without a lower loss.")
     sample_answers: AutoOr[Annotated[int, Field(ge=0, le=16)]] = _run(
-        AUTO, NOTHING, "Held-out prompts answered at each evaluation; auto is 3, and 0 with layer_offloading."
+        AUTO, NOTHING, "Held-out prompts answered at each evaluation; auto: 3, or 0 with layer_offloading."
     )
-    save_steps: AutoOr[Annotated[int, Field(ge=0)]] = _run(AUTO, NOTHING, "Steps between checkpoints; 0 is only at the end.")
-    loss_spike_factor: Annotated[float, Field(gt=1)] | None = _run(
+    save_steps: AutoOr[Count] = _run(AUTO, NOTHING, "Steps between checkpoints; 0: only at the end.")
+    loss_spike_factor: float | None = _run(
         None,
         NOTHING,
-        "When the loss is this many times its recent median: back to the last checkpoint, half the learning rate.",
+        "If the loss exceeds this multiple of its recent median: back to a checkpoint, half the learning rate.",
+        gt=1,
     )
-    record_memory_history: bool = _run(
-        False, NOTHING, "Record the CUDA allocator's history, to look at in torch's memory viewer."
-    )
-    save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints kept; the best one is kept beside them.")
+    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for torch's memory viewer.")
+    save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints to keep, besides the best.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
     report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
-    price_per_hour: Annotated[float, Field(ge=0)] | None = _run(
-        None, NOTHING, "What an hour of this machine costs; plan, run and report then say what the run costs."
+    price_per_hour: float | None = _run(
+        None, NOTHING, "Price of an hour on this machine, from which plan, run and report derive the run's cost.", ge=0
     )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
 
@@ -420,8 +363,6 @@ class Recipe(_Strict):
             raise ValueError("\n".join(problems))
         return self
 
-
-R = TypeVar("R", bound=Recipe)
 
 #: Names of the same setting in other tools -> ours.
 ALIASES = {
@@ -443,11 +384,6 @@ ALIASES = {
 
 #: Switches of other tools that choose the dtype when they are true.
 SWITCHES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-def resolved(recipe: R, **choices: Any) -> R:
-    """Fill in `choices` in a copy. Raises ValueError when settings conflict."""
-    return type(recipe).model_validate({**recipe.model_dump(exclude_unset=True), **choices})
 
 
 def unresolved(recipe: Recipe) -> list[str]:

@@ -30,7 +30,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
     """Return the recipe for rows with images, if any, and a reason for each changed setting. Raises RecipeError."""
     from finetune.errors import RecipeError
-    from finetune.settings.schema import resolved
+    from finetune.settings import resolved
 
     if recipe.vision is False and has_pictures:
         raise RecipeError("the rows have pictures, and vision is false", "Set vision=auto, or leave the pictures out.")
@@ -49,8 +49,7 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
     try:
         changed = resolved(recipe, vision=True, **values)
     except ValueError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "with pictures" in line or "with rows" in line]
-        raise RecipeError(lines or [str(error)], "Leave these settings out, or leave the pictures out.") from None
+        raise RecipeError(str(error).splitlines(), "Leave these settings out, or leave the pictures out.") from None
     return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == "auto" else {})
 
 

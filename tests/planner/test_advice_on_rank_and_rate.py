@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from arithmetic_forecast import LLAMA_8B as SHAPE
 
-from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
+from finetune.planner.defaults import advise_alpha, advise_learning_rate, advise_rank
 from finetune.planner.plan import DataStatistics
 from finetune.recipe import parse_recipe
 

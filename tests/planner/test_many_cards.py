@@ -5,9 +5,9 @@ import json
 import pytest
 
 from finetune.card import find_card
-from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import Plan
 from finetune.planner.planner import make_plan
+from finetune.planner.suggest import needs_of_each_card
 from finetune.recipe import recipe_from
 from finetune.settings import resolved
 from finetune.units import GIB

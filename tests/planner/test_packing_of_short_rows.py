@@ -5,8 +5,8 @@ import pytest
 from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.model.hybrid import PACKAGES
-from finetune.planner.attention import DROPS_BOUNDARIES, KEPT_APART, choose_packing
 from finetune.planner.choices import Choices
+from finetune.planner.kernels import DROPS_BOUNDARIES, KEPT_APART, choose_packing
 from finetune.planner.plan import DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe

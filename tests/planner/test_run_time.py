@@ -1,7 +1,7 @@
 """The time of a run by earlier ones on this machine."""
 
 from finetune.events import Start, State, Step
-from finetune.planner.run_time import MeasuredRun, RunTime, cost_of, run_time, seconds_spent
+from finetune.planner.history import MeasuredRun, RunTime, cost_of, run_time, seconds_spent
 
 
 def measured(*train_s, model="m", load_s=1.0):

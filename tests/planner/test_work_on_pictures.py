@@ -14,7 +14,7 @@ from finetune.model.build import build_base
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, rows_with_pictures
-from finetune.planner.vision_work import vision_work
+from finetune.planner.shape import vision_work
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
 
