@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from finetune.planner.choices import AS_SET
-from finetune.planner.plan import Plan
+from finetune.planner.plan import AS_SET, Plan
 
 from ..language import mark, tr, tr_n
 from .markup import as_on_page, table

@@ -262,7 +262,7 @@ def picture_types() -> str:
 
 def families() -> str:
     """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
-    from finetune.planner.kernels import KEPT_APART
+    from finetune.planner.defaults import KEPT_APART
 
     with (ROOT / "benchmarks" / "reference" / "families.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -17,8 +17,7 @@ from finetune.cli.render import coloured, out, print_summary, show_progress, tab
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
-from finetune.planner.choices import AS_SET
-from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
@@ -44,8 +43,7 @@ def show_plan(
     if alone:  # a dry run would open a CUDA context of 0.3 to 0.5 GiB
         hide_gpus()
     from finetune.card import find_card
-    from finetune.planner.largest import plan_largest
-    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, rows_with_pictures, without_rows
+    from finetune.planner.planning import encode_rows, plan_largest, plan_recipe, read_rows, rows_with_pictures, without_rows
 
     without = recipe.dataset.path == NO_DATASET
     if images is not None and not without:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from finetune.planner.choices import Choices
-from finetune.planner.plan import Alternative, as_overrides, verdict_of
-from finetune.planner.speed import Job, knows_rates
+from finetune.planner.plan import Alternative, Choices, as_overrides, verdict_of
+from finetune.planner.speed import Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import Strategy
 from finetune.settings import Recipe
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED
@@ -28,8 +27,6 @@ class Comparison:
     """The chosen strategy against strategies with one setting changed."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
-        from finetune.planner.resources import layer_copies_of  # here: imports stay at most ten deep
-
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
         self.copies = layer_copies_of(search.timing(self.strategy), chosen.forecast, search.job.card)
@@ -58,12 +55,13 @@ def explain_strategy(
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
     reason = _explain_format(compare, job.card.is_cpu)
+    table = "needed only where little else fits" if job.shape.table else "the output layer shares its table"
     reasons = {
         **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
-        "offload_embeddings": _explain_table(compare),
+        "offload_embeddings": f"{compare.against(host_table=False)} vs a table on the card" if strategy.host_table else table,
         "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
         "per_device_train_batch_size": _explain_micro(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
@@ -126,12 +124,6 @@ def _explain_checkpointing(compare: Comparison) -> str:
         return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
     return f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{none}"
-
-
-def _explain_table(compare: Comparison) -> str:
-    if compare.strategy.host_table:
-        return f"{compare.against(host_table=False)} vs a table on the card"
-    return "needed only where little else fits" if compare.search.job.shape.table else "the output layer shares its table"
 
 
 def _explain_layers(compare: Comparison, recipe: Recipe) -> str:

@@ -19,14 +19,12 @@ from finetune.model.configuration import read_config
 from finetune.model.hybrid import FLA, MAMBA, kernel_problem
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner import defaults, resources
-from finetune.planner.choices import Choices
 from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history, run_time
-from finetune.planner.kernels import compiling_pays, why_lean
-from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
-from finetune.planner.search import EvaluatedStrategy, Search
+from finetune.planner.plan import Choices, DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
+from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, VisionWork, shape_of, vision_work
-from finetune.planner.speed import Job, knows_rates, time_step, workload_s
+from finetune.planner.speed import Job, knows_rates, layer_copies_of, time_step, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, needs_of_each_card, suggest
 from finetune.printable import Progress
@@ -290,7 +288,7 @@ class _Planner:
             modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
             checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=resources.layer_copies_of(timing, forecast, self.card), workload_s=workload,
+            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
             model_type=self.shape.family, parameters=self.shape.parameters,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from finetune.card.card import Card
 from finetune.card.host import host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.memory.forecast import Forecast
-from finetune.planner.choices import Choices
-from finetune.planner.plan import LayerCopies, ResourceCheck
+from finetune.planner.plan import Choices, ResourceCheck
 from finetune.planner.shape import ModelShape
-from finetune.planner.speed import Job, Timing, knows_rates
+from finetune.planner.speed import Job
 from finetune.planner.strategy import Strategy
 from finetune.settings import Recipe, Settings
 from finetune.settings.base_formats import BITS_16, NF4
@@ -88,15 +86,6 @@ def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> 
         f"{format_bytes(max(0, free))} are free for it",
         f"{instead} programs, give a container or WSL more memory, or take a smaller model.",
     )
-
-
-def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:
-    """Return the copies of layer offloading in a plan."""
-    if timing.copies is None:
-        return None
-    copies = dataclasses.replace(timing.copies, pinned_bytes=forecast.pinned_bytes)
-    seconds: dict[str, Any] = {field.name: None for field in dataclasses.fields(copies) if field.default is None}
-    return copies if knows_rates(card) else dataclasses.replace(copies, **seconds)
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:

@@ -1,16 +1,21 @@
-"""Search for the fastest strategy whose forecast fits, with few forecasts."""
+"""Search for the fastest strategy whose forecast fits, with few forecasts, and for where compiled layers pay off."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from finetune.memory.forecast import Forecast
+from finetune.planner.plan import AS_SET, Choices
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import SAVED_BYTES, Job, Timing, saved_bytes, time_step
 from finetune.planner.strategy import Strategy
-from finetune.settings.compatibility import BUFFERS
-from finetune.settings.optimizers import OPTIMIZERS
+from finetune.settings import AUTO, resolved
+from finetune.settings.base_formats import INT8
+from finetune.settings.compatibility import BUFFERS, compiling_conflict
+from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import GIB, format_bytes
 
 #: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
@@ -18,6 +23,17 @@ from finetune.units import GIB, format_bytes
 USUAL_SAVED_BYTES = 2.4
 #: Loss tile, workspace, CUDA context and allocator overhead, before any forecast.
 USUAL_REST_BYTES = 1.2 * GIB
+
+#: Seconds to compile a layer: 2 to 33 on a busy machine, once 112 (benchmarks/reference/compiled_matrix.csv).
+COMPILE_S = 25.0
+#: Model types whose compiled layers were run on a stand-in: one graph, and the forecast's bytes. phi3's forecast is 2 to 4 %
+#: too high for rows of uneven length (benchmarks/reference/compiled_matrix.csv).
+COMPILED_TYPES = (
+    "exaone4", "gemma", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3",
+)  # fmt: skip
+#: Lowest compute capability for which torch's compiler has Triton kernels (torch/_inductor/scheduler.py).
+LEAST_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)
@@ -139,16 +155,21 @@ class Search:
 
     def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
         """Return the fastest strategy (time x price) whose forecast fits."""
-        loadable = self.within_budget(strategies)
+        return self._first(
+            self.within_budget(strategies), self._rank, lambda strategy: self.high_bytes(strategy) <= self.budget_bytes
+        )
+
+    def _first(
+        self, choices: list[Strategy], rank: Callable[[Strategy], Any], allows: Callable[[Strategy], bool]
+    ) -> EvaluatedStrategy | None:
         for _ in range(MOST_FORECASTS):
-            fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
-            if not fitting:
+            if not (allowed := [strategy for strategy in choices if allows(strategy)]):
                 return None
-            if fastest_forecast := self.forecast(min(fitting, key=self._rank)):
-                return fastest_forecast
-        # estimates keep changing with each forecast: settle for the best strategy evaluated so far
-        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self.fits(candidate)]
-        return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
+            if first_forecast := self.forecast(min(allowed, key=rank)):
+                return first_forecast
+        # estimates keep changing with each forecast: settle for the first strategy evaluated so far
+        evaluated = [seen for seen in self._of_this_job() if seen.strategy in choices and allows(seen.strategy)]
+        return min(evaluated, key=lambda candidate: rank(candidate.strategy), default=None)
 
     def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
         choices = list(strategies)
@@ -161,12 +182,9 @@ class Search:
         return least
 
     def _smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
-        for _ in range(MOST_FORECASTS):
-            least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
-            if least_forecast := self.forecast(least):
-                return least_forecast
-        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in choices]
-        return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
+        least = self._first(choices, lambda strategy: (self.high_bytes(strategy), self._rank(strategy)), lambda _: True)
+        assert least is not None
+        return least
 
     def within_budget(self, strategies: Iterable[Strategy]) -> list[Strategy]:
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
@@ -230,3 +248,49 @@ class Search:
         score = self.timing(strategy).step_s * strategy.price
         # among equals prefer more offloaded layers: copies that nobody waits for leave headroom
         return (score, -strategy.base.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)
+
+
+def why_lean(
+    job: Job, choices: Choices, config: dict[str, Any], steps_of: Callable[[int], int | None], strategy: Strategy
+) -> str:
+    """Return why a strategy's layers are not compiled; empty if compiling pays off."""
+    recipe, card = choices.recipe, job.card
+    if recipe.torch_compile != AUTO:
+        return AS_SET
+    if card.is_cpu:
+        return "a processor computes most of a step in the same kernels"
+    if strategy.base is INT8:
+        return compiling_conflict(resolved(recipe, load_in_8bit=True))
+    if strategy.offload_target:
+        return "weights of layers that are moved have not been tried"
+    if strategy.checkpointing == "offload" and strategy.every_n > 1:
+        return "inputs of every layer or of none are offloaded"
+    if recipe.lora_dropout and strategy.checkpointing:
+        return "dropout in recomputed layers needs more than its forecast"
+    if card.capability is not None and card.capability < LEAST_CAPABILITY:
+        return f"Triton has no kernels for compute capability {card.capability[0]}.{card.capability[1]}"
+    if recipe.lean_layers is True or recipe.mlp_tile_tokens not in (AUTO, 0):
+        return "the recipe asks for lean layers"
+    if recipe.launch.num_processes > 1:
+        return "several processes have not been tried"
+    if (kind := (config.get("text_config") or config).get("model_type")) not in COMPILED_TYPES:
+        return f"layers of type {kind} have not been tried"
+    if why := compiling_conflict(recipe):
+        return why
+    if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
+        return f"{strategy.optim} is taken where memory is too short for it"
+    # the number of steps depends on the micro-batch
+    pays, reason = compiling_pays(job, strategy, steps_of(strategy.micro))
+    return "" if pays else reason
+
+
+def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
+    """Tell whether compiled layers save more time than compiling takes."""
+    lean, compiled = (time_step(replace(job, compiled=on), strategy).step_s for on in (False, True))
+    if compiled >= lean:
+        return False, "by the model of a step it saves no time"
+    needed = math.ceil(COMPILE_S / (lean - compiled))
+    saved = f"by the model of a step it saves {1 - compiled / lean:.0%} of time; compiling takes about {COMPILE_S:.0f} s, which"
+    if steps is not None and steps < needed:
+        return False, f"{saved} pays off after {needed:,} steps, and the run has {steps:,}"
+    return True, f"{saved} pays off after {needed:,} steps"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import DataStatistics, LayerCopies
 from finetune.planner.shape import DELTA_NET, MAMBA2
@@ -17,6 +17,7 @@ from finetune.settings.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
+    from finetune.memory.forecast import Forecast
     from finetune.planner.shape import ModelShape, VisionWork
     from finetune.planner.strategy import Strategy
     from finetune.settings import Settings
@@ -373,6 +374,15 @@ def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, pas
         2 * steps * fetched * layer_bytes, rate,
         forward_computing_s=computing / passes, backward_computing_s=computing * (1 - 1 / passes),
     ).at(rate)  # fmt: skip
+
+
+def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:
+    """Return the copies of layer offloading in a plan."""
+    if timing.copies is None:
+        return None
+    copies = replace(timing.copies, pinned_bytes=forecast.pinned_bytes)
+    seconds: dict[str, Any] = {field.name: None for field in fields(copies) if field.default is None}
+    return copies if knows_rates(card) else replace(copies, **seconds)
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:

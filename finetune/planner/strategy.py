@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from finetune.card.card import Card
 from finetune.errors import RecipeError
-from finetune.planner.choices import Choices
+from finetune.planner.plan import Choices
 from finetune.settings import AUTO
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, requested_formats, switches
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict

@@ -44,15 +44,12 @@ _UNREAD = {
 class Tool:
     """A tool's table, merged with the rows of all tools."""
 
+    name: str
     table: Values
     keys: Values
     reasons: dict[str, tuple[Outcome, str]]
     defaults: Values
     notes: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return str(self.table["name"])
 
     def knows(self, key: str) -> bool:
         return key in {*self.keys, *self.reasons, *self.table["batch"]} or self.has_inner(key)
@@ -109,7 +106,8 @@ def tools() -> tuple[Tool, ...]:
         # also by the setting's name: Axolotl's num_epochs replaces the shared default of num_train_epochs
         own = [*table["defaults"], *map(keys.get, table["defaults"])]
         inherited = {key: value for key, value in shared["defaults"].items() if key not in own}
-        read.append(Tool(table, keys, reasons, table["defaults"] | inherited, shared["notes"] | table["notes"]))
+        notes = shared["notes"] | table["notes"]
+        read.append(Tool(table["name"], table, keys, reasons, table["defaults"] | inherited, notes))
     return tuple(read)
 
 

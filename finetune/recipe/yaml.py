@@ -148,12 +148,8 @@ class _Reader:
                 continue
             self.lines[key_path] = line
             values[key] = self.value(value_node, key_path)
-        return self._merged(values) if self.yaml_1_1 else values
-
-    @staticmethod
-    def _merged(values: Values) -> Values:
         # `<<: *defaults` adds keys that the mapping doesn't set
-        defaults = values.pop("<<", {})
+        defaults = values.pop("<<", {}) if self.yaml_1_1 else {}
         for mapping in reversed(defaults) if isinstance(defaults, list) else [defaults]:
             values = {**mapping, **values} if isinstance(mapping, dict) else values
         return values

@@ -14,8 +14,7 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.files import read_json, write_json
 from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
-from finetune.planner.choices import AS_SET
-from finetune.planner.plan import Plan, read_plan
+from finetune.planner.plan import AS_SET, Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import resolved

@@ -15,8 +15,7 @@ from finetune.card.device_selection import cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, newest, read_events
-from finetune.planner.choices import Choices
-from finetune.planner.plan import Plan, read_plan
+from finetune.planner.plan import Choices, Plan, read_plan
 from finetune.planner.resources import choose_budget
 from finetune.recipe import load_recipe, parse_recipe, write_recipe
 from finetune.run.card import cards_of, limit_card

@@ -13,7 +13,7 @@ from finetune.layers.packed_rows import MOST_CHANGE, changes_with_other_row
 from finetune.layers.varlen_attention import register
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
-from finetune.planner.kernels import KEPT_APART, VARLEN
+from finetune.planner.defaults import KEPT_APART, VARLEN
 from finetune.run.worker import Worker
 
 PACK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)

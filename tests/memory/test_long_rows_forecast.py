@@ -5,8 +5,8 @@ from real_run import forecast, measured, planned, save_model
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
-from finetune.planner.choices import Choices
 from finetune.planner.defaults import choose_basics
+from finetune.planner.plan import Choices
 from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 

@@ -1,4 +1,4 @@
-"""Measurements of runs correct the next plan on the same card."""
+"""Measurements of runs correct the next plan on the same card, and its run time."""
 
 import csv
 import json
@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from finetune.card import find_card
-from finetune.events import ForecastCheck, Step
+from finetune.events import ForecastCheck, Start, State, Step
 from finetune.files import cache_dir
-from finetune.planner.history import KEPT, read_history, record_run
+from finetune.planner.history import KEPT, MeasuredRun, cost_of, read_history, record_run, run_time, seconds_spent
+from finetune.planner.plan import RunTime
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.run.accuracy import compare_with_forecast
@@ -105,3 +106,28 @@ def test_without_a_run_on_a_gpu_there_is_nothing_to_share(new_forecaster, finetu
     record_run(replace(planned(new_forecaster), card=find_card("cpu")), ForecastCheck(), step_s=1.0)
     code, shown = finetune("doctor", "--share")
     assert code == 1 and "No run on a GPU is recorded" in shown and "finetune run tiny-cpu gpu=auto" in shown
+
+
+def finished(*train_s, model="m", load_s=1.0):
+    return [MeasuredRun(model, 10.0, seconds, load_s) for seconds in train_s]
+
+
+def test_nothing_is_said_without_a_measured_run_or_a_number_of_steps():
+    assert run_time(10.0, "m", []) is None and run_time(None, "m", finished(1.0)) is None
+
+
+def test_training_scales_with_the_workload_and_loading_does_not():
+    assert run_time(20.0, "m", finished(3.0, load_s=5.0)) == RunTime(5.0, 6.0, 1)
+
+
+def test_runs_of_the_same_model_count_if_there_are_any():
+    assert run_time(10.0, "m", [*finished(1.0, 1.0, 4.0), *finished(9.0, model="other")]) == RunTime(1.0, 1.0, 3)
+    assert run_time(10.0, "third", finished(1.0)).runs == 1
+
+
+def test_a_run_costs_its_attempts_and_not_the_time_between():
+    events = [State(state="starting"), Step(step=1), State(state="paused"), State(state="starting"), Start(), Step(step=2)]
+    times = (0.0, 10.0, 20.0, 1000.0, 1005.0, 1030.0)
+    for event, time_s in zip(events, times, strict=True):
+        object.__setattr__(event, "time_s", time_s)
+    assert seconds_spent(events) == 50 and cost_of(7200, 0.5) == 1 and cost_of(7200, None) is None

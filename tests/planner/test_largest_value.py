@@ -8,8 +8,8 @@ from finetune.card import find_card
 from finetune.cli.plan import show_plan
 from finetune.errors import RecipeError
 from finetune.model.catalogue import entries
-from finetune.planner.largest import find_largest, find_largest_model
 from finetune.planner.planner import make_plan, plan_if_fits
+from finetune.planner.planning import find_largest, find_largest_model
 from finetune.recipe import recipe_from
 from finetune.settings import resolved
 from finetune.units import GIB

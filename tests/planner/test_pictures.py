@@ -14,9 +14,8 @@ from finetune.errors import CommandError, ModelError, RecipeError
 from finetune.memory.picture_prompt import picture_prompt
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
-from finetune.planner.largest import plan_largest
 from finetune.planner.plan import Verdict
-from finetune.planner.planning import plan_recipe, rows_with_pictures
+from finetune.planner.planning import plan_largest, plan_recipe, rows_with_pictures
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
 

@@ -1,9 +1,24 @@
-"""Settings and rows of one training method with another are refused when a recipe is read."""
+"""Settings that can't be combined are refused when a recipe is read: by method, and with layer offloading."""
 
 import pytest
 
 from finetune.errors import RecipeError
-from finetune.recipe import recipe_from
+from finetune.recipe import parse_recipe, recipe_from
+
+REFUSED = {
+    "activation_checkpointing=false": "set activation_checkpointing to auto or true",
+    "activation_checkpointing_every_n_layers=2": "set activation_checkpointing_every_n_layers to auto or 1",
+    "torch_compile=true": "set torch_compile=auto",
+    "load_in_8bit=true": "use load_in_4bit",
+    "launch.num_processes=2": "set launch.num_processes=1",
+    "offloaded_layers=0": "set it to how many are offloaded",
+}
+
+
+def problems_of(*overrides):
+    with pytest.raises(RecipeError) as error:
+        parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n", overrides=overrides)
+    return error.value.problems
 
 
 @pytest.mark.parametrize(
@@ -31,10 +46,7 @@ from finetune.recipe import recipe_from
         ({"method": "pretrain", "train_on_inputs": True}, "train_on_inputs does not work with method pretrain: plain text has"),
         ({"method": "pretrain", "chat_template": "plain"}, "chat_template does not work with method pretrain"),
         ({"method": "pretrain", "dataset": {"path": "rows.jsonl", "format": "messages"}}, "format messages is for method sft"),
-        (
-            {"new_tokens": ["<a>"], "launch": {"num_processes": 2, "strategy": "fsdp"}},
-            "new_tokens do not work with launch.strat",
-        ),
+        ({"new_tokens": ["<a>"], "launch": {"num_processes": 2, "strategy": "fsdp"}}, "new_tokens do not work with launch.st"),
         ({"new_tokens": ["<a>"], "offload_embeddings": True}, "offload_embeddings does not work with new_tokens"),
         ({"trained_embedding_rows": [7, 7]}, "are no first and end"),
         ({"method": "dpo", "loss_type": "orpo"}, "loss_type"),
@@ -48,14 +60,40 @@ def test_what_does_not_go_together_is_named(settings, message):
 
 def test_long_texts_of_pretraining_are_cut_into_chunks_unless_the_recipe_says_otherwise():
     values = {"model_name_or_path": "tiny", "dataset": "rows.jsonl", "method": "pretrain"}
-    assert [recipe_from(values).excess_length, recipe_from({**values, "excess_length": "drop"}).excess_length] == [
-        "chunk",
-        "drop",
-    ]
-    assert recipe_from({**values, "method": "sft"}).excess_length == "raise"
+    for more, expected in (({}, "chunk"), ({"excess_length": "drop"}, "drop"), ({"method": "sft"}, "raise")):
+        assert recipe_from(values | more).excess_length == expected
 
 
 @pytest.mark.parametrize("row_format", ["text", "auto"])
 @pytest.mark.parametrize("method", ["sft", "pretrain"])
 def test_plain_text_is_read_by_two_methods(method, row_format):
     recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "rows.jsonl", "format": row_format}, "method": method})
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(device, override):
+    (problem,) = problems_of(f"layer_offloading={device}", override)
+    assert f"layer_offloading {device}" in problem or f"layer_offloading is {device}" in problem
+    assert REFUSED[override] in problem
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_sharded_weights_are_moved_by_launch_offload(strategy):
+    (problem,) = problems_of("layer_offloading=cpu", f"launch.strategy={strategy}", "launch.num_processes=2")
+    assert "use launch.offload" in problem
+
+
+@pytest.mark.parametrize("device", ["auto", "false"])
+def test_a_number_of_layers_needs_a_place_for_them(device):
+    (problem,) = problems_of("offloaded_layers=8", f"layer_offloading={device}")
+    assert f"layer_offloading is {device}" in problem and "set layer_offloading=cpu" in problem
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["activation_checkpointing=selective", "activation_checkpointing=offload", "gpu=cpu", "use_dora=true", "lora_dropout=0.1",
+     "load_in_4bit=false", "offloaded_layers=3", "int8_activations=true"],
+)  # fmt: skip
+def test_what_works_with_offloaded_layers_is_accepted(override):
+    parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n", overrides=["layer_offloading=cpu", override])
