@@ -33,9 +33,8 @@ from finetune.compat.transformers import keys_repeated, without_packing_detectio
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.depth import simulate_deep
 from finetune.memory.fake_model import materialise
-from finetune.memory.fake_optimizer import first_step
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
-from finetune.memory.simulate import Simulation, observe
+from finetune.memory.step import Simulation, first_step, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.catalogue import catalogue

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.errors import RecipeError
-from finetune.memory.fake_model import fake_dora_weights, layer_number
+from finetune.memory.fake_model import layer_number
 from finetune.memory.fake_tensors import fake_tensors
-from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, save, step_errors, take_step
+from finetune.memory.rules import Capability
+from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, take_step
 from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
@@ -100,10 +99,8 @@ def _on_meta(name: str, args: Any) -> Any:
 
 def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability | None) -> Simulation:
     """Simulate an optimizer step, on the CPU without a `capability`; the trainer stays unchanged."""
-    rules = rules_for_cpu() if capability is None else rules_for(capability)
-    rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
-    tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
-    with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+    values_read = {torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
+    with step_tracker(capability, values_read) as tracker:
         fake = fake_tensors(trainer.model, capability, batch.trained_tokens, packed="position_ids" in batch.inputs)
         with step_errors(trainer.model.config), fake, tracker:
             model = fake_copy(trainer.model, tracker)
@@ -149,9 +146,6 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
     # transformers enables it in `train`, which the dry run does not call
     _enable_checkpointing(model, args)
     optimizer = shadow.create_optimizer()
-    for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = not on_cpu  # torch's default on CUDA, which it can't see here
 
     def loss() -> torch.Tensor:
         tracker.phase, tracker.part, tracker.layer = "forward", "activations", None

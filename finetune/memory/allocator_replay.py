@@ -38,18 +38,14 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     """Replay load, two steps, save and evaluation. Raises OutOfMemory beyond `limit` bytes."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     run = functools.partial(play, allocator, trace.persistent)
-    allocated: dict[str, int] = {}
-    reserved: dict[str, int] = {}
-    segments: dict[str, int] = {}
+    #: (allocated, reserved, segments) of each part of a phase
+    peaks: dict[str, list[tuple[int, int, int]]] = {}
 
     def end(phase: str) -> None:
-        allocated[phase] = max(allocated.get(phase, 0), allocator.peak_allocated)
-        reserved[phase] = max(reserved.get(phase, 0), allocator.peak_reserved)
-        segments[phase] = max(segments.get(phase, 0), allocator.peak_segments)
+        peaks.setdefault(phase, []).append((allocator.peak_allocated, allocator.peak_reserved, allocator.peak_segments))
         allocator.reset_peaks()
 
-    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
-    run(trace.parts["load"])
+    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED), *trace.parts["load"]])
     end("load")
     allocator.empty_cache()
     for step in _steps(trace):
@@ -60,6 +56,9 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
         if phase in trace.parts:
             run(trace.parts[phase])
             end(phase)
+    allocated, reserved, segments = (
+        {phase: max(part[index] for part in parts) for phase, parts in peaks.items()} for index in range(3)
+    )
     return Replay(
         max(allocated.values()), max(reserved.values()), allocator.retries, reserved, {} if expandable else segments,
         allocated,
@@ -156,8 +155,7 @@ def replay_widths(
     """Return the peak reserved bytes over micro-batches of these widths, `accumulation` per step, without a limit."""
     allocator = CachingAllocator(expandable=expandable)
     run = functools.partial(play, allocator, trace.persistent)
-    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
-    run(trace.parts["load"])
+    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED), *trace.parts["load"]])
     allocator.empty_cache()
     for begin in range(0, len(widths), accumulation):
         for index, width in enumerate(widths[begin : begin + accumulation]):

@@ -128,11 +128,8 @@ class CachingAllocator:
         tail = block.size - size
         if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST:  # should_split
             remaining = Block(tail, block.address + size, pool, block.base)
-            after = block.next
-            remaining.prev, remaining.next = block, after
-            if after is not None:
-                after.prev = remaining
-            block.next, block.size = remaining, size
+            _link(block, remaining, block.next)
+            block.size = size
             block.number, remaining.number = remaining.number, block.number  # torch makes a new block for the request
             pool.add(remaining)
         block.free = False
@@ -160,7 +157,7 @@ class CachingAllocator:
                 elif block.prev is None and block.next is None:  # release_block
                     pool.remove(block)
                     self.segments -= 1
-                    self._return(block.size)
+                    self.reserved -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         """`get_free_block`"""
@@ -211,26 +208,19 @@ class CachingAllocator:
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
-
-    def _return(self, size: int) -> None:
-        self.reserved -= size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _merge(self, block: Block) -> None:
         before, after = block.prev, block.next
         if before is not None and before.free and before.mapped is block.mapped:
             before.pool.remove(before)
             block.size += before.size
-            block.address, block.prev = before.address, before.prev
-            if block.prev is not None:
-                block.prev.next = block
+            block.address = before.address
+            _link(before.prev, block, after)
         if after is not None and after.free and after.mapped is block.mapped:
             after.pool.remove(after)
             block.size += after.size
-            block.next = after.next
-            if block.next is not None:
-                block.next.prev = block
+            _link(block.prev, block, after.next)
 
     def _expand_segment(self, pool: Pool, size: int) -> Block:
         """`try_allocate_expandable_block`"""
@@ -294,7 +284,7 @@ class CachingAllocator:
             _link(block, tail, block.next)
             pool.add(tail)
         block.address, block.size, block.mapped = start, end - start, False
-        self._return(block.size)
+        self.reserved -= block.size
         self._merge(block)
         pool.add(block)
 

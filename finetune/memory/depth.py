@@ -18,7 +18,7 @@ from finetune.model.build import build_on_meta
 from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
-    from finetune.memory.simulate import Simulation
+    from finetune.memory.step import Simulation
     from finetune.memory.tracker import PhaseKey
 
 #: Allocated once, in the first layer, for all layers: bitsandbytes' code book of 256 floats.

@@ -13,7 +13,7 @@ from finetune.card.allocator import expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
-from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
+from finetune.memory.ledger import USUAL_CAPABILITY, LargestStep
 from finetune.memory.shard_units import units_of
 from finetune.memory.sharding import shard
 from finetune.settings.compatibility import BUFFERS
@@ -70,9 +70,8 @@ def make_forecast(
 
     Raises RecipeError for a model that can't be built.
     """
-    micro = settings.per_device_train_batch_size
-    capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
-    one_gpu = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
+    step = _largest_step(config, settings, card, rows)
+    one_gpu = step.dry_run()
     is_sharded, buckets = settings.launch.strategy != "ddp", _bucket_bytes(one_gpu, settings)
     run = one_gpu
     if is_sharded:
@@ -86,7 +85,7 @@ def make_forecast(
     is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
     is_quick = quick and settings.activation_checkpointing_every_n_layers > 1
     can_replay = is_alone and highest <= card.total_bytes and not is_quick
-    replay = _replayed(config, settings, card, rows) if can_replay else None
+    replay = step.replayed(expandable=expandable_segments()) if can_replay else None
     if replay is not None and replay.segments:  # empty where segments can expand
         # torch counts whole blocks as allocated, which are larger than their tensors there
         peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
@@ -113,7 +112,11 @@ def make_forecast(
     if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments()):
         return forecast
     limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
-    return dataclasses.replace(forecast, at_limit=_at_limit(config, settings, card, rows, replay, limit))
+    return dataclasses.replace(forecast, at_limit=_at_limit(step, replay, limit))
+
+
+def _largest_step(config: dict[str, Any], settings: Settings, card: Card, rows: RowShape) -> LargestStep:
+    return LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
 
 
 def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
@@ -170,11 +173,8 @@ def with_row_lengths(
         lengths = range(LEAST_WIDTH, rows.tokens + 1)
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
         return forecast
-    reserved_by_steps = functools.partial(
-        replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths,
-        expandable=expandable,
-    )  # fmt: skip
-    reserved_bytes = reserved_by_steps()
+    step = _largest_step(config, settings, card, rows)
+    reserved_bytes = step.reserved_over(lengths, expandable=expandable)
     if reserved_bytes is None:
         return forecast
     likely = max(forecast.reserved_bytes, reserved_bytes)
@@ -182,7 +182,7 @@ def with_row_lengths(
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     most = [likely]
     if lowers and reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
-        other_orders = (reserved_by_steps(seed=seed) for seed in OTHER_ORDERS)
+        other_orders = (step.reserved_over(lengths, expandable=expandable, seed=seed) for seed in OTHER_ORDERS)
         most += [other for other in other_orders if other is not None]
     high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + context
     if not lowers:
@@ -219,7 +219,7 @@ def _growth_note(growth: float, share: float | None, *, expandable: bool, read: 
     return f"{over} {more} than for the longest alone{packing}{end}{unread}"
 
 
-def _at_limit(config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int) -> bool:
+def _at_limit(run: LargestStep, unlimited: Replay, limit: int) -> bool:
     """Tell whether the run fits `limit` reserved bytes even with the dry run's largest error."""
     # A lower limit moves the moments when blocks are returned, which may help or not: the run must succeed at every limit
     # of the grid, so that more memory is never worse. Callers skip uneven rows without expandable segments: a replay of
@@ -229,16 +229,7 @@ def _at_limit(config: dict[str, Any], settings: Settings, card: Card, rows: RowS
     limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
     if limits[-1] < unlimited.allocated_bytes:
         return False
-    return all(_replayed(config, settings, card, rows, lower_limit) is not None for lower_limit in limits[1:])
-
-
-def _replayed(
-    config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
-) -> Replay | None:
-    return replayed(
-        config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,
-        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
-    )  # fmt: skip
+    return all(run.replayed(expandable=expandable_segments(), limit=lower_limit) is not None for lower_limit in limits[1:])
 
 
 def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:

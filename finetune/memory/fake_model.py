@@ -12,7 +12,7 @@ import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import name_in_checkpoint
-from finetune.layers.layer_offloading import LayerOffloading, offloading_of
+from finetune.layers.layer_offloading import offloading_of
 from finetune.memory.tracker import OFFLOADED, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
@@ -25,48 +25,100 @@ ADAPTERS, CASTS = "adapters", "casts"
 
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake tensor, base weights first. Tied weights stay tied."""
-    materialised: dict[int, torch.nn.Parameter] = {}
-    offloading = offloading_of(model)
-    tracker.recording.begin("load")
-    tracker.phase = "load"
-    uncast: dict[int, torch.nn.Parameter] = {}
-    for adapters in (False, True):
-        if adapters:
-            tracker.phase = ADAPTERS
-            # PEFT creates adapters in the model's dtype, computes DoRA's magnitudes, and at the end casts each to fp32
-            uncast = _uncast_adapters(model, tracker, dtype)
-        for path, module, names in _all_parameters(model) if adapters else _in_loading_order(model):
-            tracker.layer = layer_number(path)
-            _fill(module, names, tracker, materialised, adapters, dtype, uncast, offloading)
-        if not adapters:
-            _grow_tables(model, tracker, materialised)
-        if not adapters and offloading is not None:
-            tracker.layer = None
-            with tracker.tagging("weights"):
-                offloading.finish()
-    tracker.layer = None
+    loading = _Loading(model, tracker, dtype)
+    loading.load_base()
+    loading.create_adapters()
 
 
-def _grow_tables(model: torch.nn.Module, tracker: StorageTracker, materialised: dict[int, torch.nn.Parameter]) -> None:
-    """Replace embedding tables that grow for new tokens, as `grow_vocabulary` does."""
-    tracker.layer = None
-    grown: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        loaded = module._parameters.get("weight")
-        if loaded is None or not hasattr(loaded, GROWN_ROWS):
-            continue
-        with tracker.tagging("weights"):
+class _Loading:
+    def __init__(self, model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> None:
+        self._model, self._tracker, self._dtype = model, tracker, dtype
+        self._offloading = offloading_of(model)
+        # by the meta parameter's id
+        self._materialised: dict[int, torch.nn.Parameter] = {}
+        self._uncast: dict[int, torch.nn.Parameter] = {}
+
+    def load_base(self) -> None:
+        self._tracker.recording.begin("load")
+        self._tracker.phase = "load"
+        for path, module, names in _in_loading_order(self._model):
+            self._tracker.layer = layer_number(path)
+            for name in names:
+                if self._fill(module, name, "weights") and self._offloading is not None:
+                    with self._tracker.tagging(OFFLOADED):
+                        self._offloading.on_parameter_loaded(module, name)
+            with self._tracker.tagging("weights"):
+                _fill_buffers(module)
+        self._tracker.layer = None
+        with self._tracker.tagging("weights"):
+            self._grow_tables()
+            if self._offloading is not None:
+                self._offloading.finish()
+
+    def create_adapters(self) -> None:
+        """Create the adapters as PEFT does: in the model's dtype, with DoRA's magnitudes, each cast to fp32 at the end."""
+        self._tracker.phase = ADAPTERS
+        self._create_uncast()
+        for path, module in self._model.named_modules():
+            self._tracker.layer = layer_number(path)
+            for name in list(module._parameters):
+                self._fill(module, name, "adapters")
+        self._tracker.layer = None
+
+    def _fill(self, module: torch.nn.Module, name: str, part: str) -> bool:
+        """Replace a parameter that belongs to `part`; return whether it does."""
+        parameter = module._parameters[name]
+        if parameter is None or parameter.requires_grad is not (part == "adapters"):
+            return False
+        with self._tracker.tagging(part):
+            weight = self._materialised.get(id(parameter))
+            if weight is None:
+                weight = self._uncast.pop(id(parameter), None)
+                if weight is None or weight.dtype != parameter.dtype:
+                    weight = _packer(module, name)(parameter, self._dtype)
+                self._materialised[id(parameter)] = weight
+                if part == "weights" and self._offloading is None:
+                    self._tracker.recording.weights[self._tracker.layer] += weight.nbytes
+            module._parameters[name] = weight
+        if hasattr(weight, "quant_state"):
+            module.quant_state = weight.quant_state
+        return True
+
+    def _grow_tables(self) -> None:
+        """Replace embedding tables that grow for new tokens, as `grow_vocabulary` does."""
+        grown: dict[int, torch.nn.Parameter] = {}
+        for module in self._model.modules():
+            loaded = module._parameters.get("weight")
+            if loaded is None or not hasattr(loaded, GROWN_ROWS):
+                continue
             if id(loaded) not in grown:
                 table = torch.empty(getattr(loaded, GROWN_ROWS), *loaded.shape[1:], dtype=loaded.dtype)
                 grown[id(loaded)] = torch.nn.Parameter(table, requires_grad=False)
             module._parameters["weight"] = grown[id(loaded)]
-    for meta_id, parameter in list(materialised.items()):
-        materialised[meta_id] = grown.get(id(parameter), parameter)
+        self._materialised = {key: grown.get(id(weight), weight) for key, weight in self._materialised.items()}
 
-
-def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
-    for path, module in model.named_modules():
-        yield path, module, list(module._parameters)
+    def _create_uncast(self) -> None:
+        tracker, uncast = self._tracker, self._uncast
+        for path, module in self._model.named_modules():
+            for name in getattr(module, "lora_A", ()):
+                tracker.layer = layer_number(path)
+                layer: Any = module
+                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                with tracker.tagging("adapters"):
+                    for weight in (a, b):
+                        uncast[id(weight)] = torch.nn.Parameter(torch.empty(weight.shape, dtype=self._dtype))
+                if name in layer.lora_magnitude_vector:
+                    magnitude = layer.lora_magnitude_vector[name]
+                    computed = type(magnitude)(magnitude.fan_in_fan_out)
+                    base, scaling = layer.get_base_layer(), layer.scaling[name]
+                    with tracker.tagging("workspace"):
+                        computed.update_layer(base_layer=base, lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=scaling)
+                    uncast[id(magnitude.weight)] = computed.weight
+        tracker.layer = None
+        with tracker.tagging("adapters"):
+            for name, rows in trainable_parameters(self._model):
+                if TRAINED_ROWS in name:
+                    uncast[id(rows)] = torch.nn.Parameter(torch.empty(rows.shape, dtype=self._dtype))
 
 
 def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
@@ -79,8 +131,8 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
         name = name_of(path.removeprefix("base_model.model."))
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
-    modules = sorted(_all_parameters(model), key=lambda item: order(item[0]))
-    return [(path, module, sorted(names, key=lambda name: order(f"{path}.{name}"))) for path, module, names in modules]
+    modules = sorted(model.named_modules(), key=lambda item: order(item[0]))
+    return [(path, module, sorted(module._parameters, key=lambda name: order(f"{path}.{name}"))) for path, module in modules]
 
 
 def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
@@ -116,65 +168,6 @@ def layer_number(path: str) -> int | None:
     """Return the decoder layer's index in a module path; None outside the layers."""
     match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
     return int(match[1]) if match else None
-
-
-def _fill(
-    module: torch.nn.Module,
-    names: list[str],
-    tracker: StorageTracker,
-    materialised: dict[int, torch.nn.Parameter],
-    adapters: bool,
-    dtype: torch.dtype,
-    uncast: dict[int, torch.nn.Parameter],
-    offloading: LayerOffloading | None,
-) -> None:
-    for name in names:
-        parameter = module._parameters[name]
-        if parameter is None or parameter.requires_grad is not adapters:
-            continue
-        with tracker.tagging("adapters" if adapters else "weights"):
-            weight = materialised.get(id(parameter))
-            if weight is None:
-                weight = uncast.pop(id(parameter), None)
-                if weight is None or weight.dtype != parameter.dtype:
-                    weight = _packer(module, name)(parameter, dtype)
-                materialised[id(parameter)] = weight
-                if not adapters and offloading is None:
-                    tracker.recording.weights[tracker.layer] += weight.nbytes
-            module._parameters[name] = weight
-        if hasattr(weight, "quant_state"):
-            module.quant_state = weight.quant_state
-        if offloading is not None and not adapters:
-            with tracker.tagging(OFFLOADED):
-                offloading.on_parameter_loaded(module, name)
-    if not adapters:
-        with tracker.tagging("weights"):
-            _fill_buffers(module)
-
-
-def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
-    uncast: dict[int, torch.nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for name in getattr(module, "lora_A", ()):
-            tracker.layer = layer_number(path)
-            layer: Any = module
-            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-            own = torch.float32 if getattr(layer.get_base_layer(), "has_fp16_weights", None) is False else dtype
-            with tracker.tagging("adapters"):
-                uncast |= {id(weight): torch.nn.Parameter(torch.empty(weight.shape, dtype=own)) for weight in (a, b)}
-            if name in layer.lora_magnitude_vector:
-                magnitude = layer.lora_magnitude_vector[name]
-                computed = type(magnitude)(magnitude.fan_in_fan_out)
-                base, scaling = layer.get_base_layer(), layer.scaling[name]
-                with tracker.tagging("workspace"):
-                    computed.update_layer(base_layer=base, lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=scaling)
-                uncast[id(magnitude.weight)] = computed.weight
-    tracker.layer = None
-    for name, rows in trainable_parameters(model):
-        if TRAINED_ROWS in name:
-            with tracker.tagging("adapters"):
-                uncast[id(rows)] = torch.nn.Parameter(torch.empty(rows.shape, dtype=dtype))
-    return uncast
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:

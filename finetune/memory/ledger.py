@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from finetune.memory.forecast import RowShape
-    from finetune.memory.simulate import Batch, Simulation
+    from finetune.memory.step import Simulation
     from finetune.memory.tracker import Peak
     from finetune.settings import Settings
 
@@ -81,140 +82,151 @@ class DryRun:
         return sum(self.parts.values())
 
 
-def dry_run(
-    config: dict[str, Any],
-    settings: Settings,
-    *,
-    micro_batch: int,
-    rows: RowShape,
-    capability: tuple[int, int] | None = USUAL_CAPABILITY,
-) -> DryRun:
-    """Return the allocated bytes of a step with `micro_batch` of the longest `rows`; cached on disk.
+@dataclass(frozen=True)
+class LargestStep:
+    """A run's step with micro-batches of the longest `rows`. Its dry run and replays are cached on disk.
 
-    `capability`: None for a run on the CPU. Raises RecipeError for a model that can't be built.
+    `config` and `settings` are the model's and the run's. Raises RecipeError for a model that can't be built.
     """
-    shape = _shape(settings, micro_batch, rows)
-    key = cache.key_of(kind="dry run", config=config, settings=_memory_settings(settings), shape=shape, capability=capability)
 
-    def make() -> dict[str, Any]:
-        from finetune.compat.imports import import_libraries
+    config: dict[str, Any]
+    settings: Settings
+    rows: RowShape
+    #: Of the GPU; None: the run is on the CPU.
+    capability: tuple[int, int] | None = USUAL_CAPABILITY
 
-        import_libraries()
-        from finetune.memory.depth import count_parameters
-        from finetune.memory.simulate import Batch
+    def dry_run(self) -> DryRun:
+        """Return the allocated bytes of the step."""
+
+        def make() -> dict[str, Any]:
+            from finetune.compat.imports import import_libraries
+
+            import_libraries()
+            from finetune.memory.depth import count_parameters
+
+            simulation, method = self._simulated()
+            parameters = count_parameters(self._model_config)
+            return asdict(ledger_of(simulation, self.capability, parameters=parameters, method=method))
+
+        cached = cache.cached(self._key("dry run"), make)
+        return DryRun(**{**cached, "notes": tuple(cached["notes"])})
+
+    def replayed(self, *, expandable: bool, limit: int | None = None) -> Replay | None:
+        """Replay the dry run's events on torch's allocator.
+
+        Return None where events can't be replayed, or when `limit` (reserved bytes) is too low.
+        """
+        # copies run beside the computation, so the order of events is unknown
+        if self.settings.activation_offloading or self.settings.activation_checkpointing == "offload":
+            return None
+
+        def make() -> dict[str, Any] | None:
+            from finetune.memory.step import garbage_collection_paused
+
+            # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end.
+            simulation, _ = self._simulated(mixes=expandable)
+            with garbage_collection_paused(), suppress(OutOfMemory):
+                trace = simulation.trace()
+                return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
+            return None
+
+        cached = cache.cached(self._key("replay", expandable=expandable, limit=limit), make)
+        return Replay(**cached) if cached else None
+
+    def reserved_over(self, lengths: Sequence[int], *, expandable: bool, seed: int = 0) -> int | None:
+        """Return the peak reserved bytes over steps of rows of these lengths, or None if there is no replay.
+
+        `seed` decides the row order.
+        """
+        micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
+        widths = micro_batch_widths(lengths, micro, self.rows.tokens, accumulation, seed)
+
+        def make() -> int | None:
+            from finetune.memory.step import garbage_collection_paused
+
+            # traces at two widths show how each size grows with the width
+            tokens, narrow = self.rows.tokens, self.rows.tokens // 2
+            steps = self, replace(self, rows=replace(self.rows, tokens=narrow))
+            with garbage_collection_paused(), suppress(NotRepeated):
+                wide, other = (step._simulated(mixes=False)[0].trace() for step in steps)
+                if wide and other:
+                    micro_batches = MicroBatchEvents(wide, tokens, other, narrow)
+                    return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
+            return None
+
+        return cache.cached(self._key("growth", expandable=expandable, widths=widths, accumulation=accumulation), make)
+
+    def _key(self, kind: str, **more: Any) -> str:
+        return cache.key_of(
+            kind=kind, config=self.config, settings=_memory_settings(self.settings), shape=shape_of(self.settings, self.rows),
+            capability=self.capability, **more,
+        )  # fmt: skip
+
+    @cached_property
+    def _model_config(self) -> PretrainedConfig:
         from finetune.model.transformers_config import config_from
 
-        model_config = config_from(config, settings)
-        simulation, method = _simulated(model_config, settings, Batch(**shape), capability)
-        return asdict(ledger_of(simulation, capability, parameters=count_parameters(model_config), method=method))
+        return config_from(self.config, self.settings)
 
-    cached = cache.cached(key, make)
-    return DryRun(**{**cached, "notes": tuple(cached["notes"])})
+    def _with(self, **changes: Any) -> LargestStep:
+        return replace(self, settings=resolved(self.settings, **changes))
 
+    def _simulated(self, *, mixes: bool = True) -> tuple[Simulation, str]:
+        from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
+        from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
+        from finetune.memory.simulate import Batch, simulate
 
-def replayed(
-    config: dict[str, Any],
-    settings: Settings,
-    *,
-    micro_batch: int,
-    rows: RowShape,
-    capability: tuple[int, int],
-    expandable: bool,
-    limit: int | None = None,
-) -> Replay | None:
-    """Replay the dry run's events on torch's allocator; cached on disk.
-
-    Return None where events can't be replayed, or when `limit` (reserved bytes) is too low.
-    """
-    # copies run beside the computation, so the order of events is unknown
-    if settings.activation_offloading or settings.activation_checkpointing == "offload":
-        return None
-    shape = _shape(settings, micro_batch, rows)
-    key = cache.key_of(
-        kind="replay", config=config, settings=_memory_settings(settings), shape=shape, capability=capability,
-        expandable=expandable, limit=limit,
-    )  # fmt: skip
-
-    def make() -> dict[str, Any] | None:
-        from finetune.memory.simulate import Batch, garbage_collection_paused
-        from finetune.model.transformers_config import config_from
-
-        # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end, so skip it.
-        simulation, _ = _simulated(config_from(config, settings), settings, Batch(**shape), capability, mixes=expandable)
-        with garbage_collection_paused(), suppress(OutOfMemory):
-            trace = simulation.trace()
-            return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
-        return None
-
-    cached = cache.cached(key, make)
-    return Replay(**cached) if cached else None
-
-
-def replay_rows(
-    config: dict[str, Any],
-    settings: Settings,
-    *,
-    rows: RowShape,
-    capability: tuple[int, int],
-    lengths: Sequence[int],
-    expandable: bool,
-    seed: int = 0,
-) -> int | None:
-    """Return the peak reserved bytes over steps of rows of these lengths, or None if there is no replay.
-
-    Cached on disk. `seed` decides the row order.
-    """
-    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    widths = micro_batch_widths(lengths, micro, rows.tokens, accumulation, seed)
-    key = cache.key_of(
-        kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, rows),
-        capability=capability, expandable=expandable, widths=widths, accumulation=accumulation,
-    )  # fmt: skip
-
-    def make() -> int | None:
-        from finetune.memory.simulate import Batch, garbage_collection_paused
-        from finetune.model.transformers_config import config_from
-
-        model_config = config_from(config, settings)
-        # traces at two widths show how each size grows with the width
-        narrow = replace(rows, tokens=rows.tokens // 2)
-        with garbage_collection_paused():
-            wide, other = (
-                _simulated(model_config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
-                for shape in (rows, narrow)
+        # mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events
+        config, settings, every = self._model_config, self.settings, self.settings.activation_checkpointing_every_n_layers
+        if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
+            (recomputed, method), (uncheckpointed, _) = (
+                self._with(activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)._simulated()
+                for all_layers in (True, False)
             )
-            if wide is None or other is None:
-                return None
-            try:
-                micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
-            except NotRepeated:
-                return None
-            return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
+            return mix_layers(recomputed, uncheckpointed, every), method
+        layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
+        is_partial = settings.offloaded_layers < layers
+        if is_partial and has_identical_layers(config):
+            from finetune.layers.layer_offloading import offloaded_numbers
 
-    return cache.cached(key, make)
+            offloaded, method = self._with(offloaded_layers=layers)._simulated()
+            resident, _ = self._with(layer_offloading=False, offloaded_layers=0)._simulated()
+            return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
+        key = self._key("simulation")
+        if key not in _SIMULATED:
+            batch = Batch(**shape_of(settings, self.rows))
+            _SIMULATED[key] = simulate_deep(
+                config,
+                lambda shallow: simulate(shallow, settings, batch, self.capability),
+                every,
+                first_differs=first_layer_saves_less(settings),
+                full_depth=OPTIMIZERS[settings.optim].small_states or is_partial,  # which layers are offloaded doesn't repeat
+            )
+            while len(_SIMULATED) > _MOST_SIMULATED:
+                _SIMULATED.popitem(last=False)
+        return _SIMULATED[key]
 
 
-def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
+def shape_of(settings: Settings, rows: RowShape) -> dict[str, Any]:
     """Return the fields of `simulate.Batch` for the largest micro-batches."""
-    sequences = METHODS[settings.method].sequences
-    eval_rows = 0 if settings.eval_steps == 0 else sequences * settings.per_device_eval_batch_size
+    method, micro_batch, is_packed = METHODS[settings.method], settings.per_device_train_batch_size, settings.packing is True
+    train_rows = method.sequences * micro_batch
+    eval_rows = 0 if settings.eval_steps == 0 else method.sequences * settings.per_device_eval_batch_size
     eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
     eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
-    train_rows = sequences * micro_batch
-    widths: dict[str, Any] = (
-        {"mismatched_tokens": rows.mismatched_tokens} if has_kl(settings.method, settings.loss_type) else {}
-    )
-    if settings.vision is True:
-        widths |= {"pictures": rows.pictures, "eval_pictures": rows.eval_pictures or rows.pictures}
-    return {
-        **widths,
+    shape: dict[str, Any] = {
         "rows": train_rows, "tokens": _padded(settings, micro_batch, rows.tokens),
         "trained_tokens": round(rows.trained_share * train_rows * (rows.tokens - 1)),
-        "padded": train_rows > 1 and settings.packing is not True,
-        "documents": max(1, rows.tokens // 256) if settings.packing is True else 1,
+        "padded": train_rows > 1 and not is_packed,
+        "documents": max(1, rows.tokens // 256) if is_packed else 1,
         "eval_rows": eval_rows, "eval_tokens": _padded(settings, eval_rows, eval_tokens) if eval_rows else 0,
         "eval_trained_tokens": round(eval_share * eval_rows * (eval_tokens - 1)),
     }  # fmt: skip
+    if has_kl(settings.method, settings.loss_type):
+        shape["mismatched_tokens"] = rows.mismatched_tokens
+    if settings.vision is True:
+        shape |= {"pictures": rows.pictures, "eval_pictures": rows.eval_pictures or rows.pictures}
+    return shape
 
 
 def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
@@ -233,7 +245,7 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     from finetune.memory.tracker import OFFLOADED
 
     # cuBLAS handles of the main thread and of the autograd thread
-    workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
+    workspace = 2 * cublas_workspace_bytes(capability)
     top = _highest(simulation, _TRAIN)
     parts = Counter({part: 0 for part in PARTS})
     layers: Counter[int | None] = Counter()
@@ -260,44 +272,8 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     )  # fmt: skip
 
 
-def _simulated(
-    config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None, *, mixes: bool = True
-) -> tuple[Simulation, str]:
-    from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
-    from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
-    from finetune.memory.simulate import simulate
-
-    # mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events
-    every, every_layer = settings.activation_checkpointing_every_n_layers, {"activation_checkpointing_every_n_layers": 1}
-    if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
-        (recomputed, method), (uncheckpointed, _) = (
-            _simulated(config, resolved(settings, activation_checkpointing=all_layers, **every_layer), batch, capability)
-            for all_layers in (True, False)
-        )
-        return mix_layers(recomputed, uncheckpointed, every), method
-    layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
-    is_partial = settings.offloaded_layers < layers
-    if is_partial and has_identical_layers(config):
-        from finetune.layers.layer_offloading import offloaded_numbers
-
-        offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
-        resident, _ = _simulated(config, resolved(settings, layer_offloading=False, offloaded_layers=0), batch, capability)
-        return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
-    key = cache.key_of(config=config.to_dict(), settings=_memory_settings(settings), batch=asdict(batch), capability=capability)
-    if key not in _SIMULATED:
-        _SIMULATED[key] = simulate_deep(
-            config,
-            lambda shallow: simulate(shallow, settings, batch, capability),
-            every,
-            first_differs=_first_layer_saves_less(settings),
-            full_depth=OPTIMIZERS[settings.optim].small_states or is_partial,  # which layers are offloaded doesn't repeat
-        )
-        while len(_SIMULATED) > _MOST_SIMULATED:
-            _SIMULATED.popitem(last=False)
-    return _SIMULATED[key]
-
-
-def _first_layer_saves_less(settings: Settings) -> bool:
+def first_layer_saves_less(settings: Settings) -> bool:
+    """Tell whether the first layer saves other tensors than the rest."""
     # the first layer's input needs no gradient and is not offloaded, nor fp32 with DoRA
     saves_inputs = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
     # with activation offloading, no copies of an earlier layer are in flight yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from finetune.memory.simulate import AUXILIARY, Simulation
+from finetune.memory.step import AUXILIARY, Simulation
 from finetune.memory.tracker import OFFLOADED, Peak, PhaseKey, Tag
 from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,69 +17,65 @@ from finetune.units import KIB, MIB
 # Fake tensors don't show the buffers that a kernel allocates and frees inside one operator. The other corrections are the
 # cuBLAS workspace and `card_semantics` (dropout masks, TRL's in-place Triton tiles, int8 matmuls, autocast).
 Capability = tuple[int, int]
+#: Bytes of the buffers that a kernel allocates and frees, from its arguments.
+ScratchSizes = Callable[[Positional, Keywords], list[int]]
 
 
-def rules_for(capability: Capability) -> dict[Any, Rule]:
-    """Return operator -> rule for a GPU of this compute capability."""
-    import torch.nn.attention.varlen  # noqa: F401  # registers its operators
-
-    rules: dict[str, Rule] = {
-        "aten._softmax_backward_data": _softmax_backward,
-        "aten._softmax": _softmax,
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(_attention_backward, capability),
-        "torch_attn._varlen_attn_backward": _varlen_backward,
-        "bitsandbytes.gemm_4bit": _dequantised_matmul,
-        "finetune.product_of_few": functools.partial(_own, product_of_many),
-    }
-    cpu_rules = rules_for_cpu()  # registers bitsandbytes' operators
-    operators = {name: functools.reduce(getattr, name.split("."), torch.ops).default for name in rules}
-    return {**cpu_rules, **{operators[name]: rule for name, rule in rules.items()}}
-
-
-def rules_for_cpu() -> dict[Any, Rule]:
-    """Return operator -> rule for a run on the CPU: int8 and this project's operators."""
-    import bitsandbytes  # noqa: F401  # registers its operators
+def rules_for(capability: Capability | None) -> dict[Any, Rule]:
+    """Return operator -> rule for a GPU of this compute capability, or for the CPU (None)."""
+    import torch.nn.attention.varlen  # registers its operators
+    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
     operators = torch.ops.bitsandbytes
-    return {
+    cpu_rules: dict[Any, Rule] = {
         # the search for outliers depends on data, which fake tensors lack
         operators.int8_vectorwise_quant.default: _int8_quantise,
         operators.int8_mixed_scaled_mm.default: _int8_matmul,
         operators.int8_scaled_mm.default: _int8_matmul,
         **{operator: functools.partial(_own, body) for operator, body in BODIES.items()},
     }
+    if capability is None:
+        return cpu_rules
+    rules: dict[str, Rule] = {
+        # grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)
+        "aten._softmax_backward_data": functools.partial(_with_scratch, lambda args, _named: [args[0].nbytes]),
+        "aten._softmax": _softmax,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(
+            _with_scratch, functools.partial(_attention_scratch, capability)
+        ),
+        "torch_attn._varlen_attn_backward": functools.partial(
+            _with_scratch, lambda args, _named: _flash_scratch(args[1], args[2], args[6].shape[0] - 1)
+        ),
+        # More than 512 tokens dequantise the whole weight; for fewer this is an upper bound
+        # (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl).
+        "bitsandbytes.gemm_4bit": functools.partial(_own, _gemm_4bit_default_impl),
+        "finetune.product_of_few": functools.partial(_own, product_of_many),
+    }
+    by_operator = {functools.reduce(getattr, name.split("."), torch.ops).default: rule for name, rule in rules.items()}
+    return {**cpu_rules, **by_operator}
 
 
-def cublas_workspace_bytes(capability: Capability) -> int:
-    """Return the workspace per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on.
+def cublas_workspace_bytes(capability: Capability | None) -> int:
+    """Return the workspace per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on, none on the CPU.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
+    if capability is None:
+        return 0
     return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
-def _softmax_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
+def _with_scratch(sizes: ScratchSizes, tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     out = func(*args, **kwargs)
-    tracker.track(out)
-    # grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)
-    tracker.scratch(args[0].nbytes)
+    for grad in out if isinstance(out, tuple) else (out,):
+        tracker.track(grad)
+    tracker.scratch(*sizes(args, kwargs))
     return out
 
 
 def _softmax(_tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     # CUDA's fp32 softmax reads 16-bit scores directly; the CPU copies them to fp32 first (SoftMax.cpp, half_to_float on CUDA)
     return torch.empty_like(args[0], dtype=torch.float32) if args[2] else func(*args, **kwargs)
-
-
-def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
-    # More than 512 tokens dequantise the whole weight; for fewer this is an upper bound
-    # (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl).
-    from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
-
-    with tracker, tracker.tagging("workspace"):
-        out = _gemm_4bit_default_impl(*args, **kwargs)
-    tracker.retag(out, tracker.part)
-    return out
 
 
 def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
@@ -116,16 +113,11 @@ def _int8_matmul(tracker: StorageTracker, func: Any, args: Positional, kwargs: K
     return (out, codes.new_empty((0,), dtype=dtype)) if mixed else out
 
 
-def _attention_backward(capability: Capability, tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    grads = func(*args, **kwargs)
+def _attention_scratch(capability: Capability, args: Positional, kwargs: Keywords) -> list[int]:
     query, key, mask = args[1], args[2], kwargs.get("attn_mask")
-    for grad in grads:
-        tracker.track(grad)
     if uses_flash(query.dtype, query.shape[-1], mask is not None, capability):
-        tracker.scratch(*_flash_scratch(query, key))
-    else:
-        tracker.scratch(*_efficient_scratch(query, key, capability))
-    return grads
+        return _flash_scratch(query, key)
+    return _efficient_scratch(query, key, capability)
 
 
 def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capability) -> bool:
@@ -171,12 +163,3 @@ def _efficient_block(half: bool, dim: int, capability: Capability) -> tuple[int,
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _varlen_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    grads = func(*args, **kwargs)
-    query, key = args[1], args[2]
-    for grad in grads:
-        tracker.track(grad)
-    tracker.scratch(*_flash_scratch(query, key, args[6].shape[0] - 1))
-    return grads

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from logging import ERROR, getLogger
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from finetune.compat.bitsandbytes import without_cpu_repacking
-from finetune.compat.torch import backward
-from finetune.compat.transformers import auxiliary_loss, keys_repeated, wrap_checkpoint
+from finetune.compat.transformers import auxiliary_loss, keys_repeated, trainers_optimizer
 from finetune.compat.trl import narrow_tiles
-from finetune.data.report import first_line
-from finetune.errors import FinetuneError, RecipeError
-from finetune.layers.checkpointing import base_of, decoder_layers
+from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.host_embedding import offload_table
 from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import lean_summary
@@ -28,15 +23,13 @@ from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
-from finetune.memory.depth import Depth
-from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
-from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
+from finetune.memory.fake_model import cast_adapters_in_turn, layer_number, materialise
 from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.picture_prompt import picture_inputs
-from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.rules import Capability
 from finetune.memory.small_values import SmallValues
-from finetune.memory.trace import NotRepeated, Recording, Trace
-from finetune.memory.tracker import Peak, PhaseKey, StorageTracker
+from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, tag_auxiliary_loss, take_step
+from finetune.memory.tracker import StorageTracker
 from finetune.methods import method_of
 from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
@@ -45,13 +38,10 @@ from finetune.model.hybrid import read_outside, reference_notes
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
-from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
 from finetune.settings.vision import Sizes
-
-#: Phase of a mixture's router loss, after the loss.
-AUXILIARY = "auxiliary loss"
 
 
 @dataclass(frozen=True)
@@ -83,28 +73,6 @@ class Batch:
         return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained, pictures=self.eval_pictures)
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """Peaks of a dry run by phase and layer."""
-
-    peaks: dict[PhaseKey, Peak]
-    #: Peak of host memory.
-    host: Peak
-    notes: tuple[str, ...] = ()
-    #: Summary of each decoder layer's lean modules; empty without lean layers.
-    lean: tuple[str, ...] = ()
-    #: Events of the layers that ran, before repetition to `depth`; None for a mixture of simulations.
-    recording: Recording | None = field(default=None, compare=False)
-    depth: Depth | None = field(default=None, compare=False)
-
-    def trace(self) -> Trace | None:
-        """Return the events at full depth; None without a recording, or where the layers' events don't repeat."""
-        try:
-            return self.recording.trace(self.depth) if self.recording else None
-        except NotRepeated:
-            return None
-
-
 def _adapter_casts(settings: Settings) -> list[torch.dtype]:
     own = getattr(torch, settings.adapter_dtype)
     # TRL casts the fp32 adapters of quantised models to bf16
@@ -114,10 +82,7 @@ def _adapter_casts(settings: Settings) -> list[torch.dtype]:
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """Simulate a run on a GPU of this compute capability, or on the CPU when None."""
-    rules = rules_for_cpu() if capability is None else rules_for(capability)
-    tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
-    tiles = narrow_tiles(config, on_cpu=capability is None)
-    with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused(), tiles:
+    with _quiet(), step_tracker(capability) as tracker, narrow_tiles(config, on_cpu=capability is None):
         batch = replace(batch, padded=batch.padded and (loads_vision(config) or needs_padding_mask(config)))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
@@ -129,7 +94,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             split.replace(decoder_layers(model))
         with (
             forecast_for(capability),
-            auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)),
+            auxiliary_loss(functools.partial(tag_auxiliary_loss, tracker)),
             keys_repeated() if capability and must_repeat_keys(model_dtype(settings), capability) else nullcontext(),
             fake_tensors(model, capability, batch.trained_tokens, packed=settings.packing is True) as semantics,
             SmallValues() if settings.vision is True else nullcontext(),
@@ -148,32 +113,6 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
-
-
-@contextmanager
-def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError.
-
-    The advice names the settings that replace layers.
-    """
-    try:
-        yield
-    except FinetuneError:
-        raise
-    except Exception as error:
-        # of hundreds of model types, some don't run here
-        raise RecipeError(
-            f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
-            f"{type(error).__name__}: {first_line(error)}",
-            _without_replaced_layers(settings),
-        ) from error
-
-
-def _without_replaced_layers(settings: Settings | None) -> str:
-    quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
-    lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
-    own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
-    return f"{own_layers}Give another model, or report it with its config.json."
 
 
 def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
@@ -214,7 +153,7 @@ def _run(
         batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
         return _forward(method, model, batch, batches[-1], tracker, "forward")
 
-    optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
+    optimizer = _optimizer(settings, model)
     take_step(model, optimizer, tracker, loss, settings, context=step_context(settings, "cpu"), on_cpu=on_cpu)
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
@@ -231,45 +170,11 @@ def _run(
             _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def take_step(
-    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
-    context: AbstractContextManager[Any], on_cpu: bool,
-) -> None:  # fmt: skip
-    """Run one optimizer step of one micro-batch, forward and backward inside `context`."""
+def _optimizer(settings: Settings, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer that transformers' Trainer creates for these settings."""
+    kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
     parameters = [parameter for _, parameter in trainable_parameters(model)]
-    for parameter in parameters:
-        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
-    # states exist from the second step on, which peaks highest
-    first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if arguments.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
-    with context:
-        value = loss()
-        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-        backward(value)
-    del value
-    tracker.recording.begin("clipping")
-    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
-    torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
-    with paged_states_on_host(on_cpu):
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def save(model: Any, tracker: StorageTracker) -> None:
-    """Allocate the copies that saving a checkpoint makes."""
-    tracker.recording.begin("save")
-    gc.collect()
-    tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
-
-
-def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
+    return kind([{"params": parameters, "weight_decay": settings.weight_decay}], **arguments)
 
 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
@@ -310,84 +215,6 @@ class _AutocastModel:
         # a pass must not reuse weights that an earlier pass cast: it may need their gradients
         with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype != torch.float32):
             return self.module(**inputs)
-
-
-def observe(model: Any, tracker: StorageTracker) -> None:
-    """Hook the model so that the tracker knows the running layer, the loss and recomputation."""
-    for number, layer in enumerate(decoder_layers(model)):
-        layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
-        layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
-        wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
-    base_of(model).base_model.register_forward_pre_hook(functools.partial(_begin_forward, tracker))
-    base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
-
-
-def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
-    tracker.layer = number
-    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
-        tracker.retag(inputs[0], "activations", number)
-
-
-def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
-    hidden = output[0] if isinstance(output, tuple) else output
-    if hidden.requires_grad:
-        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
-    tracker.layer = None
-
-
-def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
-    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
-
-
-def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
-    # a second forward pass follows the reference model's
-    tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
-    tracker.part = "activations"
-
-
-def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
-    tracker.part = "loss"
-    if tracker.phase == "forward":
-        tracker.phase = "loss"
-        if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
-            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
-
-
-def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
-    """Tag tensors of the router's auxiliary loss with the layer of their logits, also in backward."""
-    # a phase apart: it grows with the number of layers, so at full depth it may need more than the loss
-    tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
-    try:
-        return computed(*inputs)
-    finally:
-        tracker.inherits = False
-
-
-def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
-    def observed(*recompute_inputs: Any) -> Any:
-        if tracker.phase != "backward":
-            return function(*recompute_inputs)
-        with tracker.tagging("recomputed"):
-            return function(*recompute_inputs)
-
-    return checkpoint(observed, *inputs)
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Pause automatic garbage collection. May be nested."""
-    # the libraries' reference cycles hold tensors, so collection at random moments would vary the peaks
-    is_outer = gc.isenabled()
-    gc.disable()
-    # explicit collections between phases then scan only the dry run's objects
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()  # cycles of the dry run, before older objects are unfrozen
-        if is_outer:
-            gc.unfreeze()
-            gc.enable()
 
 
 @contextmanager

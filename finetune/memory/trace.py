@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -16,6 +19,8 @@ RELEASED = -1
 _RUNNING = ("forward", "backward", "eval")
 #: (number of the allocation, its bytes or RELEASED)
 Event = tuple[int, int]
+#: The same with its section and layer.
+_RecordedEvent = tuple[int, int, int, int]
 
 
 class NotRepeated(ValueError):
@@ -50,14 +55,14 @@ class _Chunk(NamedTuple):
     section: int
     layer: int
     run: int
-    events: list[tuple[int, int]]
+    events: list[Event]
 
 
 class Recording:
     """Recorder of events. A section is one pass over the layers; a part is one or more named sections."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[int, int, int, int]] = []  # number, bytes or RELEASED, section, layer
+        self.events: list[_RecordedEvent] = []
         self.weights: Counter[int | None] = Counter()
         self.gradients: dict[int, int] = {}
         self._parts: list[tuple[str, int]] = []
@@ -67,8 +72,8 @@ class Recording:
         self._section, self._running, self._layer = 0, False, -1
 
     def begin(self, part: str) -> None:
-        self._parts.append((part, len(self.events)))
         self._section, self._layer = self._section + 1, -1
+        self._parts.append((part, self._section))
 
     def begin_phase(self, phase: str) -> None:
         self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
@@ -114,16 +119,18 @@ class Recording:
 
     def trace(self, depth: Depth | None = None) -> Trace:
         """Return the events by part, repeated to `depth`. Raises NotRepeated."""
-        events: list[Event] = [event[:2] for event in self.events]
-        starts, persistent, gradients = [start for _, start in self._parts], self._persistent, self.gradients
+        events, persistent, gradients = [event[:3] for event in self.events], self._persistent, self.gradients
         warm_up = self.weights.total()
         if depth is not None and depth.times:
-            deep = _Deepening(self.events, persistent, starts, depth)
-            events, starts, persistent, gradients = deep.events, deep.starts, deep.persistent, deep.pairs(gradients)
+            deep = _Deepening(self.events, persistent, depth)
+            events, persistent, gradients = deep.events, deep.persistent, deep.pairs(gradients)
             warm_up += depth.times * sum(size for layer, size in self.weights.items() if layer in depth.middle)
-        parts: dict[str, list[Event]] = {}
-        for (name, _), start, end in zip(self._parts, starts, [*starts[1:], len(events)], strict=True):
-            parts.setdefault(name, []).extend(events[start:end])
+        parts: dict[str, list[Event]] = {name: [] for name, _ in self._parts}
+        starts = [section for _, section in self._parts]
+        for section, in_section in groupby(events, key=itemgetter(2)):
+            if section >= starts[0]:
+                name, _ = self._parts[bisect_right(starts, section) - 1]
+                parts[name] += [event[:2] for event in in_section]
         return Trace(parts, frozenset(persistent), gradients, warm_up)
 
 
@@ -131,113 +138,85 @@ class Recording:
 class _Deepening:
     """Insertion of the repeated layers' events."""
 
-    def __init__(self, events: list[tuple[int, int, int, int]], persistent: set[int], starts: list[int], depth: Depth) -> None:
-        self._depth, self._middle = depth, depth.middle
-        self._persistent_before, self.persistent = persistent, set[int]()
+    def __init__(self, events: list[_RecordedEvent], persistent: set[int], depth: Depth) -> None:
+        self._depth, self._persistent_before = depth, persistent
+        self.persistent: set[int] = set()
         self._keys: dict[int, _AllocationKey] = {}
         self._sizes: dict[tuple[int, int, int], list[int]] = {}
         self._numbers_by_key: dict[_AllocationKey, int] = {}
         self._original_of: dict[int, _AllocationKey] = {}
-        self._count = 0
-        self.events: list[Event] = []
-        self.starts: list[int] = []
-        chunks = self._chunks(events, starts)
-        position, begun = 0, 0
-        while position < len(chunks):
-            while begun < len(starts) and chunks[position][0] >= starts[begun]:
-                self.starts.append(len(self.events))
-                begun += 1
-            chunk = chunks[position][1]
-            if chunk.layer not in self._middle:
-                self._append(chunk, self._depth.full_index(chunk.layer))
-                position += 1
-                continue
-            end = position
-            while end < len(chunks) and chunks[end][1].section == chunk.section and chunks[end][1].layer in self._middle:
-                end += 1
-            middle_chunks = [c for _, c in chunks[position:end]]
-            order = range(depth.times + 1)
-            for time in reversed(order) if self._descends([c for _, c in chunks], position, end) else order:
-                for c in middle_chunks:
-                    self._append(c, c.layer + time * depth.period, first=time == 0)
-            position = end
-        self.starts += [len(self.events)] * (len(starts) - begun)
+        self._numbers = count()
+        #: (number, bytes or RELEASED, section)
+        self.events: list[tuple[int, int, int]] = []
+        for _, in_section in groupby(list(self._chunks(events)), key=attrgetter("section")):
+            self._deepen(list(in_section))
         self._release_copies()
+
+    def _chunks(self, events: list[_RecordedEvent]) -> Iterator[_Chunk]:
+        runs: Counter[tuple[int, int]] = Counter()
+        for (section, layer), recorded in groupby(events, key=itemgetter(2, 3)):
+            chunk = _Chunk(section, layer, runs[(section, layer)], [event[:2] for event in recorded])
+            runs[(section, layer)] += 1
+            sizes = self._sizes[chunk[:3]] = []
+            for number, size in chunk.events:
+                if size != RELEASED and number not in self._persistent_before:
+                    self._keys[number] = _AllocationKey(*chunk[:3], len(sizes))
+                    sizes.append(size)
+            yield chunk
+
+    def _deepen(self, section: list[_Chunk]) -> None:
+        depth, end = self._depth, 0
+        for is_middle, repeated in groupby(section, key=lambda chunk: chunk.layer in depth.middle):
+            chunks, start = list(repeated), end
+            end += len(chunks)
+            if not is_middle:
+                for chunk in chunks:
+                    self._append(chunk, depth.full_index(chunk.layer))
+                continue
+            order = range(depth.times + 1)
+            for time in reversed(order) if _descends(section[:start], chunks[0], section[end:]) else order:
+                for chunk in chunks:
+                    self._append(chunk, chunk.layer + time * depth.period, first=time == 0)
 
     def _release_copies(self) -> None:
         """Release unreleased copies where their original is released."""
         # some operators (int8's saved activations) hold tensors of all layers until the whole graph is freed: events of one
         # layer, which is not copied, release them
-        released = {number for number, size in self.events if size == RELEASED}
+        released = {number for number, size, _ in self.events if size == RELEASED}
         unreleased: dict[int, list[int]] = {}
         for copy, key in self._original_of.items():
             first = self._numbers_by_key[key]
             if copy not in released and first in released:
                 unreleased.setdefault(first, []).append(copy)
-        if not unreleased:
-            return
-        events: list[Event] = []
-        starts = Counter(self.starts)
-        moved: list[int] = []
-        for index, event in enumerate(self.events):
-            moved += [len(events)] * starts[index]
-            events.append(event)
-            if event[1] == RELEASED:
-                events += [(copy, RELEASED) for copy in unreleased.get(event[0], ())]
-        self.starts = moved + [len(events)] * starts[len(self.events)]
-        self.events = events
-
-    def _chunks(self, events: list[tuple[int, int, int, int]], starts: list[int]) -> list[tuple[int, _Chunk]]:
-        chunks: list[tuple[int, _Chunk]] = []
-        runs: Counter[tuple[int, int]] = Counter()
-        section_and_layer, sizes = None, []
-        for index, (number, size, section, layer) in enumerate(events):
-            if (section, layer) != section_and_layer:
-                section_and_layer = (section, layer)
-                chunk = _Chunk(section, layer, runs[section_and_layer], [])
-                runs[section_and_layer] += 1
-                chunks.append((index, chunk))
-                sizes = self._sizes[(section, layer, chunk.run)] = []
-            if size >= 0 and number not in self._persistent_before:
-                self._keys[number] = _AllocationKey(section, layer, chunk.run, len(sizes))
-                sizes.append(size)
-            chunk.events.append((number, size))
-        return chunks
-
-    def _descends(self, chunks: list[_Chunk], start: int, end: int) -> bool:
-        """Tell whether the section runs from the last layer to the first."""
-        section = chunks[start].section
-        # the neighbouring chunks show the direction
-        for index, sign in ((start, 1), (end, -1)):
-            for chunk in reversed(chunks[:start]) if index == start else iter(chunks[end:]):
-                if chunk.section != section:
-                    break
-                if chunk.layer >= 0:
-                    return (chunk.layer - chunks[start].layer) * sign > 0
-        return False
+        events, self.events = self.events, []
+        for number, size, section in events:
+            self.events.append((number, size, section))
+            if size == RELEASED and number in unreleased:
+                self.events += [(copy, RELEASED, section) for copy in unreleased[number]]
 
     def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
         """Add a chunk's events at `layer` of the full model; `first` unless they are a copy."""
-        numbers, keys, events, count = self._numbers_by_key, self._keys, self.events, 0
+        numbers, section, nth = self._numbers_by_key, chunk.section, 0
         for number, size in chunk.events:
             if size == RELEASED:
-                key = self._resolve(keys[number], chunk.layer, layer)
+                key = self._resolve(self._keys[number], chunk.layer, layer)
                 if key not in numbers:
                     raise NotRepeated
-                events.append((numbers[key], RELEASED))
+                self.events.append((numbers[key], RELEASED, section))
                 continue
-            if number in self._persistent_before:
-                if first:
-                    self.persistent.add(self._count)
-                    events.append((self._count, size))
-                    self._count += 1
+            is_persistent = number in self._persistent_before
+            if is_persistent and not first:
                 continue
-            numbers[_AllocationKey(chunk.section, layer, chunk.run, count)] = self._count
+            copy = next(self._numbers)
+            self.events.append((copy, size, section))
+            if is_persistent:
+                self.persistent.add(copy)
+                continue
+            key = _AllocationKey(section, layer, chunk.run, nth)
+            nth += 1
+            numbers[key] = copy
             if not first:
-                self._original_of[self._count] = _AllocationKey(chunk.section, chunk.layer, chunk.run, count)
-            events.append((self._count, size))
-            self._count += 1
-            count += 1
+                self._original_of[copy] = key._replace(layer=chunk.layer)
 
     def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
         """Return the key of the allocation released when an event of `from_layer` is copied to `to_layer`."""
@@ -248,7 +227,7 @@ class _Deepening:
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
         source = self._depth.shallow_index(layer)
         nth = key.nth if source == key.layer else self._counterpart(key, source)
-        return _AllocationKey(key.section, layer, key.run, nth)
+        return key._replace(layer=layer, nth=nth)
 
     def _counterpart(self, key: _AllocationKey, source: int) -> int:
         """Return the number of the same allocation in layer `source`."""
@@ -278,8 +257,14 @@ class _Deepening:
         return pairs
 
     def _copies(self, number: int) -> Iterator[int]:
-        key = self._keys[number]
-        times = self._depth.times + 1 if key.layer in self._middle else 1
-        for time in range(times):
-            layer = self._depth.full_index(key.layer) + time * self._depth.period
-            yield self._numbers_by_key[_AllocationKey(key.section, layer, key.run, key.nth)]
+        key, depth = self._keys[number], self._depth
+        for time in range(depth.times + 1 if key.layer in depth.middle else 1):
+            yield self._numbers_by_key[key._replace(layer=depth.full_index(key.layer) + time * depth.period)]
+
+
+def _descends(before: list[_Chunk], middle: _Chunk, after: list[_Chunk]) -> bool:
+    """Tell whether a section runs from the last layer to the first, as the neighbouring chunks show."""
+    earlier = [chunk.layer for chunk in before if chunk.layer >= 0]
+    if earlier:
+        return earlier[-1] > middle.layer
+    return next((chunk.layer for chunk in after if chunk.layer >= 0), middle.layer) < middle.layer

@@ -274,7 +274,7 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
     from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
     from finetune.layers.checkpointing import base_of
     from finetune.memory.picture_prompt import picture_inputs
-    from finetune.memory.simulate import step_errors
+    from finetune.memory.step import step_errors
     from finetune.memory.small_values import SmallValues
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_on_meta

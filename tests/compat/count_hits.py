@@ -68,7 +68,7 @@ def probe():
 
 def dry_runs():
     from finetune.memory import simulate
-    from finetune.memory.ledger import dry_run
+    from finetune.memory.ledger import LargestStep
 
     simulate._checkpointed = counted(CHECKPOINT, simulate._checkpointed)
     small = {
@@ -78,11 +78,11 @@ def dry_runs():
     away = {"layer_offloading": "cpu", "offloaded_layers": 2}
     for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit", **away}, {"load_in_8bit": True}):
         settings = plainest(recipe_from({**RESOLVED, **kind}))
-        assert dry_run(small, settings, micro_batch=1, rows=RowShape(128), capability=(7, 5)).allocated_bytes > 0
+        assert LargestStep(small, settings, RowShape(128), (7, 5)).dry_run().allocated_bytes > 0
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for kind in ({"dtype": "float16"}, {"dtype": "float16", "load_in_4bit": True}):
         settings = plainest(recipe_from({**RESOLVED, **kind}))
-        assert dry_run({**small, **experts}, settings, micro_batch=1, rows=RowShape(128), capability=(7, 5)).allocated_bytes > 0
+        assert LargestStep({**small, **experts}, settings, RowShape(128), (7, 5)).dry_run().allocated_bytes > 0
 
 
 CHECKPOINT = "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func"

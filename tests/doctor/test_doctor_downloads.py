@@ -79,26 +79,34 @@ def test_the_bundled_model_and_data_work_offline():
     assert [finding.state for finding in check_data(recipe())] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_missing_file_of_a_cached_model_is_named(cached, file):
-    (cached / file).unlink()
+@pytest.fixture
+def broken(cached):
+    """broken(how): the snapshot, damaged."""
+    weights, shards = cached / "model.safetensors", {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+
+    def shard():
+        (cached / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+        weights.rename(cached / shards["a"])
+
+    ways = {
+        "truncated": lambda: weights.write_bytes(weights.read_bytes()[:-1]), "empty": lambda: weights.write_bytes(b""),
+        "sharded": shard,
+    }  # fmt: skip
+    return lambda how: ways[how]() if how in ways else (cached / how).unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("config.json", "config.json is missing"), ("model.safetensors", "model.safetensors is missing"),
+        ("tokenizer.json", "tokenizer is missing"), ("truncated", "is truncated"), ("empty", "truncated"),
+        ("sharded", "model-2-of-2.safetensors is missing"),
+    ],
+)  # fmt: skip
+def test_a_missing_or_damaged_file_of_a_cached_model_is_named(broken, how, what):
+    broken(how)
     finding = check_model(recipe(model_name_or_path="owner/name"))
-    assert finding.state == "warn" and (file.split(".")[0] in finding.what) and "hf download owner/name" in finding.fix
-
-
-def test_truncated_weights_are_found(cached):
-    weights = cached / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert "is truncated" in check_model(recipe(model_name_or_path="owner/name")).what
-    weights.write_bytes(b"")
-    assert "truncated" in check_model(recipe(model_name_or_path="owner/name")).what
-
-
-def test_a_missing_part_of_sharded_weights_is_found(cached):
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
-    (cached / "model.safetensors.index.json").write_text(json.dumps(index))
-    (cached / "model.safetensors").rename(cached / "model-1-of-2.safetensors")
-    assert "model-2-of-2.safetensors is missing" in check_model(recipe(model_name_or_path="owner/name")).what
+    assert finding.state == "warn" and what in finding.what and "hf download owner/name" in finding.fix
 
 
 def test_another_revision_is_not_the_cached_one(cached):

@@ -16,33 +16,22 @@ def pci(monkeypatch, tmp_path):
     return tmp_path / "0000:01:00.0"
 
 
-def add_display(device, vendor):
-    device.mkdir()
-    (device / "vendor").write_text(vendor + "\n")
-    (device / "class").write_text("0x030000\n")
-
-
-def set_constants(monkeypatch, kind, recommended, minimum):
-    monkeypatch.setattr(machine, f"RECOMMENDED_{kind}_BYTES", recommended)
-    monkeypatch.setattr(machine, f"MINIMUM_{kind}_BYTES", minimum)
-
-
-def test_no_card_says_what_can_be_done_without_one(pci):
+@pytest.mark.parametrize(
+    ("vendor", "state", "reason", "fixes"),
+    [
+        ("", "warn", "no NVIDIA card", ["--gpu rtx-4090", "tiny-cpu"]),
+        ("0x10de", "fail", "its driver does not answer", ["Install NVIDIA's driver"]),
+        ("0x1002", "warn", "AMD", ["--gpu rtx-3060"]),
+        ("0x8086", "warn", "Intel", ["--gpu rtx-3060"]),
+    ],
+)
+def test_without_a_driver_the_cards_maker_decides_the_finding(pci, vendor, state, reason, fixes):
+    if vendor:
+        pci.mkdir()
+        (pci / "vendor").write_text(vendor + "\n")
+        (pci / "class").write_text("0x030000\n")
     finding = check_driver()
-    assert finding.state == "warn" and "--gpu rtx-4090" in finding.fix and "tiny-cpu" in finding.fix
-
-
-def test_a_card_without_a_driver_is_a_failure(pci):
-    add_display(pci, "0x10de")
-    finding = check_driver()
-    assert finding.state == "fail" and "Install NVIDIA's driver" in finding.fix
-
-
-@pytest.mark.parametrize(("vendor", "reason"), [("0x1002", "AMD"), ("0x8086", "Intel")])
-def test_a_card_of_another_maker_is_reported_with_what_is_in_the_way(pci, vendor, reason):
-    add_display(pci, vendor)
-    finding = check_driver()
-    assert finding.state == "warn" and reason in finding.what and "--gpu rtx-3060" in finding.fix
+    assert finding.state == state and reason in finding.what and all(fix in finding.fix for fix in fixes)
 
 
 def test_a_mac_gets_advice_on_what_trains_there(pci, monkeypatch):
@@ -52,19 +41,14 @@ def test_a_mac_gets_advice_on_what_trains_there(pci, monkeypatch):
 
 
 @pytest.mark.parametrize(("recommended", "minimum", "state"), [(0, 0, "ok"), (2**60, 0, "warn"), (2**60, 2**60, "fail")])
-def test_host_memory_against_what_is_needed(recommended, minimum, state, monkeypatch):
-    set_constants(monkeypatch, "MEMORY", recommended, minimum)
-    finding = check_memory()
-    assert finding.state == state and bool(finding.fix) == (state != "ok")
-    assert 0 < finding.facts["free_bytes"] <= finding.facts["total_bytes"]
-
-
-@pytest.mark.parametrize(("recommended", "minimum", "state"), [(0, 0, "ok"), (2**60, 0, "warn"), (2**60, 2**60, "fail")])
-def test_disk_against_what_is_needed(tmp_path, recommended, minimum, state, monkeypatch):
-    set_constants(monkeypatch, "DISK", recommended, minimum)
+def test_host_memory_and_disk_against_what_is_needed(tmp_path, recommended, minimum, state, monkeypatch):
+    for kind in ("MEMORY", "DISK"):
+        monkeypatch.setattr(machine, f"RECOMMENDED_{kind}_BYTES", recommended)
+        monkeypatch.setattr(machine, f"MINIMUM_{kind}_BYTES", minimum)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
-    _, finding = check_disk()
-    assert finding.state == state and finding.facts["path"] == str(tmp_path)
+    memory, (_, disk) = check_memory(), check_disk()
+    assert memory.state == disk.state == state and bool(memory.fix) == (state != "ok")
+    assert 0 < memory.facts["free_bytes"] <= memory.facts["total_bytes"] and disk.facts["path"] == str(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_a_failure(monkeypatch):

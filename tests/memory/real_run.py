@@ -22,12 +22,17 @@ import finetune.model.cpu_adamw
 import finetune.run.reference
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
-from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
+from finetune.memory.simulate import Batch, simulate
+from finetune.memory.step import AUXILIARY, garbage_collection_paused, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 from finetune.settings.methods import METHODS
 
+PHASES = ("load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval")
+#: Tensors that the run holds and the dry run does not: micro-batches that wait for their turn (24 bytes a token), step counts,
+#: positions and counts of tokens. 0.5 % of these small models are few bytes.
+WAITING_BYTES = 16 * 1024
 #: Tokens of the longest rows and of a pack.
 TOKENS = 128
 WORDS = 200
@@ -113,6 +118,16 @@ def by_phase(tracked) -> dict[str, int]:
         phase = {AUXILIARY: "loss", ADAPTERS: "load", CASTS: "load"}.get(phase, phase)  # in a real run these are one
         peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
     return peaks
+
+
+def assert_close(expected: dict[str, int], seen: dict[str, int], sequences: int = 1) -> None:
+    """Every phase is within 0.5 %, or what waits for `sequences` sequences of a micro-batch."""
+    far = {
+        phase: (expected[phase], seen[phase])
+        for phase in PHASES
+        if abs(expected[phase] - seen[phase]) > max(0.005 * seen[phase], WAITING_BYTES * sequences)
+    }
+    assert far == {}
 
 
 class RealTracker(StorageTracker):

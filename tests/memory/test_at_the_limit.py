@@ -9,7 +9,7 @@ from finetune.card import find_card
 from finetune.memory import device_peak
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import dry_run
+from finetune.memory.ledger import LargestStep
 from finetune.planner.plan import verdict_of
 from finetune.units import MIB
 
@@ -51,9 +51,9 @@ def test_whole_blocks_count_as_forecast_where_segments_are_fixed_so_that_no_run_
     """Windows and WSL: torch counts a block whole, which the dry run's tensors do not; later plans were raised by that."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: False)
-    replays, replayed = [], device_peak._replayed
-    monkeypatch.setattr(device_peak, "_replayed", lambda *all_of: replays.append(replayed(*all_of)) or replays[-1])
+    replays, replayed = [], LargestStep.replayed
+    monkeypatch.setattr(LargestStep, "replayed", lambda *step, **how: replays.append(replayed(*step, **how)) or replays[-1])
     values = config_values(num_hidden_layers=4, hidden_size=384, intermediate_size=1000, vocab_size=9000)
     forecast = make_forecast(values, settings(), CARD, rows=RowShape(1000))
-    tensors = dry_run(values, settings(), micro_batch=1, rows=RowShape(1000)).allocated_bytes
+    tensors = LargestStep(values, settings(), RowShape(1000)).dry_run().allocated_bytes
     assert forecast.allocated_bytes == forecast.peaks["train"] == replays[-1].allocated["train"] > tensors

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from test_trace import both_ways
+from test_trace import traces
 
 from finetune.memory import allocator_replay
 from finetune.memory.caching_allocator import (
@@ -223,7 +223,7 @@ def recorded_run(expandable, monkeypatch):
         "CachingAllocator",
         lambda **more: allocators.append(Recorder(**more)) or allocators[-1],
     )
-    allocator_replay.replay(both_ways()[0], expandable=expandable)
+    allocator_replay.replay(traces()[0], expandable=expandable)
     return allocators[0]
 
 
@@ -259,7 +259,7 @@ def at_random_addresses(seed):
 
 @pytest.mark.slow
 def test_addresses_that_do_not_rise_change_what_is_reserved_by_no_more_than_a_small_segment(monkeypatch):
-    trace, reserved = both_ways(activation_checkpointing=False)[0], set()
+    trace, reserved = traces(activation_checkpointing=False)[0], set()
     for seed in range(20):
         monkeypatch.setattr(allocator_replay, "CachingAllocator", at_random_addresses(seed))
         reserved.add(allocator_replay.replay(trace, expandable=False).reserved_bytes)

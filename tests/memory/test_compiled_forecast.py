@@ -15,7 +15,7 @@ from finetune.layers.compiled import Compilations, compile_layers
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import materialise
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import dry_run
+from finetune.memory.ledger import LargestStep
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
@@ -148,7 +148,7 @@ def test_rows_of_any_length_are_compiled_for_once(tmp_path, monkeypatch):
 def test_compiled_layers_need_no_more_than_ordinary_ones(technique):
     settings_by_layers = {"compiled": {"torch_compile": True}, "ordinary": {}}
     runs = {
-        name: dry_run(config_values(), settings(**technique, **more), micro_batch=1, rows=RowShape(TOKENS))
+        name: LargestStep(config_values(), settings(**technique, **more), RowShape(TOKENS)).dry_run()
         for name, more in settings_by_layers.items()
     }
     assert "repeated" in runs["compiled"].method and not any("can't be forecast" in note for note in runs["compiled"].notes)

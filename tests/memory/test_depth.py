@@ -1,15 +1,20 @@
 """A dry run of few layers gives the peaks of the full model, to the byte."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from tiny_models import TYPES, config_values, settings
 
 from finetune.memory.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
-from finetune.memory.simulate import AUXILIARY, Batch, simulate
+from finetune.memory.ledger import first_layer_saves_less
+from finetune.memory.simulate import Batch, simulate
+from finetune.memory.step import AUXILIARY
 from finetune.model.transformers_config import config_from
+from finetune.settings.optimizers import OPTIMIZERS
 
 AMPERE = (8, 6)
+ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
 #: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.
 FEW = [("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
 
@@ -30,19 +35,17 @@ def assert_same_peaks(deep, full):
     assert few.get(AUXILIARY) == all_of_them.get(AUXILIARY)
 
 
-def both_ways(kind, layers, eval_rows=1, values=None, **more):
+def both_ways(kind="llama", layers=7, values=None, batch=ONE_ROW, **more):
     """Simulations from a few layers and from all of them, and the first one's method. `values`: more of the config.json."""
-    recipe = settings(kind, **more)
-    config = config_from(config_values(kind, num_hidden_layers=layers, **(values or {})), recipe)
-    batch = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=eval_rows)
-    deep, method = simulate_deep(
-        config,
-        lambda shallow: simulate(shallow, recipe, batch, AMPERE),
-        recipe.activation_checkpointing_every_n_layers,
-        first_differs=recipe.activation_checkpointing is False,
-    )
-    full = simulate(config, recipe, batch, AMPERE)
-    return deep, full, method
+    wanted = settings(kind, **more)
+    config = config_from(config_values(kind, num_hidden_layers=layers, **(values or {})), wanted)
+
+    def run(config):
+        return simulate(config, wanted, batch, AMPERE)
+
+    every, differs = wanted.activation_checkpointing_every_n_layers, first_layer_saves_less(wanted)
+    deep, method = simulate_deep(config, run, every, first_differs=differs, full_depth=OPTIMIZERS[wanted.optim].small_states)
+    return deep, run(config), method
 
 
 def test_which_layers_stand_for_all():
@@ -110,7 +113,8 @@ def test_every_phase_layer_and_part_is_as_in_the_full_model(checkpointing):
 )
 def test_every_model_type_few_layers_and_all(kind, checkpointing):
     layers = {"gemma2": 8, "gpt_oss": 8, "smollm3": 8, "gemma3_text": 4}.get(kind, 5) + (not checkpointing)
-    deep, full, method = both_ways(kind, layers, eval_rows=int(checkpointing), activation_checkpointing=checkpointing)
+    batch = replace(ONE_ROW, eval_rows=int(checkpointing))
+    deep, full, method = both_ways(kind, layers, batch=batch, activation_checkpointing=checkpointing)
     assert f"of {layers} layers" in method
     assert_same_peaks(deep, full)
 
@@ -150,9 +154,5 @@ def test_layers_that_end_amid_a_period_few_and_all():
 
 @pytest.mark.slow
 def test_adafactor_is_run_at_full_depth():
-    recipe = settings(optim="adafactor")
-    config = config_from(config_values("llama", num_hidden_layers=4), recipe)
-    batch = Batch(rows=1, tokens=64, trained_tokens=32, eval_rows=1)
-    deep, method = simulate_deep(config, lambda shallow: simulate(shallow, recipe, batch, AMPERE), full_depth=True)
-    assert method == "dry run, full depth (4 layers)"
-    assert phase_peaks(deep) == phase_peaks(simulate(config, recipe, batch, AMPERE))
+    deep, full, method = both_ways(layers=4, optim="adafactor")
+    assert method == "dry run, full depth (4 layers)" and phase_peaks(deep) == phase_peaks(full)

@@ -24,19 +24,24 @@ from finetune.memory.caching_allocator import rounded
 from finetune.memory.device_peak import make_forecast, process_bytes
 from finetune.memory.fake_model import _packed_8bit
 from finetune.memory.forecast import PARTS, RowShape
-from finetune.memory.ledger import dry_run
-from finetune.memory.simulate import step_errors
+from finetune.memory.ledger import LargestStep
+from finetune.memory.simulate import Batch, simulate
+from finetune.memory.step import step_errors
 from finetune.memory.tracker import StorageTracker
+from finetune.model.transformers_config import config_from
 from finetune.units import GIB, MIB
 
 CARD = Card("a card", 12 * GIB, 11 * GIB, (8, 6), context_bytes=300 * MIB, context_uncertainty_bytes=100 * MIB)
 #: Width in and out of q, k, v, o, gate, up and down in the small Llama.
 WIDTHS = [(256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256)]
+#: Settings of a run on the CPU.
+ON_CPU = {"dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
 
 
 def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **more):
     values = config_values(kind, num_hidden_layers=layers)
-    return dry_run(values, settings(kind, **more), micro_batch=micro_batch, rows=RowShape(tokens), capability=capability)
+    wanted = settings(kind, per_device_train_batch_size=micro_batch, **more)
+    return LargestStep(values, wanted, RowShape(tokens), capability).dry_run()
 
 
 def test_adapters_gradients_and_optimizer_by_arithmetic():
@@ -74,6 +79,15 @@ def test_a_fake_weight_is_quantised_into_the_tensors_of_a_real_one(double):
     assert taken[0] == taken[1]
 
 
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_fake_and_real_tensors_have_the_same_peaks(monkeypatch, checkpointing):
+    wanted = settings(**ON_CPU, gradient_accumulation_steps=2, activation_checkpointing=checkpointing)
+    config, batch = config_from(config_values(num_hidden_layers=2), wanted), Batch(1, 128, 127, eval_rows=1)
+    without_data = simulate(config, wanted, batch, None)
+    monkeypatch.setattr("finetune.memory.fake_tensors.fake_tensor_mode", nullcontext)
+    assert simulate(config, wanted, batch, None).peaks == without_data.peaks
+
+
 def test_the_parts_sum_to_the_peak_and_the_layers_too():
     dry = run(layers=6)
     assert set(dry.parts) == set(PARTS)
@@ -87,7 +101,7 @@ def test_the_parts_sum_to_the_peak_and_the_layers_too():
 def test_fewer_trained_tokens_take_less():
     values = config_values(num_hidden_layers=2)
     some, all_of_them = (
-        dry_run(values, settings(), micro_batch=1, rows=RowShape(2048, share)).allocated_bytes for share in (0.05, 1.0)
+        LargestStep(values, settings(), RowShape(2048, share)).dry_run().allocated_bytes for share in (0.05, 1.0)
     )
     assert some < all_of_them
 
@@ -119,14 +133,14 @@ def test_packed_rows_are_forecast_for_a_cpu_too():
 
 
 def test_a_run_on_the_cpu_has_no_cuda_workspace():
-    dry = run(capability=None, dtype="float32", load_in_4bit=False, optim="adamw_torch")
+    dry = run(capability=None, **ON_CPU)
     assert dry.parts["weights"] == 4 * dry.parameters + 2 * 512  # rotary frequencies
     assert dry.parts["loss"] > 0
 
 
 def test_attention_dropout_takes_nothing_on_a_card():
     peaks = [
-        dry_run(config_values(num_hidden_layers=2, attention_dropout=p), settings(), micro_batch=1, rows=RowShape(128)).peaks
+        LargestStep(config_values(num_hidden_layers=2, attention_dropout=p), settings(), RowShape(128)).dry_run().peaks
         for p in (0.1, 0.0)
     ]
     assert peaks[0] == peaks[1]
@@ -149,8 +163,8 @@ def test_a_step_that_fails_with_replaced_layers_says_how_to_keep_the_models_own(
 
 
 def test_int8_weights_are_forecast_for_a_cpu_too():
-    plain = {"capability": None, "dtype": "float32", "load_in_4bit": False, "optim": "adamw_torch"}
-    assert run(**plain, load_in_8bit=True).parts["weights"] < run(**plain).parts["weights"] / 2
+    plain, codes = (run(capability=None, **ON_CPU, load_in_8bit=int8).parts["weights"] for int8 in (False, True))
+    assert codes < plain / 2
 
 
 @pytest.mark.slow
@@ -195,7 +209,7 @@ def test_more_of_anything_never_takes_less(tokens, rank, layers, micro, checkpoi
 )
 def test_what_can_not_be_forecast_says_why(values, problem):
     with pytest.raises(RecipeError) as caught:
-        dry_run(values, settings(), micro_batch=1, rows=RowShape(64))
+        LargestStep(values, settings(), RowShape(64)).dry_run()
     assert problem in "\n".join(caught.value.problems)
 
 
@@ -203,8 +217,8 @@ def test_a_second_forecast_is_read_without_torch():
     dry = run()
     script = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
-        "from finetune.memory.ledger import dry_run; from finetune.memory.forecast import RowShape\n"
-        "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, rows=RowShape(128), capability=(8, 6))\n"
+        "from finetune.memory.ledger import LargestStep; from finetune.memory.forecast import RowShape\n"
+        "run = LargestStep(config_values(num_hidden_layers=3), settings(), RowShape(128), (8, 6)).dry_run()\n"
         "print(json.dumps([run.parts, 'torch' in sys.modules]))"
     )
     folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
@@ -258,8 +272,7 @@ def test_the_device_peak_is_an_interval_around_allocated_and_context():
 
 def test_a_cpus_peak_is_a_measured_process_and_its_tensors():
     card = Card("cpu", 8 * GIB, 8 * GIB, source="cpu", context_bytes=0)
-    recipe = settings(dtype="float32", load_in_4bit=False, optim="adamw_torch")
-    forecast = make_forecast(config_values(num_hidden_layers=2), recipe, card, rows=RowShape(64))
+    forecast = make_forecast(config_values(num_hidden_layers=2), settings(**ON_CPU), card, rows=RowShape(64))
     assert forecast.peak_bytes - forecast.reserved_bytes == process_bytes() > 300 * MIB
 
 

@@ -2,19 +2,19 @@
 
 import pytest
 from real_run import by_phase, forecast, measured, planned, save_model
+from test_depth import both_ways
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.caching_allocator import MIN_BLOCK
-from finetune.memory.depth import simulate_deep
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import dry_run
-from finetune.memory.simulate import Batch, simulate
-from finetune.model.transformers_config import config_from
+from finetune.memory.ledger import LargestStep
+from finetune.memory.simulate import Batch
 from finetune.settings.compatibility import BUFFERS
 
+ONE_ROW = Batch(1, 64, 63, eval_rows=1)
 KINDS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
 #: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.
 MOST_TENSORS = 4 * 7
@@ -25,18 +25,7 @@ def offloading(layers, tier="cpu"):
 
 
 def dry(layers, **changes):
-    return dry_run(config_values(num_hidden_layers=layers), settings(**changes), micro_batch=1, rows=RowShape(64))
-
-
-def simulated(layers, **changes):
-    """The simulation at full depth, and that of a few layers, repeated."""
-    wanted, batch = settings(**changes), Batch(1, 64, 63, eval_rows=1)
-    config = config_from(config_values(num_hidden_layers=layers), wanted)
-
-    def run(config):
-        return simulate(config, wanted, batch, (8, 0))
-
-    return run(config), simulate_deep(config, run)[0]
+    return LargestStep(config_values(num_hidden_layers=layers), settings(**changes), RowShape(64)).dry_run()
 
 
 @pytest.mark.slow
@@ -53,20 +42,20 @@ def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layers"), [("16-bit", 7), ("nf4", 8)])
 def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
-    whole, few = simulated(layers, **KINDS[kind], **offloading(layers))
+    few, whole, _ = both_ways(layers=layers, batch=ONE_ROW, **KINDS[kind], **offloading(layers))
     assert few.depth.times and by_phase(few) == by_phase(whole)
     assert few.host == whole.host
 
 
 @pytest.mark.slow
 def test_some_resident_layers_add_their_weights():
-    whole, _ = simulated(6, **offloading(4))
+    (_, four, _), (_, six, _) = (both_ways(layers=6, batch=ONE_ROW, **offloading(layers)) for layers in (4, 6))
     some = dry(6, **offloading(4))
-    assert some.host_bytes == whole.host.total_bytes
+    assert some.host_bytes == four.host.total_bytes
     assert some.offloaded_bytes == 4 * some.largest_offloaded_bytes
-    peaks = by_phase(whole)
+    peaks = by_phase(four)
     assert {phase: some.peaks[phase] - dry(6, **offloading(6)).peaks[phase] for phase in ("eval", "save")} == {
-        phase: peaks[phase] - by_phase(simulated(6, **offloading(6))[0])[phase] for phase in ("eval", "save")
+        phase: peaks[phase] - by_phase(six)[phase] for phase in ("eval", "save")
     }
 
 

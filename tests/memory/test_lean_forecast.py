@@ -7,7 +7,7 @@ from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.memory.depth import at_depth
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import dry_run
+from finetune.memory.ledger import LargestStep
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
@@ -42,11 +42,10 @@ def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
     ],
 )
 def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):
-    dry = dry_run(config_values(kind), settings(kind, lean_layers=True), micro_batch=1, rows=RowShape(64))
+    dry = LargestStep(config_values(kind), settings(kind, lean_layers=True), RowShape(64)).dry_run()
     assert lean_note in dry.notes and "repeated" in dry.method
-    assert not any(
-        "lean" in note for note in dry_run(config_values(kind), settings(kind), micro_batch=1, rows=RowShape(64)).notes
-    )
+    ordinary = LargestStep(config_values(kind), settings(kind), RowShape(64)).dry_run()
+    assert not any("lean" in note for note in ordinary.notes)
 
 
 RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_length": 512}
@@ -69,7 +68,7 @@ def test_they_are_off_where_they_do_not_work_with_the_reason(name, new_plan):
 @pytest.fixture
 def new_plan():
     """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
-    dry = dry_run(config_values(), settings(), micro_batch=1, rows=RowShape(64))
+    dry = LargestStep(config_values(), settings(), RowShape(64)).dry_run()
 
     def forecaster(_config, _settings, _card, *, rows):
         from finetune.memory.forecast import Forecast

@@ -9,6 +9,7 @@ from finetune.memory import device_peak
 from finetune.memory.allocator_replay import Replay
 from finetune.memory.device_peak import with_margin_of
 from finetune.memory.forecast import Forecast, RowShape
+from finetune.memory.ledger import LargestStep
 from finetune.model.configuration import read_config
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
@@ -61,7 +62,7 @@ def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_s
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     plan = plan_recipe(load_recipe("7b-4090", overrides), find_card("rtx-4090"), without_rows)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "replayed", lambda *_, **__: None)
+    monkeypatch.setattr(LargestStep, "replayed", lambda *_, **__: None)
     before = device_peak.make_forecast(
         read_config(plan.settings), plan.settings, plan.card, rows=RowShape(plan.settings.max_length)
     )

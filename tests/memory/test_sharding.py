@@ -6,7 +6,7 @@ from tiny_models import config_values, settings
 from finetune.card import Card
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import DryRun, dry_run
+from finetune.memory.ledger import DryRun, LargestStep
 from finetune.memory.shard_units import Parameter, Unit, units_of
 from finetune.memory.sharding import shard
 from finetune.units import GIB, MIB
@@ -130,12 +130,12 @@ def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(hom
     recipes = [settings(launch=way) for way in ways]
     runs = []
     for number, recipe in enumerate(recipes):
-        runs.append(dry_run(config_values(num_hidden_layers=4), recipe, micro_batch=1, rows=RowShape(64)))
+        runs.append(LargestStep(config_values(num_hidden_layers=4), recipe, RowShape(64)).dry_run())
         assert len(list((home / "cache" / "forecasts").glob("*.json"))) == 1, number
     assert all(run == runs[0] for run in runs)
     for cached in (home / "cache" / "forecasts").glob("*.json"):
         cached.unlink()
-    assert dry_run(config_values(num_hidden_layers=4), recipes[2], micro_batch=1, rows=RowShape(64)) == runs[0]
+    assert LargestStep(config_values(num_hidden_layers=4), recipes[2], RowShape(64)).dry_run() == runs[0]
 
 
 def test_units_have_every_parameter_once_and_are_cached(home):

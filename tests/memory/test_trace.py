@@ -1,27 +1,21 @@
 """The events of all layers from a dry run of a few, replayed through the caching allocator."""
 
 import pytest
+from test_depth import AMPERE, both_ways
 from tiny_models import config_values, settings
 
 from finetune.memory.allocator_replay import replay
-from finetune.memory.depth import simulate_deep
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import _first_layer_saves_less, _shape, replayed
+from finetune.memory.ledger import LargestStep, shape_of
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
 
-AMPERE = (8, 6)
-BATCH = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
 
-
-def both_ways(kind="llama", layers=7, **more):
+def traces(layers=7, **more):
     """Traces from a few layers and from all."""
-    recipe = settings(kind, **more)
-    config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
-    every, differs = recipe.activation_checkpointing_every_n_layers, _first_layer_saves_less(recipe)
-    deep, method = simulate_deep(config, lambda few: simulate(few, recipe, BATCH, AMPERE), every, first_differs=differs)
+    deep, full, method = both_ways(layers=layers, **more)
     assert f"of {layers} layers" in method
-    return deep.trace(), simulate(config, recipe, BATCH, AMPERE).trace()
+    return deep.trace(), full.trace()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +41,7 @@ def both_ways(kind="llama", layers=7, **more):
     ids=str,
 )  # fmt: skip
 def test_a_few_layers_reserve_what_all_do(more):
-    deep, full = both_ways(**more)
+    deep, full = traces(**more)
     assert deep.warm_up == full.warm_up
     for expandable in (True, False):
         assert replay(deep, expandable=expandable) == replay(full, expandable=expandable)
@@ -57,15 +51,15 @@ def test_a_few_layers_reserve_what_all_do(more):
 def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segments_cannot_expand(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     values, recipe = config_values(num_hidden_layers=8), settings(activation_checkpointing_every_n_layers=2)
-    shape = {"micro_batch": 1, "rows": RowShape(192), "capability": AMPERE}
-    full = simulate(config_from(values, recipe), recipe, Batch(**_shape(recipe, 1, RowShape(192))), AMPERE).trace()
-    assert replayed(values, recipe, expandable=False, **shape) == replay(full, expandable=False)
-    assert replayed(values, recipe, expandable=True, **shape) is None
+    step = LargestStep(values, recipe, RowShape(192), AMPERE)
+    full = simulate(config_from(values, recipe), recipe, Batch(**shape_of(recipe, RowShape(192))), AMPERE).trace()
+    assert step.replayed(expandable=False) == replay(full, expandable=False)
+    assert step.replayed(expandable=True) is None
 
 
 @pytest.mark.slow
 def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
-    deep, full = both_ways()
+    deep, full = traces()
     assert {part: len(events) for part, events in deep.parts.items()}.keys() == full.parts.keys()
     for trace in (deep, full):
         live = set()
@@ -78,7 +72,7 @@ def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
 
 @pytest.mark.slow
 def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_at_all():
-    deep, _ = both_ways()
+    deep, _ = traces()
     free = replay(deep, expandable=False)
     assert free.retries == 0
     assert replay(deep, expandable=False, limit=free.reserved_bytes) == free
@@ -86,8 +80,7 @@ def test_a_limit_below_the_reserved_peak_is_met_by_freeing_cached_blocks_or_not_
 
 def test_what_cannot_be_replayed_is_not_guessed(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    shape = {"micro_batch": 1, "rows": RowShape(64), "capability": AMPERE, "expandable": False}
-    assert replayed(config_values(), settings(activation_checkpointing="offload"), **shape) is None
-    assert replayed(config_values(num_hidden_layers=4), settings(), **shape) == replayed(
-        config_values(num_hidden_layers=4), settings(), **shape
-    )
+    offloaded = settings(activation_checkpointing="offload")
+    assert LargestStep(config_values(), offloaded, RowShape(64)).replayed(expandable=False) is None
+    step = LargestStep(config_values(num_hidden_layers=4), settings(), RowShape(64))
+    assert step.replayed(expandable=False) == step.replayed(expandable=False)

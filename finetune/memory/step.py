@@ -1,0 +1,249 @@
+"""An optimizer step on fake tensors: what forecasts from settings and forecasts of a trainer have in common."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.compat.bitsandbytes import optimizer_states, without_cpu_repacking
+from finetune.compat.torch import backward
+from finetune.compat.transformers import wrap_checkpoint
+from finetune.data.report import first_line
+from finetune.errors import FinetuneError, RecipeError
+from finetune.layers.checkpointing import base_of, decoder_layers
+from finetune.memory.depth import Depth
+from finetune.memory.fake_model import fake_dora_weights, layer_number, state_dict_copies
+from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for
+from finetune.memory.trace import NotRepeated, Recording, Trace
+from finetune.memory.tracker import Peak, PhaseKey, Rule, StorageTracker
+from finetune.model.adapters import trainable_parameters
+from finetune.settings import Settings
+from finetune.settings.base_formats import requested_formats
+
+#: Phase of a mixture's router loss, after the loss.
+AUXILIARY = "auxiliary loss"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Peaks of a dry run by phase and layer."""
+
+    peaks: dict[PhaseKey, Peak]
+    #: Peak of host memory.
+    host: Peak
+    notes: tuple[str, ...] = ()
+    #: Summary of each decoder layer's lean modules; empty without lean layers.
+    lean: tuple[str, ...] = ()
+    #: Events of the layers that ran, before repetition to `depth`; None for a mixture of simulations.
+    recording: Recording | None = field(default=None, compare=False)
+    depth: Depth | None = field(default=None, compare=False)
+
+    def trace(self) -> Trace | None:
+        """Return the events at full depth; None without a recording, or where the layers' events don't repeat."""
+        try:
+            return self.recording.trace(self.depth) if self.recording else None
+        except NotRepeated:
+            return None
+
+
+@contextmanager
+def step_tracker(capability: Capability | None, more_rules: Mapping[Any, Rule] = {}) -> Iterator[StorageTracker]:
+    """Yield a tracker for a step on a GPU of this compute capability, or on the CPU when None."""
+    rules, workspace_bytes = {**rules_for(capability), **more_rules}, cublas_workspace_bytes(capability)
+    with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+        yield StorageTracker(rules, workspace_bytes=workspace_bytes)
+
+
+def observe(model: Any, tracker: StorageTracker) -> None:
+    """Hook the model so that the tracker knows the running layer, the loss and recomputation."""
+    for number, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
+        layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
+        wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
+    base_of(model).base_model.register_forward_pre_hook(functools.partial(_begin_forward, tracker))
+    base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
+
+
+def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
+    tracker.layer = number
+    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
+        tracker.retag(inputs[0], "activations", number)
+
+
+def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad:
+        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
+    tracker.layer = None
+
+
+def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
+    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
+
+
+def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
+    # a second forward pass follows the reference model's
+    tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
+    tracker.part = "activations"
+
+
+def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
+    tracker.part = "loss"
+    if tracker.phase == "forward":
+        tracker.phase = "loss"
+        if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
+            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
+
+
+def tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+    """Tag tensors of the router's auxiliary loss with the layer of their logits, also in backward."""
+    # a phase apart: it grows with the number of layers, so at full depth it may need more than the loss
+    tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
+    try:
+        return computed(*inputs)
+    finally:
+        tracker.inherits = False
+
+
+def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
+    def observed(*recompute_inputs: Any) -> Any:
+        if tracker.phase != "backward":
+            return function(*recompute_inputs)
+        with tracker.tagging("recomputed"):
+            return function(*recompute_inputs)
+
+    return checkpoint(observed, *inputs)
+
+
+def take_step(
+    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
+    context: AbstractContextManager[Any], on_cpu: bool,
+) -> None:  # fmt: skip
+    """Run one optimizer step of one micro-batch, forward and backward inside `context`."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    # states exist from the second step on, which peaks highest
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if arguments.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
+    with context:
+        value = loss()
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
+        backward(value)
+    del value
+    tracker.recording.begin("clipping")
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(model: Any, tracker: StorageTracker) -> None:
+    """Allocate the copies that saving a checkpoint makes."""
+    tracker.recording.begin("save")
+    gc.collect()
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
+
+
+def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
+
+
+def first_step(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
+) -> None:
+    """Run a step with zero gradients, which allocates the optimizer states, tagged by layer."""
+    tracker.recording.begin("first step")
+    tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
+    zero_gradients(model, tracker)
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+    for name, parameter in trainable_parameters(model):
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                tracker.retag(value, "optimizer", layer_number(name))
+    del tracker.peaks[("first step", None)]  # the second step needs all of this, and activations
+
+
+def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Allocate every trainable parameter's gradient, as earlier micro-batches do."""
+    for name, parameter in trainable_parameters(model):
+        with tracker.tagging("gradients"):
+            parameter.grad = torch.zeros_like(parameter)
+        tracker.retag(parameter.grad, "gradients", layer_number(name))
+
+
+@contextmanager
+def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
+    """Count bitsandbytes' paged states as host memory."""
+
+    def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        # paged states are CUDA managed memory, outside torch's allocator
+        paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
+        state = torch.zeros(p.shape, dtype=dtype, device="meta" if paged else p.device)
+        state.is_paged = paged  # type: ignore[attr-defined]
+        return state
+
+    with optimizer_states(get_state_buffer):
+        yield
+
+
+@contextmanager
+def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
+    """Turn an error in a model's own code into a RecipeError.
+
+    The advice names the settings that replace layers.
+    """
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        # of hundreds of model types, some don't run here
+        raise RecipeError(
+            f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
+            f"{type(error).__name__}: {first_line(error)}",
+            _without_replaced_layers(settings),
+        ) from error
+
+
+def _without_replaced_layers(settings: Settings | None) -> str:
+    quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
+    lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
+    own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
+    return f"{own_layers}Give another model, or report it with its config.json."
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause automatic garbage collection. May be nested."""
+    # the libraries' reference cycles hold tensors, so collection at random moments would vary the peaks
+    is_outer = gc.isenabled()
+    gc.disable()
+    # explicit collections between phases then scan only the dry run's objects
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()  # cycles of the dry run, before older objects are unfrozen
+        if is_outer:
+            gc.unfreeze()
+            gc.enable()
