@@ -92,9 +92,8 @@ def _on_meta(name: str, args: Any) -> Any:
         )
     dtype = named.get("dtype", "float32")
     config = AutoConfig.from_pretrained(name)
-    return build_on_meta(
-        config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa", remote_code=False
-    )
+    vars(config).pop("auto_map", None)  # of the repository's own code, which is not run
+    return build_on_meta(config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa")
 
 
 def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability | None) -> Simulation:

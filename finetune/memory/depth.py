@@ -125,7 +125,7 @@ def count_parameters(config: PretrainedConfig) -> int:
 def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if text not in _INSPECTED:
-        model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
+        model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
         kinds = tuple(_kind(layer) for layer in decoder_layers(model))
         if not kinds:
             raise RecipeError(

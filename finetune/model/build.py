@@ -45,9 +45,7 @@ def build_base(
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
-        model: Any = build_on_meta(
-            config, quantization, dtype=dtype, attention=attention, remote_code=settings.trust_remote_code, quantiser=quantiser
-        )
+        model: Any = build_on_meta(config, quantization, dtype=dtype, attention=attention, quantiser=quantiser)
         if offloads:
             model.layer_offloading = offload_layers(model, settings, weights=False)
         return model
@@ -107,16 +105,16 @@ def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def build_on_meta(
-    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, remote_code: bool = False,
-    quantiser: type | None = None,
-) -> PreTrainedModel:  # fmt: skip
+    config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, quantiser: type | None = None
+) -> PreTrainedModel:
     """Return the modules of a loaded model on meta, with bitsandbytes' layers."""
     bare = _without_quantization(config)
     with _build_errors(config), torch.device("meta"):
         arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
         kind = _class_to_build(bare)
         if kind is AutoModelForCausalLM:
-            model = kind.from_config(bare, trust_remote_code=remote_code, **arguments)
+            # with `auto_map`, which `config_from` keeps in trusted configurations only
+            model = kind.from_config(bare, trust_remote_code=True, **arguments)
         else:
             model = kind._from_config(bare, **arguments)
     if isinstance(quantization, BitsAndBytesConfig):

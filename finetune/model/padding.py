@@ -42,9 +42,8 @@ def _reads_mask(config: PretrainedConfig) -> bool:
     # Only transformers' causal masks can read this mask. With any other reader a batch needs its mask: positions counted from
     # the mask, a state or convolution that skips padding, the balance loss of a mixture's router.
     mask = torch.ones(_ROWS, _TOKENS, dtype=torch.long).as_subclass(_UnreadMask)
-    remote_code = hasattr(config, "auto_map")
     try:
-        model: Any = build_on_meta(config, None, dtype=torch.bfloat16, attention=_NAME, remote_code=remote_code)
+        model: Any = build_on_meta(config, None, dtype=torch.bfloat16, attention=_NAME)
         add_loss(model.train())
         with fake_experts(), fake_tensor_mode(), torch.no_grad():
             model.to_empty(device="cpu")

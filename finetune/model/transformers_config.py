@@ -38,8 +38,10 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         return _remote_config(name, kind, values, settings)
     config_class = CONFIG_MAPPING[kind]
     _refuse_missing(name, values, config_class)
+    # code is run for a configuration with `auto_map`, also when a forecast builds its modules
+    left_out = {"model_type"} if settings.trust_remote_code else {"model_type", "auto_map"}
     try:
-        config = _config_of(config_class, {key: value for key, value in values.items() if key != "model_type"})
+        config = _config_of(config_class, {key: value for key, value in values.items() if key not in left_out})
         if settings.vision is True:
             mark_vision(config)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:

@@ -149,7 +149,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
 
     config = config_from(values, recipe)
     text: Any = text_config(config)
-    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=recipe.trust_remote_code)
+    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
     model.requires_grad_(False)
     head, table = model.get_output_embeddings(), input_table(model)
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]

@@ -217,7 +217,7 @@ def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason)
         recipe_from({"model_name_or_path": "x/y", "dataset": "rows.jsonl", "dtype": "bfloat16", f"load_in_{bits}bit": True})
     )
     config = config_from(values, recipe)
-    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=False)
+    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
     stated = why_experts_stay_16_bit(model, config, recipe)
     assert stated is None if reason is None else reason in stated
 

@@ -68,3 +68,10 @@ def test_losses_and_gradients_are_the_same_without_the_mask(family):
     rtol = 1e-6 if family in SORTED else 0
     differences = {name: (gradients_without[name] - gradient).norm() for name, gradient in gradients.items()}
     assert all(differences[name] <= rtol * gradient.norm() for name, gradient in gradients.items())
+
+
+def test_code_that_a_config_json_names_is_not_run_where_the_recipe_does_not_trust_it(monkeypatch):
+    run = []
+    monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", lambda *code: run.append(code))
+    config = config_of("llama", auto_map={"AutoModelForCausalLM": "somebody/else--modeling.Model"})
+    assert not needs_padding_mask(config) and run == []
