@@ -59,10 +59,8 @@ class SideStream(InOrder):
         copied.synchronize()
 
 
-@functools.cache
-def side_stream(device: torch.device) -> SideStream:
-    """Return the process's copy stream of a CUDA device."""
-    return SideStream(device)
+#: Device -> the process's copy stream.
+_side_stream = functools.cache(SideStream)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -80,7 +78,7 @@ def offload_beside(device: torch.device) -> Offload:
     """Return an offload that overlaps with a device's computation."""
     on_cuda = device.type == "cuda"
     # on a CPU and in a forecast, copies are synchronous, and allocate as much
-    return Offload(side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
+    return Offload(_side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
 
 
 def offload_in_order(*, pinned: bool) -> Offload:

@@ -14,6 +14,7 @@ from finetune.model.build import load_errors
 
 #: Tokens of a batch -> the other inputs of a model by name.
 MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
+_GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,9 @@ def greedy_answers(
     more_inputs: MoreInputs | None = None,
 ) -> list[tuple[str, bool]]:
     """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
-    # the model is in evaluation mode, and no random numbers are drawn; padded on the left, so that all prompts end together
-    width = max(len(question) for question in questions)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
-    ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
-    mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    with load_errors(model.config.name_or_path):
-        output_ids = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
-            max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops),
-            **inputs_beside(ids, more_inputs),
-        )  # fmt: skip
+    # the model is in evaluation mode, and no random numbers are drawn
     answers, ends = [], _end_tokens(model, stops)
-    for new in output_ids[:, width:].tolist():
+    for new in _continued(model, tokenizer, questions, stops, more_inputs, max_new_tokens=max_new_tokens, **_GREEDY):
         length = next((index + 1 for index, token_id in enumerate(new) if token_id in ends), None)
         text = str(tokenizer.decode(new[:length], skip_special_tokens=not with_special_tokens))
         answers.append((text, length is None))
@@ -98,24 +89,30 @@ def streamed_answer(
         stop_requested[0] = stop_requested[0] or stopped()
         return torch.full((len(ids),), stop_requested[0], device=ids.device)
 
-    ids = torch.tensor([question], device=model.device)
-    sampled: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampled = _GREEDY
     if sampling.temperature > 0:
         # transformers draws from the global random numbers
         torch.manual_seed(sampling.seed)
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
-    criteria: Any = StoppingCriteriaList([is_stopped])
-    with load_errors(model.config.name_or_path):
-        output_ids = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
-            pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
-            **sampled, **inputs_beside(ids, more_inputs),
-        )  # fmt: skip
-    new = output_ids[0, len(question) :].tolist()
+    streamed = {"streamer": pieces, "stopping_criteria": StoppingCriteriaList([is_stopped]), "max_new_tokens": max_new_tokens}
+    (new,) = _continued(model, tokenizer, [question], stops, more_inputs, **streamed, **sampled)
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _end_tokens(model, stops)
     return Streamed(text, len(new), time.perf_counter() - began, stop_requested[0] and not ended, ended)
+
+
+def _continued(
+    model: Any, tokenizer: Any, questions: list[list[int]], stops: Collection[int], more_inputs: Any, **named: Any
+) -> list[list[int]]:
+    """Return the new tokens of each prompt."""
+    # padded on the left, so that all prompts end together
+    width = max(len(question) for question in questions)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
+    ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
+    mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
+    named |= {"pad_token_id": padding, "eos_token_id": _end_tokens(model, stops), **inputs_beside(ids, more_inputs)}
+    with load_errors(model.config.name_or_path):
+        return model.generate(input_ids=ids, attention_mask=mask, use_cache=True, **named)[:, width:].tolist()
 
 
 def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class _LayerWriter:
     """Writes each layer once all its parameters are loaded, and frees its memory."""
 
     def __init__(self, writing: Path, parts: Parts) -> None:
-        self._folder, self.written = writing, set[str]()
+        self._folder, self._parts, self.written = writing, parts, set[str]()
         self._unloaded = {part: set(values) for part, values in parts.items() if part != OUTSIDE}
         self._part_of = {name: part for part, names in self._unloaded.items() for name in names}
         self._paths: dict[torch.nn.Module, str] = {}
@@ -177,11 +177,10 @@ class _LayerWriter:
             return
         self._unloaded[part].discard(full)
         if not self._unloaded[part]:
-            names = [name for name, own in self._part_of.items() if own == part]
             with _disk_errors(self._folder):
-                write_part(self._folder, part, {name: value_of(model, name) for name in names})
+                write_part(self._folder, part, {name: value_of(model, name) for name in self._parts[part]})
             self.written.add(part)
-            for name in names:
+            for name in self._parts[part]:
                 _release(model, name)
         return_freed_memory()  # a CPU quantises with 14 bytes for each element of a matrix
 
@@ -274,20 +273,28 @@ def parameter_uses(model: torch.nn.Module) -> ParameterUses:
 
 def set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, uses: ParameterUses) -> None:
     """Set a parameter at each of its uses, or a buffer or attribute."""
-    from bitsandbytes.nn import Params4bit
-
     path, _, attribute = name.rpartition(".")
-    module: Any = base.get_submodule(path)
+    module = base.get_submodule(path)
     old = module._parameters.get(attribute)
     if old is None:
         setattr(module, attribute, data)
-        return
-    parameter: Any
-    if state is None:
-        parameter = torch.nn.Parameter(data, requires_grad=False)
     else:
-        parameter = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
-        if parameter.module is not None:
-            parameter.module.quant_state = state
-    for owner, own in uses[id(old)]:
-        owner._parameters[own] = parameter
+        set_parameter(uses[id(old)], parameter_like(old, data, state))
+
+
+def parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
+    """Return a frozen parameter of the class of `old`, with bitsandbytes' `state` of a 4-bit weight."""
+    from bitsandbytes.nn import Params4bit
+
+    if not isinstance(old, Params4bit):
+        return torch.nn.Parameter(data, requires_grad=False)
+    parameter: Any = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
+    if parameter.module is not None:
+        parameter.module.quant_state = state
+    return parameter
+
+
+def set_parameter(uses: list[tuple[torch.nn.Module, str]], parameter: torch.nn.Parameter) -> None:
+    """Set a parameter at each of its uses."""
+    for module, name in uses:
+        module._parameters[name] = parameter

@@ -1,57 +1,97 @@
-"""4-bit experts of mixtures: loaded from every form, the same products and gradients, and no 16-bit copies for backward."""
+"""4-bit experts of mixtures: loaded from every form, the same products and gradients, and no 16-bit copies for backward.
+
+Only experts with rows are dequantised; the lean forward's step is that of the experts one by one, and saves less.
+"""
 
 import json
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
+from small_models import SMALL, load
+from small_models import settings as plain_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from finetune.errors import RecipeError
+import finetune.layers.routed_experts as routed_experts
+from finetune.layers.checkpointing import base_of
+from finetune.layers.lean_layers import lean_summary
 from finetune.model.adapters import attach_adapters, trainable_parameters
-from finetune.model.build import build_base, build_on_meta
+from finetune.model.build import build_on_meta
 from finetune.model.quantisation import quantization_config, why_experts_stay_16_bit
-from finetune.model.transformers_config import config_from, load_config
-from finetune.recipe import recipe_from
-from finetune.settings import plainest, resolved
+from finetune.model.techniques import apply_techniques
+from finetune.model.transformers_config import config_from
 
-MIXTURE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 256, "num_experts_per_tok": 2, "head_dim": 16,
-}  # fmt: skip
-KINDS = {
+#: A few experts of each form; and the routing of Qwen3-30B-A3B and gpt-oss-20b, at small widths.
+FEW = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 192}, "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4},
 }  # fmt: skip
+MANY = {
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 4},
+}
+EXPERTS, ROUTERS = {"qwen3_moe": 128, "gpt_oss": 32}, {"qwen3_moe": "gate", "gpt_oss": "router"}
 WEIGHTS = ("gate_up_proj", "down_proj")
+ALL = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def settings(name="some/model", **more):
-    values = {"model_name_or_path": name, "dataset": "rows.jsonl", "lora_r": 4, "dtype": "float32", "load_in_8bit": False}
-    return plainest(
-        recipe_from({**values, "load_in_4bit": True, "activation_checkpointing": False, "attn_implementation": "eager", **more})
-    )
+def config_of(kind, **sizes):
+    return AutoConfig.for_model(kind, **{**SMALL, "head_dim": 16, "num_hidden_layers": 1, "num_experts_per_tok": 2, **sizes})
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=FEW)
 def folder(request, tmp_path_factory):
     """A small mixture as transformers saves it: of Qwen3 and Mixtral each expert by itself, of gpt-oss fused."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
-    config = AutoConfig.for_model(request.param, **MIXTURE, **KINDS[request.param])
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(request.param, **FEW[request.param])).save_pretrained(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Mixtures of many experts, with biases other than 0."""
+    saved = {}
+    for kind, more in MANY.items():
+        torch.manual_seed(0)
+        saved[kind] = tmp_path_factory.mktemp(kind)
+        model = AutoModelForCausalLM.from_config(config_of(kind, **more, num_hidden_layers=2))
+        for name, weight in model.named_parameters():
+            if "proj_bias" in name:
+                torch.nn.init.normal_(weight, std=0.5)
+        model.save_pretrained(saved[kind])
+    return saved
+
+
+def settings(folder, **more):
+    return plain_settings(folder, **{"dtype": "float32", "load_in_4bit": True, "attn_implementation": "eager", **more})
+
+
 def loaded(folder, **more):
-    wanted = settings(str(folder), **more)
-    return build_base(wanted, load_config(wanted), device="cpu", weights=True)
+    return load(settings(folder, **more))
+
+
+def adapted(folder, targets=ALL, **more):
+    """The model with adapters other than 0."""
+    wanted = settings(folder, target_modules=targets, lora_dropout=0.0, **more)
+    model = attach_adapters(load(wanted), wanted).train()
+    torch.manual_seed(2)
+    for _, parameter in trainable_parameters(model):
+        torch.nn.init.normal_(parameter, std=0.1)
+    apply_techniques(model, wanted)
+    return model
 
 
 def experts_of(model):
-    return model.model.layers[0].mlp.experts
+    return base_of(model).model.layers[0].mlp.experts
+
+
+def packed_experts_of(model):
+    """The same without PEFT's wrappers."""
+    return next(module for module in base_of(model).model.layers[0].modules() if "has_gate" in vars(module))
 
 
 def dequantised(weight):
@@ -59,17 +99,29 @@ def dequantised(weight):
 
 
 def relative_distance(values, reference):
-    """Relative distance."""
-    return ((values - reference).norm() / reference.norm()).item()
+    return ((values - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def with_dequantised(model):
+    """Let the experts compute by transformers' own forward, with the dequantised weights."""
+    for module in model.modules():
+        if "forward" in vars(module) and hasattr(module, "has_gate"):
+            del module.forward
+            for name in WEIGHTS:
+                module._parameters[name] = torch.nn.Parameter(dequantised(getattr(module, name)), False)
+    return model
+
+
+def one_by_one(model):
+    """The same by transformers' loop over experts."""
+    base_of(model).config._experts_implementation = "eager"
+    assert any(isinstance(module, ParamWrapper) for module in model.modules())
+    return with_dequantised(model)
 
 
 def pair(folder):
-    """Experts in 4 bit, and the same in 32 bit with the dequantised weights."""
-    packed, plain = experts_of(loaded(folder)), experts_of(loaded(folder, load_in_4bit=False))
-    with torch.no_grad():
-        for name in WEIGHTS:
-            getattr(plain, name).copy_(dequantised(getattr(packed, name)))
-    return packed, plain
+    """Experts in 4 bit, and the same with the dequantised weights."""
+    return experts_of(loaded(folder)), experts_of(with_dequantised(loaded(folder)))
 
 
 def routed(experts, hidden):
@@ -116,86 +168,171 @@ def test_backward_saves_no_dequantised_weight(folder):
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"], ["gate_up_proj"]])
 def test_adapters_of_4_bit_experts_have_peft_s_products_and_gradients(folder, targets):
     results = []
-    for four_bit in (True, False):
-        wanted = settings(str(folder), load_in_4bit=four_bit, target_modules=targets)
-        model = build_base(wanted, load_config(wanted), device="cpu", weights=True)
-        if not four_bit:
-            with torch.no_grad():
-                for name in WEIGHTS:
-                    getattr(experts_of(model), name).copy_(results[0][0][name])
-        weights = {name: dequantised(getattr(experts_of(model), name)) for name in WEIGHTS} if four_bit else {}
-        adapted = attach_adapters(model, wanted)
-        torch.manual_seed(2)
-        for _, parameter in trainable_parameters(adapted):
-            torch.nn.init.normal_(parameter, std=0.1)
+    for model in (adapted(folder, targets), with_dequantised(adapted(folder, targets))):
         torch.manual_seed(3)
-        out = routed(experts_of(adapted.get_base_model()), torch.randn(24, 64, requires_grad=True))
+        out = routed(experts_of(model), torch.randn(24, 64, requires_grad=True))
         out.square().sum().backward()
-        grads = [(n, p.grad) for n, p in trainable_parameters(adapted) if ".experts." in n]
-        results.append((weights, out, grads))
-    (_, out, gradients), (_, expected, others) = results
+        results.append((out, {name: p.grad for name, p in trainable_parameters(model) if ".experts." in name}))
+    (out, gradients), (expected, reference) = results
     assert relative_distance(out, expected) < 1e-5
     assert bool(gradients) == (targets != "all-linear" or "gpt_oss" not in str(folder))
-    for (name, grad), (other, reference) in zip(gradients, others, strict=True):
-        assert name == other
-        assert relative_distance(grad, reference) < 1e-4, name
+    assert gradients.keys() == reference.keys()
+    assert all(relative_distance(gradients[name], reference[name]) < 1e-4 for name in gradients)
+
+
+def store(folder, config, quantisation, quantised):
+    """Save a model with the tensors of a quantised checkpoint; returns those of the 16-bit one.
+
+    `quantised(name, value)`: the stored tensors in place of one, by name; empty for one that stays.
+    """
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    originals = load_file(folder / "model.safetensors")
+    tensors = {}
+    for name, value in originals.items():
+        tensors |= quantised(name, value) or {name: value}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantisation}))
+    return originals
 
 
 def test_mxfp4_experts_become_nf4_while_loading(tmp_path):
-    config = AutoConfig.for_model("gpt_oss", **MIXTURE, **KINDS["gpt_oss"])
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(WEIGHTS)]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "mxfp4"}}))
+    def codes(name, value):
+        if not name.endswith(WEIGHTS):
+            return {}
+        experts, inputs, outputs = value.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    store(tmp_path, config_of("gpt_oss", **FEW["gpt_oss"]), {"quant_method": "mxfp4"}, codes)
     packed, plain = (experts_of(loaded(tmp_path, load_in_4bit=bits, dtype="bfloat16")) for bits in (True, False))
     for name in WEIGHTS:
         assert relative_distance(dequantised(getattr(packed, name)).float(), getattr(plain, name).float()) < 0.12
 
 
 def test_fp8_weights_are_trained_in_16_bit(tmp_path):
-    config = AutoConfig.for_model("llama", **{**MIXTURE, "hidden_size": 128})
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    originals = {name: value for name, value in tensors.items() if name.endswith("_proj.weight")}
-    for name, value in originals.items():
-        tensors[name] = (value.float() / 2**-10).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = torch.full([-(-size // 128) for size in value.shape], 2.0**-10)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((tmp_path / "config.json").read_text())
+    def rounded(name, value):
+        scale = torch.full([-(-size // 128) for size in value.shape], 2.0**-10)
+        eighth = (value.float() / 2**-10).to(torch.float8_e4m3fn)
+        return {name: eighth, f"{name}_scale_inv": scale} if name.endswith("_proj.weight") else {}
+
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": stored}))
+    originals = store(tmp_path, config_of("llama", hidden_size=128), stored, rounded)
     parameters = dict(loaded(tmp_path, load_in_4bit=False, dtype="bfloat16").named_parameters())
-    for name, value in originals.items():
+    for name in (name for name in originals if name.endswith("_proj.weight")):
         assert parameters[name].dtype == torch.bfloat16
-        assert relative_distance(parameters[name].float(), value.float()) < 0.04
+        assert relative_distance(parameters[name].float(), originals[name].float()) < 0.04
 
 
-def test_a_mixture_stored_by_bitsandbytes_names_the_original():
-    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    wanted = settings("unsloth/Qwen3-30B-A3B-bnb-4bit")
-    values = {"model_type": "qwen3_moe", **MIXTURE, **KINDS["qwen3_moe"], "quantization_config": stored}
-    with pytest.raises(RecipeError, match="each expert by itself") as caught:
-        build_base(wanted, config_from(values, wanted), device="cpu", weights=False)
-    assert caught.value.fix.startswith("Give Qwen/Qwen3-30B-A3B; load_in_4bit=true")
+def step(model, tokens=24):
+    """Loss, router logits, and the gradients of all adapters, of one batch."""
+    torch.manual_seed(3)
+    batch = torch.randint(0, 256, (2, tokens))
+    out = model(input_ids=batch, labels=batch, output_router_logits=True)
+    out.loss.backward()
+    return out, {name: parameter.grad.clone() for name, parameter in trainable_parameters(model)}
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_a_checkpoint_packed_for_inference_names_the_original(method):
-    wanted = settings(f"/models/Qwen3-8B-{method}", load_in_4bit=True)
-    values = {"model_type": "llama", **MIXTURE, "quantization_config": {"quant_method": method}}
-    for bits in (True, False):
-        with pytest.raises(RecipeError, match=method) as caught:
-            build_base(resolved(wanted, load_in_4bit=bits), config_from(values, wanted), device="cpu", weights=False)
-        assert caught.value.fix == (
-            "Give Qwen/Qwen3-8B; load_in_4bit=true quantises it while loading."
-            if method != "compressed-tensors"
-            else "Give the 16-bit model; load_in_4bit=true quantises it while loading."
-        )
+@pytest.mark.parametrize("kind", MANY)
+def test_a_step_is_that_of_the_experts_one_by_one_with_the_balance_loss(folders, kind):
+    targets = [*ALL, ROUTERS[kind]]
+    out, grads = step(adapted(folders[kind], targets, lean_layers=True))
+    plain, reference = step(one_by_one(adapted(folders[kind], targets)))
+    assert abs(out.loss.item() - plain.loss.item()) < 1e-5
+    assert relative_distance(out.aux_loss, plain.aux_loss) < 1e-5
+    assert grads.keys() == reference.keys()
+    assert sum(".experts." in name for name in grads) == 8
+    assert sum(f".{ROUTERS[kind]}." in name for name in grads) == 4
+    assert max(relative_distance(grads[name], reference[name]) for name in grads) < 1e-4
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_a_recomputed_layer_routes_the_same_rows(folders, kind, checkpointing, monkeypatch):
+    routings = []
+    read = routed_experts.read_ends
+    monkeypatch.setattr(routed_experts, "read_ends", lambda offsets: routings.append(offsets.tolist()) or read(offsets))
+    _, reference = step(adapted(folders[kind], lean_layers=True))
+    forward = routings[:]
+    routings.clear()
+    _, grads = step(adapted(folders[kind], lean_layers=True, activation_checkpointing=checkpointing))
+    assert routings == [*forward, *reversed(forward)]
+    assert all(torch.equal(grads[name], reference[name]) for name in grads)
+
+
+def dequantised_bytes(model, monkeypatch, tokens):
+    """Bytes of fused weights that a step dequantises, and the numbers of used experts of its layers."""
+    sizes, used = [], []
+    dequantise, read = routed_experts.dequantised, routed_experts.read_ends
+
+    def counted(*arguments):
+        weight = dequantise(*arguments)
+        sizes.append(weight.nbytes)
+        return weight
+
+    def noted(offsets):
+        used.append(len(torch.unique(offsets[offsets > 0])))
+        return read(offsets)
+
+    monkeypatch.setattr(routed_experts, "dequantised", counted)
+    monkeypatch.setattr(routed_experts, "read_ends", noted)
+    step(model, tokens)
+    monkeypatch.undo()
+    return sum(sizes), sum(used)
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_dequantised_bytes_of_a_step_are_proportional_to_the_used_experts(folders, kind, monkeypatch):
+    model = adapted(folders[kind], lean_layers=True)
+    both = sum(getattr(packed_experts_of(model), name).quant_state.shape.numel() for name in ("gate_up_proj", "down_proj"))
+    seen = []
+    for tokens in (1, 2, 4):
+        dequantised, used = dequantised_bytes(model, monkeypatch, tokens)
+        assert dequantised == 2 * used * both * 4 // EXPERTS[kind]  # forward and backward, 4 bytes a value
+        seen.append(used)
+    assert seen[0] < seen[1] < seen[2] < 1.5 * EXPERTS[kind]
+    assert seen[0] <= EXPERTS[kind]
+
+
+@pytest.mark.parametrize("used", [[0], [3], [1, 2], [0, 2, 3], [0, 1, 2, 3]])
+def test_weights_of_used_experts_are_those_of_the_whole(folders, used):
+    weight = packed_experts_of(adapted(folders["gpt_oss"])).gate_up_proj
+    counts = torch.zeros(32, dtype=torch.int32)
+    counts[used] = 5
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    ranges = routed_experts.used_experts(offsets, offsets)
+    part = routed_experts.dequantised(weight, weight.quant_state, ranges)
+    assert torch.equal(part, dequantize_4bit(weight.data, weight.quant_state)[used])
+    assert ranges.offsets.tolist() == [5 * (at + 1) for at in range(len(used))]
+
+
+def saved_elements(model):
+    sizes = []
+    experts = packed_experts_of(model)
+    hidden = torch.randn(32, 64, requires_grad=True)
+    chosen = torch.randint(0, 32, (32, 4))
+    scores = torch.rand(32, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.untyped_storage()) or tensor, id):
+        experts(hidden, chosen, scores)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in sizes}.values())
+
+
+def test_lean_experts_save_the_output_of_gate_and_up_and_their_input(folders):
+    model = adapted(folders["gpt_oss"], targets=["q_proj"], lean_layers=True)
+    assert "1 layer of 4-bit experts" in lean_summary(model.get_base_model().model.layers[0])
+    before = saved_elements(adapted(folders["gpt_oss"], targets=["q_proj"]))
+    rows = 32 * 4
+    routing = 8 * 2 * rows + 4 * 32  # sorted experts and order, and where each one's rows end
+    assert saved_elements(model) == 4 * (rows * 2 * 128 + 32 * 4) + routing
+    assert before > 3 * saved_elements(model)
+
+
+def test_frozen_rows_get_no_gradient_but_adapters_do(folders):
+    experts = experts_of(adapted(folders["qwen3_moe"], targets=["down_proj"], lean_layers=True))
+    out = experts(torch.randn(8, 64), torch.randint(0, 128, (8, 8)), torch.rand(8, 8))
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters() if parameter.requires_grad)
 
 
 MAMBA = {"num_attention_heads": 1, "num_heads": 4, "head_dim": 32, "n_groups": 1}
@@ -213,9 +350,7 @@ LARGE = {"num_attention_heads": 4, "num_experts": 64, "moe_intermediate_size": 2
 )
 def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason):
     values = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256, **sizes}
-    recipe = plainest(
-        recipe_from({"model_name_or_path": "x/y", "dataset": "rows.jsonl", "dtype": "bfloat16", f"load_in_{bits}bit": True})
-    )
+    recipe = plain_settings(**{f"load_in_{bits}bit": True})
     config = config_from(values, recipe)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
     stated = why_experts_stay_16_bit(model, config, recipe)
@@ -227,8 +362,5 @@ def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason)
 )
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_whose_weights_others_read_stay_16_bit(kind, read, bits):
-    recipe = plainest(
-        recipe_from({"model_name_or_path": "x/y", "dataset": "d", "dtype": "bfloat16", f"load_in_{bits}bit": True})
-    )
-    quantization = quantization_config(recipe, CONFIG_MAPPING[kind]())
+    quantization = quantization_config(plain_settings(**{f"load_in_{bits}bit": True}), CONFIG_MAPPING[kind]())
     assert read <= set(quantization.llm_int8_skip_modules or []) and (read or not quantization.llm_int8_skip_modules)

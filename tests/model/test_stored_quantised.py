@@ -5,25 +5,19 @@ import json
 import pytest
 from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file
+from small_models import SMALL, load, on_meta
+from small_models import settings as plain_settings
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
-from finetune.model.build import build_base
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
-from finetune.model.transformers_config import load_config
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
 
-TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 256,
-}  # fmt: skip
+TINY = {**SMALL, "num_hidden_layers": 1}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def settings(name, **more):
-    values = {"model_name_or_path": str(name), "dataset": "rows.jsonl", "dtype": "bfloat16", "load_in_8bit": False}
-    return plainest(recipe_from({**values, "load_in_4bit": True, "activation_checkpointing": False, **more}))
+    return plain_settings(name, **{"load_in_4bit": True, **more})
 
 
 def stored_as(folder, quantisation, readme=None):
@@ -35,9 +29,8 @@ def stored_as(folder, quantisation, readme=None):
 
 
 def refused(folder, **more):
-    wanted = settings(folder, **more)
     with pytest.raises(RecipeError) as caught:
-        build_base(wanted, load_config(wanted), device="cpu", weights=False)
+        load(settings(folder, **more), weights=False)
     return caught.value
 
 
@@ -61,8 +54,7 @@ def test_a_4_bit_checkpoint_is_built_as_it_is_stored(kind_and_folder, with_metho
     values["quantization_config"].pop("quant_method", None)
     values["quantization_config"] |= {"quant_method": "bitsandbytes"} if with_method else {}  # first versions wrote none
     (folder / "config.json").write_text(json.dumps(values))
-    wanted = settings(folder)
-    real, bare = (build_base(wanted, load_config(wanted), device="cpu", weights=weights) for weights in (True, False))
+    real, bare = (load(settings(folder), weights=weights) for weights in (True, False))
     assert [(name, type(part)) for name, part in real.named_modules()] == [(n, type(part)) for n, part in bare.named_modules()]
     layer = real.model.layers[0]
     assert isinstance(layer.mlp.up_proj, Linear4bit) and not isinstance(layer.mlp.down_proj, Linear4bit)
@@ -97,11 +89,36 @@ def test_a_readme_without_a_header_names_nothing(tmp_path):
     assert error.fix.startswith("Give the 16-bit model")
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq", "something-new", None, 7])
+UNTRAINABLE = ["gptq", "awq", "compressed-tensors", "hqq", "something-new", None, 7]
+REFUSED = [*((method, bits) for method in UNTRAINABLE for bits in (4, 8, 16)), ("fp8", 4), ("fp8", 8), ("mxfp4", 8)]
+
+
+@pytest.mark.parametrize(("method", "bits"), REFUSED)
 def test_what_can_not_be_trained_is_refused_whatever_the_recipe_wants(tmp_path, method, bits):
     error = refused(stored_as(tmp_path, {"quant_method": method, "bits": 4}), load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     assert f"stored as {method or 'an unknown quantisation'}" in error.problems[0]
+
+
+MIXTURE = {**TINY, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 192}
+
+
+GIVE = "Give {}; load_in_4bit=true quantises it while loading."
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "stored", "bits", "problem", "fix"),
+    [
+        ("/models/Qwen3-8B-gptq", TINY, {"quant_method": "gptq"}, 4, "gptq", GIVE.format("Qwen/Qwen3-8B")),
+        ("/models/Qwen3-8B-awq", TINY, {"quant_method": "awq"}, 16, "awq", GIVE.format("Qwen/Qwen3-8B")),
+        ("/models/Qwen3-8B-packed", TINY, {"quant_method": "hqq"}, 4, "hqq", GIVE.format("the 16-bit model")),
+        ("unsloth/Qwen3-30B-A3B-bnb-4bit", MIXTURE, NF4, 4, "each expert by itself", "Give Qwen/Qwen3-30B-A3B; load_in_4bit"),
+        ("some/model", TINY, NF4, 16, "stored in 4bit", "Set load_in_4bit=true, or give the 16-bit model."),
+    ],
+)
+def test_the_fix_names_the_original(name, values, stored, bits, problem, fix):
+    with pytest.raises(RecipeError, match=problem) as caught:
+        on_meta(settings(name, load_in_4bit=bits == 4), {"model_type": "llama", **values, "quantization_config": stored})
+    assert caught.value.fix.startswith(fix)
 
 
 @pytest.mark.parametrize("value", ["gptq", ["gptq"], 4, True])
