@@ -3,35 +3,28 @@
 import json
 
 import pytest
+import small_models
 import torch
 from multimodal import image_features, save_checkpoint
 from peft import PeftModel
 from safetensors import safe_open
+from small_models import settings as plain_settings
 from transformers import AutoModelForImageTextToText
 
+from finetune.errors import RecipeError
 from finetune.export.merge import write_merged
 from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
-from finetune.model.build import build_base
-from finetune.model.transformers_config import load_config
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
+from finetune.model.techniques import apply_techniques
 
 IDS = torch.arange(16, 64).reshape(2, 24)
 
 
 def settings(folder, **more):
-    values = {
-        "model_name_or_path": str(folder),
-        "dataset": "rows.jsonl",
-        "dtype": "float32",
-        "lora_r": 4,
-        "load_in_4bit": False,
-    }
-    return plainest(recipe_from({**values, "target_modules": "all-linear", **more}))
+    return plain_settings(folder, dtype="float32", target_modules="all-linear", **more)
 
 
 def load(recipe):
-    return build_base(recipe, load_config(recipe), device="cpu", weights=True).eval()
+    return small_models.load(recipe).eval()
 
 
 def trained(recipe, steps=3):
@@ -111,8 +104,6 @@ def test_merging_changes_the_adapted_tensors_and_nothing_else(checkpoint, tmp_pa
 
 
 def test_training_under_checkpointing_reaches_every_adapter(checkpoint):
-    from finetune.model.techniques import apply_techniques
-
     recipe = settings(checkpoint[0], activation_checkpointing=True)
     model = attach_adapters(load(recipe), recipe)
     apply_techniques(model, recipe)
@@ -122,8 +113,6 @@ def test_training_under_checkpointing_reaches_every_adapter(checkpoint):
 
 
 def test_weights_that_the_language_model_lacks_are_refused(checkpoint):
-    from finetune.errors import RecipeError
-
     path = checkpoint[0] / "config.json"
     values = json.loads(path.read_text())
     values["text_config"]["num_hidden_layers"] = 5
@@ -133,39 +122,35 @@ def test_weights_that_the_language_model_lacks_are_refused(checkpoint):
         load(settings(checkpoint[0]))
 
 
-@pytest.mark.slow
-def test_a_run_of_a_multimodal_model_evaluates_and_merges(tmp_path):
-    from finetune.evaluate.answerer import Answerer
-    from finetune.export.merge import merge
+def run_of(kind, folder, steps):
+    """A finished run of a small checkpoint in `folder`/model."""
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
 
-    folder = tmp_path / "model"
-    save_checkpoint("gemma3", folder)
-    values = [
-        f"model_name_or_path={folder}", "max_steps=3", "save_steps=2", "effective_batch_size=2", "lora_r=4",
-        "per_device_train_batch_size=1", "dataset.max_rows=16", "eval_steps=0", f"output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    run = create_run(prepare(load_recipe("tiny-cpu", values)))
+    save_checkpoint(kind, folder / "model")
+    run = create_run(prepare(load_recipe("tiny-cpu", [
+        f"model_name_or_path={folder / 'model'}", f"max_steps={steps}", "save_steps=2", "effective_batch_size=2", "lora_r=4",
+        "per_device_train_batch_size=1", "dataset.max_rows=16", "eval_steps=0", f"output_dir={folder / 'run'}",
+    ])))  # fmt: skip
     assert Worker(run).main() == 0
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_of_a_multimodal_model_evaluates_and_merges(tmp_path):
+    from finetune.evaluate.answerer import Answerer
+    from finetune.export.merge import merge
+
+    run = run_of("gemma3", tmp_path, steps=3)
     answerer = Answerer(run)
     prompt = answerer.prompt_ids([{"role": "user", "content": "Hello"}])
     assert len(answerer.answer([prompt], max_new_tokens=4, with_special_tokens=False)) == 1
     merged = merge(run)
     assert (merged / "preprocessor_config.json").is_file()
-    assert list(tensors_of(merged)) == list(tensors_of(folder))
+    assert list(tensors_of(merged)) == list(tensors_of(tmp_path / "model"))
 
 
 @pytest.mark.slow
 def test_a_run_of_llama_4_trains_with_the_routers_auxiliary_loss(tmp_path):
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-    from finetune.run.worker import Worker
-
-    save_checkpoint("llama4", tmp_path / "model")
-    values = [
-        f"model_name_or_path={tmp_path / 'model'}", "max_steps=1", "effective_batch_size=1", "lora_r=4", "dataset.max_rows=8",
-        "per_device_train_batch_size=1", "eval_steps=0", "save_steps=0", f"output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    assert Worker(create_run(prepare(load_recipe("tiny-cpu", values)))).main() == 0
+    run_of("llama4", tmp_path, steps=1)

@@ -6,6 +6,8 @@ import tracemalloc
 
 import pytest
 import torch
+from small_models import SMALL, load
+from small_models import settings as plain_settings
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
@@ -14,26 +16,21 @@ from finetune.layers.quantised_files import clear, complete_models, folder, lock
 from finetune.layers.quantised_store import Damaged, LayoutMismatch, Store, needed_bytes, parts_of, write_part
 from finetune.manifest import changes_in, write_manifest
 from finetune.model import quantised_cache
-from finetune.model.build import build_base
 from finetune.model.quantised_cache import base_from, open_store
 from finetune.model.transformers_config import load_config
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
 from finetune.system import take_lock
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+SIZES = {**SMALL, "num_hidden_layers": 3}
 MODELS = {
-    "untied": LlamaConfig(**SMALL, intermediate_size=192),
-    "tied with biases": LlamaConfig(**SMALL, intermediate_size=192, attention_bias=True, tie_word_embeddings=True),
-    "a mixture": Qwen3MoeConfig(**SMALL, intermediate_size=128, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
+    "untied": LlamaConfig(**SIZES),
+    "tied with biases": LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=True),
+    "a mixture": Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
     "transposed layers": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=256, n_positions=64),
 }
 
 
 def settings(name, **more):
-    chosen = {"model_name_or_path": str(name), "dataset": "rows.jsonl", "lora_r": 4, "lora_alpha": 8, "dtype": "bfloat16"}
-    chosen |= {"load_in_4bit": True, "load_in_8bit": False, "activation_checkpointing": False, "attn_implementation": "eager"}
-    return plainest(recipe_from({**chosen, **more}))
+    return plain_settings(name, **{"load_in_4bit": True, "attn_implementation": "eager", **more})
 
 
 def files_of(store):
@@ -100,8 +97,7 @@ def equal(a, b):
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_read_is_bit_for_bit_what_loading_quantises(stored, kind, launch):
     store, recipe, config = stored(kind, launch=launch)
-    loaded = build_base(recipe, config, device="cpu", weights=True)
-    read = base_from(store, recipe, config, "cpu")
+    loaded, read = load(recipe), base_from(store, recipe, config, "cpu")
     there, here = content(loaded), content(read)
     assert list(there) == list(here)
     assert [name for name in there if not equal(there[name], here[name])] == []
@@ -117,10 +113,10 @@ def test_what_is_read_is_bit_for_bit_what_loading_quantises(stored, kind, launch
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_second_start_reads_the_files_of_the_first(stored, messages, kind):
-    first, recipe, config = stored(kind)
+    first, recipe, _ = stored(kind)
     assert len(messages) == 1 and str(first.path) in messages[0]
     assert stored(kind)[0].path == first.path and len(messages) == 1
-    needed = needed_bytes(parts_of(build_base(recipe, config, device="cpu", weights=False)))
+    needed = needed_bytes(parts_of(load(recipe, weights=False)))
     assert 0 <= needed - size_bytes() < 2300 * len(first.tables) + 256 * len(first.tensors) + 4096
 
 
@@ -159,31 +155,33 @@ def test_checking_takes_little_memory_however_large_the_parts_are(tmp_path):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("part", ["layers.2", "outside"])
-def test_a_flipped_byte_is_detected_and_the_file_rewritten(stored, messages, part):
-    store, *_ = stored()
-    before, path = files_of(store), store.path / f"{part}.safetensors"
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 3)
-        old = file.read(1)[0]
-        file.seek(path.stat().st_size // 3)
-        file.write(bytes([old ^ 1]))
-    with pytest.raises(Damaged, match=part):
-        store.require_unchanged()
-    rewritten, *_ = stored()
-    assert part in messages[-2] and "made again" in messages[-2]
-    assert files_of(rewritten) == before
+def with_a_flipped_bit(content):
+    at = len(content) // 3
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-@pytest.mark.parametrize("length", [0, 300])
-@pytest.mark.parametrize("name", ["layers.2.safetensors", "MANIFEST.json"])
-def test_a_truncated_file_is_rewritten(stored, length, name):
+@pytest.mark.parametrize(
+    ("name", "damaged", "problem"),
+    [
+        ("layers.2.safetensors", with_a_flipped_bit, "layers.2.safetensors"),
+        ("outside.safetensors", with_a_flipped_bit, "outside.safetensors"),
+        ("layers.2.safetensors", lambda content: b"", "layers.2.safetensors"),
+        ("layers.2.safetensors", lambda content: content[:300], "layers.2.safetensors"),
+        ("MANIFEST.json", lambda content: b"", "manifest can't be read"),
+        ("MANIFEST.json", lambda content: content[:300], "manifest can't be read"),
+    ],
+)
+def test_a_damaged_file_is_detected_and_the_folder_made_again(stored, messages, name, damaged, problem):
     store, *_ = stored()
     before = files_of(store)
-    (store.path / name).write_bytes(before[name][:length])
+    (store.path / name).write_bytes(damaged(before[name]))
     with pytest.raises(Damaged):
         Store(store.path).verify()
+    if name != "MANIFEST.json":
+        with pytest.raises(Damaged, match=name):
+            store.require_unchanged()
     assert files_of(stored()[0]) == before
+    assert problem in messages[-2] and "made again" in messages[-2]
 
 
 def test_another_revision_of_the_model_has_another_file(tmp_path, messages):
@@ -191,9 +189,8 @@ def test_another_revision_of_the_model_has_another_file(tmp_path, messages):
     for seed in (0, 1):
         recipe = settings(saved(tmp_path / "model", MODELS["untied"], seed))
         store = open_store(recipe, load_config(recipe), "cpu", messages.append)
-        loaded = build_base(recipe, load_config(recipe), device="cpu", weights=True)
         read = base_from(store, recipe, load_config(recipe), "cpu")
-        assert torch.equal(loaded.lm_head.weight, read.lm_head.weight)
+        assert torch.equal(load(recipe).lm_head.weight, read.lm_head.weight)
         paths.append(store.path)
     assert paths[0] != paths[1]
 
@@ -302,8 +299,7 @@ def test_a_folder_with_another_layout_than_the_model_is_made_again(stored, messa
 
 
 def test_a_weight_that_was_not_quantised_is_refused(stored, tmp_path):
-    _, recipe, config = stored()
-    parts = parts_of(build_base(recipe, config, device="cpu", weights=False))
+    parts = parts_of(load(stored()[1], weights=False))
     with pytest.raises(LayoutMismatch, match="was not quantised"):
         write_part(tmp_path, "layers.0", parts["layers.0"])
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,8 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from small_models import load, on_meta
+from small_models import settings as plain_settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -14,11 +16,7 @@ from finetune.errors import RecipeError
 from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
 from finetune.layers.loss import add_loss
 from finetune.model.adapters import attach_adapters, trainable_parameters
-from finetune.model.build import build_base
 from finetune.model.new_tokens import embedding_rows, grow_vocabulary
-from finetune.model.transformers_config import config_from, load_config
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 WORDS = {"<pad>": 0, "</s>": 1, "support": 2, "ticket": 3, "other": 4}
@@ -35,23 +33,25 @@ def save(folder, *, rows=5, **sizes):
     return str(folder)
 
 
-def settings(name, rows, **more):
-    values = {"model_name_or_path": name, "dataset": "rows.jsonl", "lora_r": 4, "lora_alpha": 8, "dtype": "float32"}
-    plain = {"load_in_4bit": False, "load_in_8bit": False, "activation_checkpointing": False}
-    tokens = {"new_tokens": {"<|t|>": "support ticket", "<|u|>": ""}, "trained_embedding_rows": rows}
-    return plainest(recipe_from({**values, **plain, **tokens, **more}))
+def settings(name):
+    """Of a run with two new tokens."""
+    tokens = {"new_tokens": {"<|t|>": "support ticket", "<|u|>": ""}, "trained_embedding_rows": [5, 7]}
+    return plain_settings(name, dtype="float32", **tokens)
+
+
+def adapted(wanted):
+    return attach_adapters(load(wanted), wanted, load_tokenizer(wanted))
 
 
 def base_and_grown(wanted):
-    before = AutoModelForCausalLM.from_pretrained(wanted.model_name_or_path)
-    model = build_base(wanted, load_config(wanted), device="cpu", weights=True)
+    before, model = AutoModelForCausalLM.from_pretrained(wanted.model_name_or_path), load(wanted)
     grow_vocabulary(model, wanted, load_tokenizer(wanted))
     return before, model
 
 
 @pytest.mark.parametrize(("tied", "padded"), [(True, 5), (False, 5), (True, 64)])
 def test_rows_begin_as_the_mean_of_what_they_stand_for(tmp_path, tied, padded):
-    before, grown = base_and_grown(settings(save(tmp_path, tie_word_embeddings=tied, rows=padded), [5, 7]))
+    before, grown = base_and_grown(settings(save(tmp_path, tie_word_embeddings=tied, rows=padded)))
     for old, new in zip(tables(before), tables(grown), strict=True):
         assert len(new) == max(padded, 7)
         assert torch.equal(new[:5], old[:5])
@@ -67,8 +67,8 @@ def tables(model):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_changes_the_rows_of_new_tokens_only(tmp_path, tied):
-    wanted = settings(save(tmp_path, tie_word_embeddings=tied), [5, 7])
-    model = attach_adapters(build_base(wanted, load_config(wanted), device="cpu", weights=True), wanted, load_tokenizer(wanted))
+    wanted = settings(save(tmp_path, tie_word_embeddings=tied))
+    model = adapted(wanted)
     before = [table.clone() for table in tables(model)]
     add_loss(model)
     ids = torch.tensor([[2, 5, 3, 5, 6]])
@@ -85,8 +85,8 @@ def test_a_step_changes_the_rows_of_new_tokens_only(tmp_path, tied):
 
 @pytest.mark.parametrize(("tied", "padded"), [(True, 5), (False, 5), (False, 64)])
 def test_merging_by_shards_equals_pefts_merge(tmp_path, tied, padded):
-    wanted = settings(save(tmp_path / "base", tie_word_embeddings=tied, rows=padded), [5, 7])
-    model = attach_adapters(build_base(wanted, load_config(wanted), device="cpu", weights=True), wanted, load_tokenizer(wanted))
+    wanted = settings(save(tmp_path / "base", tie_word_embeddings=tied, rows=padded))
+    model = adapted(wanted)
     with torch.no_grad():
         for _, values in trainable_parameters(model):
             values.normal_(0, 0.2)
@@ -105,8 +105,8 @@ def test_merging_by_shards_equals_pefts_merge(tmp_path, tied, padded):
 
 
 def test_the_adapter_has_the_rows_and_not_the_tables(tmp_path):
-    wanted = settings(save(tmp_path / "base", tie_word_embeddings=False), [5, 7])
-    model = attach_adapters(build_base(wanted, load_config(wanted), device="cpu", weights=True), wanted, load_tokenizer(wanted))
+    wanted = settings(save(tmp_path / "base", tie_word_embeddings=False))
+    model = adapted(wanted)
     model.save_pretrained(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert [values.shape for name, values in stored.items() if "lora_" not in name] == [(2, 32)] * 2
@@ -124,7 +124,6 @@ def test_the_adapter_has_the_rows_and_not_the_tables(tmp_path):
     ],
 )  # fmt: skip
 def test_models_that_new_tokens_do_not_fit_are_refused(values, reason):
-    wanted = settings("some/model", [5, 7])
-    model = build_base(wanted, config_from(values, wanted), device="cpu", weights=False)
+    wanted = settings("some/model")
     with pytest.raises(RecipeError, match=reason):
-        attach_adapters(model, wanted)
+        attach_adapters(on_meta(wanted, values), wanted)

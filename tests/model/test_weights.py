@@ -4,16 +4,15 @@ import json
 import shutil
 
 import pytest
+import small_models
 from safetensors.torch import load_file, save_file
+from small_models import SMALL, settings
 from transformers import AutoModelForCausalLM
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
-from finetune.model.build import build_base
-from finetune.model.transformers_config import config_from, load_config
+from finetune.model.transformers_config import config_from
 from finetune.model.weights import check_weights
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
 
 
 @pytest.fixture
@@ -23,14 +22,7 @@ def folder(tmp_path):
 
 
 def load(folder, **more):
-    values = {"model_name_or_path": str(folder), "dataset": "rows.jsonl", "dtype": "float32", **more}
-    settings = plainest(recipe_from(values))
-    return build_base(settings, load_config(settings), device="cpu", weights=True)
-
-
-def set_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return small_models.load(settings(folder, dtype="float32", **more))
 
 
 def test_whole_weights_pass(folder):
@@ -84,15 +76,14 @@ def test_a_tensor_that_the_weights_lack_is_not_made_up(folder, more):
     assert "model_name_or_path" in caught.value.problems[0]
 
 
-def test_layers_that_the_configuration_leaves_out_are_not_dropped(folder):
-    set_config(folder, num_hidden_layers=2)
-    with pytest.raises(RecipeError, match="has 2 layers, the weights have more"):
-        load(folder)
-
-
-def test_a_vocabulary_of_another_size_is_refused(folder):
-    set_config(folder, vocab_size=10)
-    with pytest.raises(RecipeError, match="can't be loaded"):
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [({"num_hidden_layers": 2}, "has 2 layers, the weights have more"), ({"vocab_size": 10}, "can't be loaded")],
+)
+def test_weights_that_the_configuration_does_not_describe_are_refused(folder, values, problem):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(RecipeError, match=problem):
         load(folder)
 
 
@@ -101,11 +92,6 @@ def test_a_vocabulary_of_another_size_is_refused(folder):
     "values", [{"model_type": "llama", "tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4}]
 )
 def test_what_transformers_ties_or_stores_under_other_names_is_not_missed(tmp_path, values, four_bit):
-    small = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 256,
-    }  # fmt: skip
-    recipe = recipe_from({"model_name_or_path": "m", "dataset": "rows.jsonl"})
-    AutoModelForCausalLM.from_config(config_from({**small, **values}, recipe)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config_from({**SMALL, **values}, settings())).save_pretrained(tmp_path)
     check_weights(tmp_path)
     load(tmp_path, load_in_4bit=four_bit)

@@ -2,17 +2,9 @@
 
 import pytest
 import torch
+from lean_models import adapter_gradients, fill_adapters
 from peft.tuners.lora import LoraLayer
-from tiny_training import (
-    adapted,
-    autocast,
-    batch,
-    forecast_model,
-    forecast_saved_bytes,
-    saved_bytes,
-    settings_for,
-    trained,
-)
+from tiny_training import adapted, autocast, batch, forecast_model, forecast_saved_bytes, saved_bytes, settings_for
 
 from finetune.model.techniques import apply_techniques, step_context
 
@@ -41,16 +33,14 @@ def with_pefts_cast(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def step(model, wanted) -> tuple[float, torch.Tensor]:
-    """Loss and gradients of one step; lora_B isn't zero, so that every adapter weight has a gradient."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+    """Loss and gradients of one step."""
+    fill_adapters(model)
     apply_techniques(model, wanted)
     torch.manual_seed(2)
     with step_context(wanted, "cpu"), autocast(wanted):
         loss = model(**batch(0)).loss
         loss.backward()
-    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in trained(model)])
+    return loss.item(), adapter_gradients(model)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -5,7 +5,8 @@ import weakref
 
 import pytest
 import torch
-from tiny_training import adapted, autocast, batch, settings_for, trained
+from lean_models import adapter_gradients
+from tiny_training import adapted, autocast, batch, settings_for
 
 from finetune.layers.offload import WINDOW, InOrder, Offload, SideStream
 from finetune.layers.saved_activations import SavedActivations
@@ -51,7 +52,7 @@ def gradients(settings, hooks) -> torch.Tensor:
     model = adapted(settings)
     with hooks, autocast(settings):
         model(**batch(0)).loss.backward()
-    return torch.cat([parameter.grad.flatten() for parameter in trained(model)])
+    return adapter_gradients(model)
 
 
 @pytest.mark.parametrize("kind", [{}, {"dtype": "bfloat16"}], ids=str)

@@ -65,23 +65,19 @@ def test_16_bit_beside_fp32_angles_is_rotated_in_fp32_where_the_models_own_funct
     assert 0 < sum(ours for ours, _ in off) <= sum(theirs for _, theirs in off)
 
 
-def of_another_dtype(heads, cos, sin):
-    return [x.detach().bfloat16().requires_grad_() for x in heads], cos.float(), sin.float()
+OTHER_TENSORS = {
+    "another dtype": lambda heads, cos, sin: (
+        [x.detach().bfloat16().requires_grad_() for x in heads],
+        cos.float(),
+        sin.float(),
+    ),
+    "angles with gradients": lambda heads, cos, sin: (heads, cos.requires_grad_(), sin),
+    "one token": lambda heads, cos, sin: ([x[..., :1, :] for x in heads], cos, sin),
+    "one row": lambda heads, cos, sin: ([x[:1] for x in heads], cos, sin),
+}
 
 
-def with_gradients_of_the_angles(heads, cos, sin):
-    return heads, cos.requires_grad_(), sin
-
-
-def of_one_token(heads, cos, sin):
-    return [x[..., :1, :] for x in heads], cos, sin
-
-
-def of_one_row(heads, cos, sin):
-    return [x[:1] for x in heads], cos, sin
-
-
-@pytest.mark.parametrize("change", [of_another_dtype, with_gradients_of_the_angles, of_one_token, of_one_row])
+@pytest.mark.parametrize("change", OTHER_TENSORS.values(), ids=OTHER_TENSORS)
 def test_other_tensors_go_to_the_models_own_function(change):
     lean, own = functions_of(modeling_llama.LlamaAttention)
     heads, turns = inputs(modeling_llama.LlamaAttention, 1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lean_models import adapter_gradients, fill_adapters
 from tiny_training import (
     BASES,
     KINDS,
@@ -44,12 +45,10 @@ class Seen(SavedActivations):
 
 def gradients(settings) -> torch.Tensor:
     model = adapted(settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at the start, where nearly every gradient is zero as well
-            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+    fill_adapters(model)
     with step_context(settings, "cpu"), autocast(settings):
         model(**batch(0)).loss.backward()
-    return torch.cat([parameter.grad.flatten() for parameter in trained(model)])
+    return adapter_gradients(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,16 +56,6 @@ def gradients(settings) -> torch.Tensor:
 def test_offloading_gives_the_same_losses_to_the_bit(base, kind, recompute):
     settings = settings_for(base, **BASES[kind], activation_checkpointing=recompute, activation_offloading=True)
     assert losses(settings) == plain_losses(base, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BASES)
-def test_int8_stays_within_half_a_percent_of_the_loss_over_20_steps(base, kind):
-    plain = plain_losses(base, kind, steps=20)
-    rounded = losses(settings_for(base, **BASES[kind], int8_activations=True), steps=20)
-    assert rounded != plain
-    assert rounded == pytest.approx(plain, rel=5e-3)
-    assert rounded[-1] < plain[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
