@@ -10,7 +10,7 @@ import torch
 from transformers.integrations import moe
 
 from finetune.compat.peft import adapt_packed_parameters
-from finetune.compat.transformers import packing_quantiser, replace_grouped_linear
+from finetune.compat.transformers import replace_grouped_linear
 from finetune.layers.routed_experts import ExpertStack, RoutedExperts, product
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
@@ -111,11 +111,6 @@ def adapts_experts(model: Any) -> bool:
     """Return whether a PeftModel has adapters on experts."""
     targets = model.peft_config["default"].target_parameters or ()
     return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name in targets)
-
-
-def experts_quantiser() -> type:
-    """Return transformers' 4-bit quantiser with packing of experts."""
-    return packing_quantiser(pack_experts)
 
 
 def logical_weight(weight: torch.Tensor) -> torch.Tensor:

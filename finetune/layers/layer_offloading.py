@@ -201,12 +201,10 @@ class FileStorage:
 class LayerOffloading:
     """The offloaded layers of one model: stored while the model loads, fetched before each use."""
 
-    def __init__(
-        self, layers: list[torch.nn.Module], storage: HostStorage | FileStorage, *, count: int, copies: InOrder | None = None
-    ) -> None:
+    def __init__(self, layers: list[torch.nn.Module], storage: HostStorage | FileStorage, count: int) -> None:
         self._layers = [layers[number] for number in offloaded_numbers(len(layers), count)]
-        # copies None: chosen by device in `finish`
-        self._storage, self._copies = storage, copies
+        self._storage = storage
+        self._copies: InOrder | None = None  # chosen by device in `finish`
         self._layouts: dict[int, list[TensorSlot]] = {}
         self._index_of = {id(module): index for index, layer in enumerate(self._layers) for module in layer.modules()}
         # parameters of each layer that are not loaded yet
@@ -240,8 +238,7 @@ class LayerOffloading:
         like, size = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
         self.buffers = [like.new_empty(size, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._layouts)))]
         self._buffered_layers = [None] * len(self.buffers)
-        if self._copies is None:
-            self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
+        self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
         for index, layer in enumerate(self._layers):
             for tensor_slot in self._layouts[index]:
                 tensor_slot.set_tensor(tensor_slot.view(self.buffers[self._buffer_index(index)]))
@@ -360,14 +357,14 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
         storage = QuantisedFileStorage(store, [paths[layers[number]] for number in offloaded_numbers(len(layers), count)])
     elif settings.layer_offloading == "nvme" and weights:
         storage = FileStorage()
-    return LayerOffloading(layers, storage, count=count)
+    return LayerOffloading(layers, storage, count)
 
 
 def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
     """Offload `count` layers (default: all) of a loaded model with adapters to CPU."""
     base: Any = base_of(model)
     layers = decoder_layers(model)
-    offloading = LayerOffloading(layers, HostStorage(), count=len(layers) if count is None else count)
+    offloading = LayerOffloading(layers, HostStorage(), len(layers) if count is None else count)
     offloading.finish()
     # gradient checkpointing, which every offloaded layer needs, may be on already or be turned on later
     base.layer_offloading, enable = offloading, base.activation_checkpointing_enable

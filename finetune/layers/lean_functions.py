@@ -172,7 +172,7 @@ def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence
 
 
 def _product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
-    gate, up = _split_gate_up(outs, mlp.swapped)
+    gate, up = split_gate_up(outs, mlp.swapped)
     return mlp.act.forward(gate).mul_(up)
 
 
@@ -188,7 +188,7 @@ def _mlp_backward(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
     """Return the gradients of x and of each layer's a and b."""
     *entries, down = mlp.linears
-    gate, up = _split_gate_up(outs, mlp.swapped)
+    gate, up = split_gate_up(outs, mlp.swapped)
     activated = mlp.act.forward(gate)
     product = activated * up  # input of `down`; `backward_of` overwrites it with its gradient
     # `TiledMlp` passes no `down_act`: recompute it
@@ -197,7 +197,7 @@ def _mlp_backward(
     _, *down_grads = backward_of(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
     # separate gate and up: reuse `product` and `activated` for the gradients; fused: write both into halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
-    d_gate, d_up = _split_gate_up(d_outs, mlp.swapped)
+    d_gate, d_up = split_gate_up(d_outs, mlp.swapped)
     torch.mul(activated, product, out=d_up)
     mlp.act.backward(product.mul_(up), gate, grad_input=d_gate)
     dx, entry_grads = None, []
@@ -212,11 +212,12 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
-        out, rstd = rms_norm(x, weight, eps, form)
-        # rstd is one fp32 number per row
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        # one fp32 number per row
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd, weight)
-        ctx.eps, ctx.form, ctx.norm_inputs, ctx.output = eps, form, None, None
-        return out
+        ctx.form, ctx.norm_inputs, ctx.output = form, None, None
+        return _normalised(x, rstd, weight, form)
 
     @staticmethod
     @once_differentiable
@@ -233,13 +234,6 @@ class RmsNorm(torch.autograd.Function):
 
         tile = max(1, _FP32_TILE // x.shape[-1])
         return in_tiles(tile_backward, tile, _flat(x), _flat(rstd), _flat(grad)).view(x.shape), None, None, None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x normalised, and the fp32 reciprocal RMS."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return _normalised(x, rstd, weight, form), rstd
 
 
 class GatedRmsNorm(torch.autograd.Function):
@@ -397,7 +391,8 @@ def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> tor
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
 
 
-def _split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up of separate outputs, or of one fused output."""
     first, second = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
     return (second, first) if swapped else (first, second)
 

@@ -350,9 +350,7 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
     # at 30 a clipped activation differs
     for size in (0.1, 30.0):
         x = size * torch.randn(2, 3, 6, generator=random, dtype=torch.float64)
-        outs = [layers[name](x) for name in entries]
-        first, second = outs if len(outs) == 2 else outs[0].chunk(2, -1)
-        gate, up = (second, first) if parts.swapped else (first, second)
+        gate, up = functions.split_gate_up([layers[name](x) for name in entries], parts.swapped)
         theirs = _class_forward(module, {**layers, parts.act: act}, x)
         if theirs is None or not _equal(layers[down](act(gate) * up), theirs):
             return False

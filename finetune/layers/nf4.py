@@ -93,16 +93,6 @@ def _by_triton(
     return out
 
 
-def _fake(weight: torch.Tensor, *tables: Any) -> torch.Tensor:
-    shape, _, dtype = tables[-3:]
-    return weight.new_empty(shape[:2], dtype=dtype)
-
-
-def _fake_product(*arguments: Any) -> torch.Tensor:
-    shape, _, x, _ = arguments[-4:]
-    return x.new_empty(x.shape[0], shape[0])
-
-
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """Return the Triton kernel; None where Triton is missing or can't compile."""
@@ -124,5 +114,9 @@ def _levels(device: torch.device) -> torch.Tensor:
 _LIBRARY.impl("dequantise_4bit", _by_bitsandbytes, "CPU")
 _LIBRARY.impl("dequantise_4bit", _by_triton, "CUDA")
 _LIBRARY.impl("product_of_few", _product_of_few, "CompositeExplicitAutograd")
-torch.library.register_fake("finetune::dequantise_4bit", _fake, lib=_LIBRARY)
-torch.library.register_fake("finetune::product_of_few", _fake_product, lib=_LIBRARY)
+torch.library.register_fake(
+    "finetune::dequantise_4bit", lambda weight, *more: weight.new_empty(more[-3][:2], dtype=more[-1]), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "finetune::product_of_few", lambda *inputs: inputs[-2].new_empty(inputs[-2].shape[0], inputs[-4][0]), lib=_LIBRARY
+)

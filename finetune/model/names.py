@@ -15,6 +15,8 @@ _PACKING = re.compile(
     r"(?<![a-z0-9])(?:gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
     r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16)(?![a-z0-9])"
 )
+#: Suggestions for a name.
+_MOST = 4
 #: Fix where the named model can't be trained at all.
 OTHER_MODELS = "Open models that are trained here: `finetune recipes`, or a model of the hub by its id."
 _OFFLINE = "is not in the offline catalogue"
@@ -80,7 +82,7 @@ def resolve(typed: str) -> Match | None:
     return Match(hub_id, "" if hub_id == typed else f"{typed} -> {hub_id}{packed}")
 
 
-def suggestions(typed: str, most: int = 4) -> list[str]:
+def suggestions(typed: str) -> list[str]:
     """Return ids that begin with the name, or else similar ids."""
     # known not to be in the catalogue
     if why_unknown(typed):
@@ -88,8 +90,8 @@ def suggestions(typed: str, most: int = 4) -> list[str]:
     ids = _by_last_part()
     name = re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
     begun = [hub_id for last, hub_id in ids.items() if last.startswith(f"{name}-")]
-    similar = [] if len(begun) > 1 else [ids[last] for last in difflib.get_close_matches(name, ids, n=most)]
-    return list(dict.fromkeys([*begun, *similar]))[:most]
+    similar = [] if len(begun) > 1 else [ids[last] for last in difflib.get_close_matches(name, ids, n=_MOST)]
+    return list(dict.fromkeys([*begun, *similar]))[:_MOST]
 
 
 def why_unknown(typed: str) -> tuple[str, str] | None:
@@ -148,10 +150,8 @@ def _by_key() -> dict[str, str]:
     for family, template in _table()["tags"].items():
         pattern = re.compile(re.escape(template).replace(r"\{\}", "([^-]*)"))
         keys |= {_key(f"{family}:{match[1].lower()}"): match[0] for name in entries() if (match := pattern.fullmatch(name))}
-    originals = {last: name for last, name in _by_last_part().items() if not _is_packed_copy(name.lower())}
-    return keys | {_key(last): name for last, name in originals.items()}
-
-
-def _is_packed_copy(hub_id: str) -> bool:
-    account, _, last = hub_id.partition("/")
-    return account in _table()["copies"] and _PACKING.search(last) is not None
+    copies = tuple(f"{account}/" for account in _table()["copies"])
+    for last, name in _by_last_part().items():
+        if not (name.lower().startswith(copies) and _PACKING.search(last)):
+            keys[_key(last)] = name
+    return keys

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
+from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
-from finetune.layers.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
+from finetune.layers.experts import MOST_ELEMENTS, fused_experts, has_experts, pack_experts
 from finetune.model.hybrid import read_outside
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
@@ -26,9 +27,11 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     """Return transformers' `quantization_config`, or None for 16 bit. Raises RecipeError for an untrainable checkpoint."""
     if own := stored_quantisation(vars(config), settings.model_name_or_path):
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
-    loader = _CONFIGURATIONS.get(base_format_of(settings))
-    quantization = loader(settings) if loader else None
-    if quantization is not None and (names := read_outside(text_config(config).model_type)):
+    base_format = base_format_of(settings)
+    if base_format not in (NF4, INT8):
+        return None
+    quantization = _nf4(settings) if base_format is NF4 else BitsAndBytesConfig(load_in_8bit=True)
+    if names := read_outside(text_config(config).model_type):
         quantization.llm_int8_skip_modules = [*names, "lm_head"]  # bitsandbytes reads this setting for 4 bits, too
     return quantization
 
@@ -45,16 +48,13 @@ def _nf4(settings: Settings) -> BitsAndBytesConfig:
     )
 
 
-_CONFIGURATIONS = {NF4: _nf4, INT8: lambda settings: BitsAndBytesConfig(load_in_8bit=True)}
-
-
 def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
     """Return the quantiser of experts, or None where experts stay 16-bit."""
     own = stored_quantisation(vars(config), settings.model_name_or_path)
     stored = own.get("quant_method") == BITSANDBYTES
     # bitsandbytes stores each expert by itself, and FSDP2 and ZeRO-3 shard floating-point parameters only
     packs = base_format_of(settings).experts and not shards_weights(settings.launch) and not stored
-    return experts_quantiser() if packs else None
+    return packing_quantiser(pack_experts) if packs else None
 
 
 def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
