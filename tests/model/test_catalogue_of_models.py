@@ -1,17 +1,21 @@
 """The packaged catalogue of models: sizes, sources, and what plans need."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from finetune.cli.recipes import show_recipes
 from finetune.model import catalogue
-from finetune.model.catalogue import entries
+from finetune.model.catalogue import entries, sources
+from finetune.model.transformers_config import load_config
 from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 
 FIRST = {name: entry for name, entry in entries().items() if entry.first}
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "catalogue_row.py"
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "gemma", "gemma2", "granite", "smollm3", "olmo2")
 
 
@@ -63,3 +67,59 @@ def test_the_size_in_a_name_is_about_the_published_one():
 def test_the_modules_have_the_published_number_of_parameters(name):
     recipe = recipe_from({"model_name_or_path": name, "dataset": "d"})
     assert shape_of(FIRST[name].config, recipe).parameters == pytest.approx(FIRST[name].parameters, rel=0.015)
+
+
+@pytest.fixture
+def script():
+    spec = importlib.util.spec_from_file_location("catalogue_row", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_folder_with_nothing_but_a_config_json_is_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(entries()["Qwen/Qwen3-8B"].config))
+    assert load_config(recipe_from({"model_name_or_path": str(tmp_path), "dataset": "d"})).hidden_size == 4096
+
+
+def test_the_listing_has_every_model_with_its_sources(capsys):
+    show_recipes("models", None, as_json=True)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == entries().keys()
+    row = rows["Qwen/Qwen3.6-27B"]
+    assert row["family"] == "qwen3_5" and row["parameters"] == 26.9e9 and row["sources"] == [sources()["aic"]]
+    show_recipes("models", None, as_json=False)
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in rows) and "path/to/folder" in listed
+
+
+def test_a_row_from_a_config_json_has_what_planning_needs_and_replaces_the_row_of_its_id(script):
+    config = {
+        "model_type": "lfm2", "hidden_size": 1024, "num_hidden_layers": 16, "vocab_size": 65536, "torch_dtype": "bfloat16",
+        "layer_types": ["full_attention"] * 16, "rope_theta": 1e6, "eos_token_id": 7, "qk_rope_head_dim": 64,
+    }  # fmt: skip
+    values = script.row_values(config)
+    assert values.keys() == {"model_type", "hidden_size", "num_hidden_layers", "vocab_size", "qk_rope_head_dim"}
+    row = {"parameters": 1.0, **values, "source": "hub", "date": "2026-11-24"}
+    text = script.CATALOGUE.read_text(encoding="utf-8")
+    before = json.loads(text)["models"]
+    for name in ("me/new", "LiquidAI/LFM2-350M"):
+        changed = script.with_row(text, name, row)
+        assert json.loads(changed)["models"] == {**before, name: row}
+        assert max(map(len, changed.splitlines())) <= 128
+
+
+def test_rows_that_are_the_defaults_of_transformers_are_renewed_from_them(script):
+    text = script.CATALOGUE.read_text(encoding="utf-8")
+    older = text.replace('"hidden_size": 1024, "intermediate_size": 3072', '"hidden_size": 512, "intermediate_size": 3072')
+    assert script.renewed(text) == text != older
+    renewed = json.loads(script.renewed(older))["models"]["baidu/ERNIE-4.5-0.3B-PT"]
+    assert renewed["hidden_size"] == 1024 and renewed["date"] == script.TODAY
+
+
+@pytest.mark.slow
+def test_a_row_whose_modules_have_another_number_of_parameters_is_refused(script):
+    config = entries()["HuggingFaceTB/SmolLM2-135M-Instruct"].config
+    script.check_parameters("me/new", config, 0.135)
+    with pytest.raises(SystemExit, match="published are 0.2"):
+        script.check_parameters("me/new", config, 0.2)

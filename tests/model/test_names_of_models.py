@@ -9,8 +9,9 @@ from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model import names
 from finetune.model.catalogue import entries
-from finetune.model.configuration import named_model, read_config
-from finetune.model.names import resolve, suggestions, why_unknown
+from finetune.model.configuration import FROM_CONFIG, named_model, read_config
+from finetune.model.names import OTHER_MODELS, resolve, suggestions, why_unknown
+from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 
 Q, L, M = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3"
@@ -42,10 +43,53 @@ AMBIGUOUS_OR_UNKNOWN = {
 }  # fmt: skip
 
 
+#: Newer models, whose configurations transformers takes.
+PLANNED = {
+    "Qwen/Qwen3.6-35B-A3B": "Qwen/Qwen3.6-35B-A3B", "qwen3.6:27b": "Qwen/Qwen3.6-27B",
+    "unsloth/Qwen3.8-27B-GGUF": "Qwen/Qwen3.8-27B", "qwen3.5 2b": "Qwen/Qwen3.5-2B",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct", "muse glimmer 30b": "meta-models/Muse-Glimmer-30B",
+    "ministral 3 3b instruct": "mistralai/Ministral-3-3B-Instruct-2512",
+    "unsloth/Ministral-3-8B-Instruct-2512-GGUF": "mistralai/Ministral-3-8B-Instruct-2512",
+    "ministral-3:14b": "mistralai/Ministral-3-14B-Instruct-2512", "granite 4 h tiny": "ibm-granite/granite-4.0-h-tiny",
+    "granite-4.0-h-micro": "ibm-granite/granite-4.0-h-micro", "granite4:micro": "ibm-granite/granite-4.0-micro",
+    "ibm-granite/granite-4.0-h-small": "ibm-granite/granite-4.0-h-small", "glm-4.7-flash": "zai-org/GLM-4.7-Flash",
+    "lfm2 1.2b": "LiquidAI/LFM2-1.2B", "LFM2.5-1.2B-Instruct": "LiquidAI/LFM2.5-1.2B-Instruct",
+    "lfm2.5-8b-a1b": "LiquidAI/LFM2.5-8B-A1B", "gemma-4-12b-it": "google/gemma-4-12B-it",
+    "olmo-3-32b-think": "allenai/Olmo-3-32B-Think", "gpt-oss:120b": "openai/gpt-oss-120b",
+    "seed-oss-36b-instruct": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "apertus 8b instruct": "swiss-ai/Apertus-8B-Instruct-2509", "exaone 4.0 32b": "LGAI-EXAONE/EXAONE-4.0-32B",
+    "ernie-4.5-0.3b-pt": "baidu/ERNIE-4.5-0.3B-PT",
+    "unsloth/Nemotron-3-Nano-30B-A3B-GGUF": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+}  # fmt: skip
+#: What is typed, and what the refusal says.
+REFUSED = {
+    "kimi linear 48b a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "nemotron 3.5 lightning": "is not in the offline",
+    "mistral small 4": "has more than a hundred billion parameters",
+    "gemma-3-4b": "google/gemma-3-4b-it or google/gemma-3-4b-pt",
+    "qwen3.6": "Qwen/Qwen3.6-35B-A3B or Qwen/Qwen3.6-27B", "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "qwen3.8-max": "has more than a hundred billion parameters", "kimi-k2.5": "has more than a hundred billion parameters",
+    "zai-org/GLM-5.2": "has more than a hundred billion parameters", "hunyuan 7b": "tencent/Hunyuan-7B-Instruct",
+    "zai-org/GLM-5.3-Flash": "its memory can't be forecast", "google/gemma-3n-E4B-it": "timm",
+    "XiaomiMiMo/MiMo-7B-Base": "mimo", "LiquidAI/LFM3-1.7B": "is not in the offline catalogue",
+    "nobody/nothing": "hub id in full",
+    "llama 4 scout": "Llama-4-Scout", "deepseek v3": "deepseek-ai/DeepSeek-V3", "gpt2": "openai-community/gpt2",
+    "gpt-4o": "no published weights", "claude": "no published weights", "bert-base-uncased": "encoder",
+    "t5-small": "encoder with a decoder", "whisper large": "not a model of text", "llava 1.5 7b": "llava-hf/llava-1.5-7b-hf",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("typed", "meant"), TYPED.items())
 def test_a_name_typed_carelessly_is_the_model_that_is_meant(typed, meant):
     match = resolve(typed)
     assert match and match.name == meant and match.note.startswith(f"{typed} -> {meant}")
+
+
+@pytest.mark.parametrize(("typed", "meant"), PLANNED.items())
+def test_a_new_model_is_known_and_transformers_takes_its_configuration(monkeypatch, typed, meant):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe, _ = named_model(recipe_from({"model_name_or_path": typed, "dataset": "d"}))
+    assert recipe.model_name_or_path == meant
+    assert load_config(recipe).model_type == entries()[meant].config["model_type"] and entries()[meant].date
 
 
 def test_each_id_of_the_catalogue_is_itself_and_each_short_name_of_the_table_leads_to_one():
@@ -60,19 +104,19 @@ def test_a_name_that_could_be_another_model_is_only_answered_with_suggestions(ty
     assert first is None or suggestions(typed)[0] == first
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("llama 4 scout", "Llama-4-Scout"), ("deepseek v3", "deepseek-ai/DeepSeek-V3"), ("gpt2", "openai-community/gpt2"),
-        ("gpt-4o", "no published weights"), ("claude", "no published weights"), ("bert-base-uncased", "encoder"),
-        ("t5-small", "encoder with a decoder"), ("whisper large", "not a model of text"),
-        ("llava 1.5 7b", "llava-hf/llava-1.5-7b-hf"),
-    ],
-)  # fmt: skip
-def test_a_name_of_another_kind_of_model_gets_the_reason_and_no_suggestion(typed, says):
+@pytest.mark.parametrize(("typed", "reason"), REFUSED.items())
+def test_a_model_that_cannot_be_planned_is_refused_with_the_reason_and_the_way_on(monkeypatch, typed, reason):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError) as error:
-        recipe_of(typed, [])
-    assert says in f"{error.value} {error.value.fix}" and suggestions(typed) == []
+        recipe, _ = named_model(recipe_of(typed, []))
+        read_config(recipe)
+    known = why_unknown(typed)
+    way_on = OTHER_MODELS if known and known[1] == OTHER_MODELS else FROM_CONFIG
+    assert reason in f"{error.value} {error.value.fix}" and way_on in str(error.value.fix)
+    assert not (known and suggestions(typed))
+
+
+def test_a_name_that_only_resembles_another_kind_of_model_is_suggested():
     assert why_unknown("gpt-oss-20b") is why_unknown("meta-llama/Llama-3.1-8B") is why_unknown("llama-40b") is None
     assert suggestions("me/claude-style-llama-3.1-8b")
 
