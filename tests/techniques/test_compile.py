@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.utils as dynamo
 from lean_models import adapter_gradients, error, fill_adapters, save_base
-from tiny_training import adapted, optimizer_of, settings_for
+from tiny_training import RECOMPUTED, adapted, optimizer_of, settings_for
 from torch._inductor import config as inductor
 
 from finetune.layers import adapted_linear
@@ -16,18 +16,11 @@ from finetune.model.techniques import apply_techniques, step_context
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 #: What is recomputed or kept elsewhere.
-FORMS = {
-    "nothing": {},
-    "every": {"activation_checkpointing": True},
-    "every-2": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
-    "offload": {"activation_checkpointing": "offload"},
-    "selective": {"activation_checkpointing": "selective"},
-    "activation-offloading": {"activation_offloading": True},
-}
+FORMS = {"nothing": {}, **RECOMPUTED, "activation-offloading": {"activation_offloading": True}}
 #: (family, whether NF4, rows, dropout, form)
 FEW = [
     ("llama", True, "padded", 0.0, "selective"), ("qwen3", False, "packed", 0.1, "every-2"),
-    ("gemma3_text", True, "padded", 0.0, "every"),
+    ("gemma3_text", True, "padded", 0.0, "full"),
 ]  # fmt: skip
 ALL = itertools.product(("llama", "qwen3", "gemma3_text"), (False, True), ("padded", "packed"), (0.0, 0.1), FORMS)
 #: Each with what makes the code: Inductor takes most of the time.

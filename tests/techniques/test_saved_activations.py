@@ -6,6 +6,7 @@ from lean_models import adapter_gradients, fill_adapters
 from tiny_training import (
     BASES,
     KINDS,
+    RECOMPUTED,
     VOCABULARY,
     adapted,
     autocast,
@@ -81,9 +82,11 @@ def test_fewer_bytes_are_saved(base, kind, monkeypatch):
     assert moved <= moving <= moved + in_flight and both <= both_moving <= both + in_flight
 
 
-def test_int8_saves_the_same_in_a_run_as_in_a_forecast(base):
-    int8, eager = {"int8_activations": True}, {"attn_implementation": "eager"}
-    assert forecast_saved_bytes(base, "lora", int8, **eager) == [saved_bytes(settings_for(base, **int8, **eager))]
+@pytest.mark.parametrize("form", [{}, RECOMPUTED["full"], RECOMPUTED["every-2"], {"int8_activations": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_saves_the_bytes_of_its_forecast(base, form, dtype):
+    eager = {"dtype": dtype, "attn_implementation": "eager"}  # sdpa skips its mask depending on data
+    assert forecast_saved_bytes(base, "lora", form, **eager) == [saved_bytes(settings_for(base, **form, **eager))]
 
 
 def test_neither_weights_nor_their_casts_nor_integers_are_touched(base):

@@ -23,6 +23,13 @@ from finetune.settings import Recipe, Settings, plainest
 VOCABULARY = 320
 #: The two kinds of base that every technique has to work on.
 BASES = {"lora": {"dtype": "float32"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
+#: What is recomputed.
+RECOMPUTED = {
+    "full": {"activation_checkpointing": True},
+    "every-2": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "offload": {"activation_checkpointing": "offload"},
+}
 KINDS = ["lora", pytest.param("nf4", marks=pytest.mark.slow)]
 
 
