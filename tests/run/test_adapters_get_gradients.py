@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from families import _MAMBA, _SIZE, FAMILIES
+from families import FAMILIES, SHARED
 from finetune.errors import RecipeError
 from finetune.model.adapters import attach_adapters
 from finetune.model.language_model import model_class
@@ -20,7 +20,7 @@ from finetune.settings import plainest
 
 #: Those that give the weight of `out_proj` to a kernel in training, and others.
 FUSED = {
-    "granitemoehybrid": FAMILIES["granitemoehybrid"], "bamba": {**_MAMBA, "attn_layer_indices": [2]},
+    "granitemoehybrid": FAMILIES["granitemoehybrid"], "bamba": {**SHARED["mamba"], "attn_layer_indices": [2]},
     "zamba2": {"num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16, "mamba_headdim": 32,
                "mamba_ngroups": 1, "n_mamba_heads": 16, "num_key_value_heads": 8},
 }  # fmt: skip
@@ -30,7 +30,7 @@ SETTINGS = plainest(recipe_from({"model_name_or_path": "none", "dataset": "rows.
 
 def stepped(kind):
     """A small model after a backward pass, and the gradients of its adapters' B."""
-    config = AutoConfig.for_model(kind, **_SIZE | (FUSED | OTHERS)[kind])
+    config = AutoConfig.for_model(kind, **SHARED["sizes"] | (FUSED | OTHERS)[kind])
     torch.manual_seed(0)
     base = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     model = attach_adapters(base, SETTINGS).train()
