@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import random
 from dataclasses import dataclass, field, replace
@@ -49,6 +51,9 @@ PAIRS: dict[str, dict[str, Any]] = {
     "pairs": {"method": "dpo", "per_device_train_batch_size": 1},
     "pairs, every layer": {"method": "dpo", **TECHNIQUES["every layer"]},
 }
+#: What most models are tried with, and what compiled layers are.
+PLAIN = ("nothing recomputed", "every layer")
+RECOMPUTED = (*PLAIN, "every 2nd layer", "checkpoints in host memory", "all but attention")
 #: A technique for models whose output layer does not read the embeddings.
 UNTIED_ONLY = "embeddings in host memory"
 #: Model -> GPU on which its cells run, the largest first where 16 bit needs it.
@@ -98,117 +103,94 @@ class Cell:
         return self.base_format == "planned"
 
     @property
+    def columns(self) -> dict[str, str]:
+        """The columns of a table that name a cell."""
+        return {
+            "model": self.model_name, "gpu": self.gpu, "base_format": self.base_format, "technique": self.technique,
+            "rows": self.rows, "segments": "expandable" if self.expandable else "segments",
+        }  # fmt: skip
+
+    @property
     def name(self) -> str:
         """Unique among all cells."""
-        segments = "expandable" if self.expandable else "segments"
-        return " | ".join((self.model_name, self.gpu, self.base_format, self.technique, self.rows, segments))
+        return " | ".join(self.columns.values())
 
-    def overrides(self, rows: Path, output: Path) -> list[str]:
+    def recipe(self, rows: Path, output: Path) -> list[str]:
         """The cell as `key=value` of a recipe."""
         usual = {name: USUAL[name] for name in ALWAYS} if self.planned else USUAL
         values = {**usual, **self.settings, "dataset.path": str(rows), "output_dir": str(output)}
         return [f"{name}={json.dumps(value)}" for name, value in values.items()]
 
 
+def cell_of(model: str, gpu: str, base_format: str, technique: str, rows: str = "uneven", **more: Any) -> Cell:
+    """The cell of a format and a technique, whose settings follow from both; pairs have rows of their own."""
+    settings = {**FORMATS[base_format], **TECHNIQUES.get(technique, {}), **PAIRS.get(technique, {}), **more.pop("settings", {})}
+    return Cell(model, gpu, base_format, technique, "pairs" if technique in PAIRS else rows, settings=settings, **more)
+
+
 def all_cells() -> list[Cell]:
     """Every cell, those that answer most first."""
-    small = "Qwen/Qwen2.5-1.5B-Instruct"
+    small, untied = "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+    of_small = [name for name in TECHNIQUES if name not in (UNTIED_ONLY, ADAPTED_EXPERTS)]
     cells = few_layers()
-    cells += [
-        Cell(small, "rtx-4090", base, technique, settings={**FORMATS[base], **values})
-        for base in FORMATS
-        for technique, values in TECHNIQUES.items()
-        if technique not in (UNTIED_ONLY, ADAPTED_EXPERTS)
-    ]
-    untied = "Qwen/Qwen2.5-7B-Instruct"
-    cells += [
-        Cell(untied, "a100-40gb", base, UNTIED_ONLY, settings={**FORMATS[base], **TECHNIQUES[UNTIED_ONLY]}) for base in FORMATS
-    ]
-    for base in FORMATS:
-        cells += [Cell(small, "rtx-4090", base, name, "pairs", settings={**FORMATS[base], **PAIRS[name]}) for name in PAIRS]
+    cells += [cell_of(small, "rtx-4090", base, technique) for base in FORMATS for technique in of_small]
+    cells += [cell_of(untied, "a100-40gb", base, UNTIED_ONLY) for base in FORMATS]
+    cells += [cell_of(small, "rtx-4090", base, name) for base in FORMATS for name in PAIRS]
     for model, gpu in FAMILIES.items():
-        for base in FORMATS:
-            for technique in ("nothing recomputed", "every layer"):
-                settings = {**FORMATS[base], **TECHNIQUES[technique], **({"max_length": 512} if "30B" in model else {})}
-                cells.append(Cell(model, gpu, base, technique, settings=settings))
-    for base in FORMATS:
-        for rows in ("even", "uneven"):
-            for model, gpu in ((small, "rtx-4090"), ("Qwen/Qwen3-4B", "rtx-4090")):
-                cells.append(
-                    Cell(model, gpu, base, "every layer", rows, False, {**FORMATS[base], "activation_checkpointing": True})
-                )
-                cells.append(Cell(model, gpu, base, "nothing recomputed", rows, False, dict(FORMATS[base])))
+        shorter = {"max_length": 512} if "30B" in model else {}
+        cells += [cell_of(model, gpu, base, technique, settings=shorter) for base in FORMATS for technique in PLAIN]
+    for base, rows, model in itertools.product(FORMATS, ("even", "uneven"), (small, "Qwen/Qwen3-4B")):
+        settings = {**FORMATS[base], "activation_checkpointing": True}
+        cells.append(Cell(model, "rtx-4090", base, "every layer", rows, False, settings))
+        cells.append(cell_of(model, "rtx-4090", base, PLAIN[0], rows, expandable=False))
     cells += [Cell(model, gpu, "planned", "planned", rows) for model, gpu in PLANNED for rows in ("even", "uneven")]
     return list(dict.fromkeys(cells))
 
 
 def few_layers() -> list[Cell]:
     """Cells that take seconds: tests/standin runs them on every change."""
-    model, more = "Qwen/Qwen2.5-1.5B-Instruct", {"layers": 6}
     shown = [
         ("16 bit", "nothing recomputed"), ("16 bit", "every layer"), ("NF4", "nothing recomputed"), ("NF4", "every 2nd layer"),
-        ("NF4", "8-bit Adam"), ("NF4", "packed"), ("NF4", "all tokens trained"), ("int8", "every layer"),
+        ("NF4", "8-bit Adam"), ("NF4", "packed"), ("NF4", "all tokens trained"), ("int8", "every layer"), ("16 bit", "pairs"),
+        ("NF4", "pairs, every layer"),
     ]  # fmt: skip
-    cells = [
-        Cell(model, "rtx-4090", base, technique, settings={**FORMATS[base], **TECHNIQUES[technique]}, **more)
-        for base, technique in shown
-    ]
-    for base, name in (("16 bit", "pairs"), ("NF4", "pairs, every layer")):
-        cells.append(Cell(model, "rtx-4090", base, name, "pairs", settings={**FORMATS[base], **PAIRS[name]}, **more))
-    segments = {**FORMATS["16 bit"], **TECHNIQUES["one row"]}
-    cells.append(Cell(model, "rtx-4090", "16 bit", "one row", "even", False, segments, **more))
-    cells += [  # a block for one segment is chosen
-        Cell(model, "rtx-4090", base, "nothing recomputed", "uneven", False, dict(FORMATS[base]), **more)
-        for base in ("NF4", "int8")
-    ]
-    cells.append(Cell(model, "t4", "NF4", "every layer", "even", True, {**FORMATS["NF4"], **TECHNIQUES["every layer"]}, **more))
+    small = functools.partial(cell_of, "Qwen/Qwen2.5-1.5B-Instruct", layers=6)
+    cells = [small("rtx-4090", base, technique) for base, technique in shown]
+    cells.append(small("rtx-4090", "16 bit", "one row", "even", expandable=False))
+    # a block for one segment is chosen
+    cells += [small("rtx-4090", base, "nothing recomputed", expandable=False) for base in ("NF4", "int8")]
+    cells.append(small("t4", "NF4", "every layer", "even"))
     for mixture in ("Qwen/Qwen3-30B-A3B", "unsloth/gpt-oss-20b-BF16"):
-        for technique, rows in (("nothing recomputed", "uneven"), (ADAPTED_EXPERTS, "even")):
-            settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
-            cells.append(Cell(mixture, "rtx-4090", "NF4", technique, rows, settings=settings, layers=3))
-    for base, technique, rows in (("16 bit", "every layer", "even"), ("16 bit", "nothing recomputed", "even"),
-                                  ("NF4", "nothing recomputed", "uneven")):  # fmt: skip
-        settings = {**FORMATS[base], **TECHNIQUES[technique]}
-        cells.append(Cell("Qwen/Qwen3.5-4B", "rtx-4090", base, technique, rows, settings=settings, layers=4))
-    return cells
+        cells.append(cell_of(mixture, "rtx-4090", "NF4", "nothing recomputed", layers=3))
+        cells.append(cell_of(mixture, "rtx-4090", "NF4", ADAPTED_EXPERTS, "even", layers=3))
+    hybrid = functools.partial(cell_of, "Qwen/Qwen3.5-4B", "rtx-4090", layers=4)
+    cells += [hybrid("16 bit", technique, "even") for technique in reversed(PLAIN)]
+    return [*cells, hybrid("NF4", "nothing recomputed")]
 
 
 def compiled_cells() -> list[Cell]:
     """Compiled layers with everything that they are tried with; what they can't be ends lean or is refused."""
-    llama, more = "meta-llama/Llama-3.1-8B-Instruct", {"layers": 8}
-    recomputed = ("nothing recomputed", "every layer", "every 2nd layer", "checkpoints in host memory", "all but attention")
-    cells = [
-        Cell(llama, "rtx-4090", base, technique + name, settings={**FORMATS[base], **TECHNIQUES[technique], **packed}, **more)
-        for base in ("NF4", "16 bit")
-        for technique in recomputed
-        for name, packed in (("", {}), (", packed", TECHNIQUES["packed"]))
-    ]
+    llama = "meta-llama/Llama-3.1-8B-Instruct"
+    cells = []
+    for base, technique in itertools.product(("NF4", "16 bit"), RECOMPUTED):
+        cell = cell_of(llama, "rtx-4090", base, technique, layers=8)
+        packed = {**cell.settings, **TECHNIQUES["packed"]}
+        cells += [cell, replace(cell, technique=f"{technique}, packed", settings=packed)]
     singly: dict[str, dict[str, Any]] = {
-        **PAIRS, "KTO": {"method": "kto"}, "dropout": {"lora_dropout": 0.05}, "DoRA": {"use_dora": True},
-        "dropout, every layer": {"lora_dropout": 0.05, **TECHNIQUES["every layer"]},
-        "layers in host memory": TECHNIQUES["layers in host memory"], "int8": {**FORMATS["int8"], "load_in_4bit": False},
+        **PAIRS, "KTO": {"method": "kto"}, "dropout": {"lora_dropout": 0.05}, "DoRA": {},
+        "dropout, every layer": {"lora_dropout": 0.05, **TECHNIQUES["every layer"]}, "layers in host memory": {},
+        "int8": {**FORMATS["int8"], "load_in_4bit": False},
     }  # fmt: skip
-    cells += [
-        Cell(
-            llama,
-            "rtx-4090",
-            "NF4",
-            name,
-            "pairs" if "method" in values else "uneven",
-            settings={**FORMATS["NF4"], **values},
-            **more,
-        )
-        for name, values in singly.items()
-    ]
+    for name, values in singly.items():
+        rows = "pairs" if "method" in values else "uneven"
+        cells.append(cell_of(llama, "rtx-4090", "NF4", name, rows, layers=8, settings=values))
     for model, gpu, layers in (
         *(("Qwen/Qwen3-8B", gpu, 4) for gpu in ("t4", "rtx-3090", "rtx-5090", "h100-80gb")),
         ("google/gemma-3-4b-it", "rtx-4090", 6), ("mistralai/Mistral-7B-Instruct-v0.3", "rtx-4090", 4),
         ("microsoft/Phi-3.5-mini-instruct", "rtx-4090", 4), ("Qwen/Qwen3-30B-A3B", "rtx-4090", 3),
         ("unsloth/gpt-oss-20b-BF16", "rtx-4090", 3), (llama, "rtx-4090", 32),
     ):  # fmt: skip
-        for technique in ("nothing recomputed", "every layer"):
-            settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
-            cells.append(Cell(model, gpu, "NF4", technique, settings=settings, layers=layers))
+        cells += [cell_of(model, gpu, "NF4", technique, layers=layers) for technique in PLAIN]
     return [replace(cell, settings={**cell.settings, "torch_compile": True}) for cell in cells]
 
 

@@ -10,18 +10,16 @@ of the steps after the first ones: other programs on the machine only add to it.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card_matrix import restart_with_libraries
-from benchmarks.card_peers import LLAMA, ROOT, catalogue, run_job, write_job_file
-from standin_gpu.machine import Machine, describe
+from benchmarks import card_runs
+from benchmarks.card_peers import LLAMA, add_peer_options, pythons_of, run_job
+from benchmarks.tables import REFERENCE, write_table
 
-RESULTS = ROOT / "benchmarks" / "reference" / "host_time.csv"
 COLUMNS = (
     "program", "version", "torch", "layers", "tokens", "processor_ms", "of_trl", "calls", "allocated_bytes", "forecast_bytes",
     "error", "graphs", "compile_s", "failed",
@@ -48,62 +46,32 @@ STEPS, FIRST = 32, 5
 def main() -> int:
     """Measure the programs that are asked for; the exit status says whether all of them ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="an environment's interpreter")
+    add_peer_options(parser)
     parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a program's name")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--gpu", default="rtx-4090")
-    parser.add_argument("--models", type=Path, help="folder that keeps the sparse models and caches, for another call")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--gpu", default=card_runs.GPU)
+    parser.add_argument("--output", type=Path, default=REFERENCE / "host_time.csv")
     options = parser.parse_args()
-    restart_with_libraries("benchmarks.host_time")
-    pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
-    lines: list[dict[str, Any]] = []
+    card_runs.restart_with_libraries("benchmarks.host_time")
+    pythons, lines = pythons_of(options), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="host_time_") as temporary:
         models = options.models or Path(temporary)
+        model = card_runs.write_model(LLAMA, options.layers, models)
         for name, (program, settings) in PROGRAMS.items():
             if not all(text in name for text in options.only) or program not in pythons:
                 continue
             began = time.monotonic()
-            figures = measure(program, pythons[program], settings, options, models)
+            figures = run_job(
+                program, pythons[program], options.gpu, models, rows=STEPS, tokens=options.tokens, model=model, micro_batch=1,
+                steps=STEPS, settings=settings, counted=True,
+            )  # fmt: skip
             lines.append(line_of(name, figures, options))
-            print(
-                ", ".join(f"{key} {value}" for key, value in lines[-1].items() if value != ""),
-                f"({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
+            print(f"{card_runs.shown(lines[-1])} ({time.monotonic() - began:.0f} s)", flush=True)
     for line in lines:
         line["of_trl"] = ratio(line, lines[0])
-    with options.output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    write_table(options.output, lines, COLUMNS)
     return int(any(line["failed"] for line in lines))
-
-
-def measure(program: str, python: str, settings: dict[str, Any], options: argparse.Namespace, models: Path) -> dict[str, Any]:
-    """Figures of a program's run."""
-    from finetune.model.catalogue import catalogue as configurations
-    from standin_gpu.sparse_model import write_sparse_model
-
-    model = models / f"llama-{options.layers}"
-    if not (model / "model.safetensors").exists():
-        values = {**configurations()[LLAMA], "num_hidden_layers": options.layers}
-        write_sparse_model(model, values, ROOT / "finetune" / "bundled" / "tiny-base")
-    with tempfile.TemporaryDirectory(prefix="host_time_") as temporary:
-        folder = Path(temporary)
-        job = write_job_file(
-            folder,
-            rows=STEPS,
-            model=str(model),
-            tokens=options.tokens,
-            micro_batch=1,
-            steps=STEPS,
-            settings=settings,
-            counted=True,
-        )
-        machine = Machine(Path(python).parent.parent / "standin_libraries", folder, describe([options.gpu], catalogue()))
-        return run_job(program, python, job, machine, models)
 
 
 def line_of(name: str, figures: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

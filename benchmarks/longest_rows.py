@@ -41,7 +41,7 @@ def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
     return make_plan(recipe_from({**RECIPE, "max_length": tokens, **changes}), find_card(card), None)
 
 
-def longest(card: str, changes: dict[str, Any], host_bytes: float) -> Plan | None:
+def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")) -> Plan | None:
     """The plan of the longest row that fits, on a host with so much free memory; None when not even STEP tokens do."""
     best, fits, over = None, 0, 2**20
     tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP

@@ -1,183 +1,535 @@
-"""One peer's run of benchmarks/peers.py, in that peer's own environment: `python peer_run.py PEER JOB.json RESULT.json`.
+"""One tool's run for card_peers.py, peers.py, host_time.py and gpu/day.py: `python peer_run.py PEER JOB.json RESULT.json`.
 
-Imports nothing of this project except for itself (`finetune`). Each peer trains through its own documented entry point; what is
-measured is the same for all: transformers' training step, wrapped, and its callbacks.
+Runs in the tool's environment and imports nothing of this project except for itself (`finetune`). Each tool trains LoRA on all
+linear layers through its documented entry point, on rows of a "text" column whose tokens are all trained; in NF4 with double
+quantisation, unless the job has a `dtype`. `settings` of the job replace the tool's, and None leaves one out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", WANDB_DISABLED="true", AXOLOTL_DO_NOT_TRACK="1")
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1", "UNSLOTH_DISABLE_STATISTICS": "1",
+}  # fmt: skip
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: Exit status of this project's worker when it is out of memory.
+OUT_OF_MEMORY = 5
+#: Host memory that this project may plan with.
+HOST_BYTES = 64 * 2**30
+#: Lengths are searched to this many tokens, or this share where that is more.
+GRAIN_TOKENS, GRAIN_SHARE = 256, 0.02
 PROCESS_BEGAN_S = time.time()
 
 
 def main() -> None:
-    """Train and write the figures."""
+    """Train and write the figures. The exit status is 0 also for a run that is out of memory."""
+    os.environ.update(QUIET)
     peer, job, result = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[3])
+    train = {
+        "finetune": train_worker if "run" in job else plan_and_train, "trl": train_trl, "unsloth": train_unsloth,
+        "llamafactory": train_llamafactory, "axolotl": train_axolotl,
+    }[peer]  # fmt: skip
+    figures = {"version": version_of(peer), "torch": version_of("torch"), "out_of_memory": False}
+    try:
+        figures |= train(job)
+    except Exception as error:  # noqa: BLE001 - any failure of a peer is a result
+        figures |= failure(error)
+    result.write_text(json.dumps(figures), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a peer may wait for ever
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package; this project's own where it runs from its folder."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        import finetune
+
+        return finetune.__version__
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Why a run has failed."""
+    traceback.print_exc()
+    text = f"{type(error).__name__}: {error}"
+    return {"out_of_memory": is_out_of_memory(text), "failed": " ".join(text.split())[:300]}
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error's text says that the GPU's memory did not suffice."""
+    return "OutOfMemory" in text or "out of memory" in text.lower()
+
+
+def longest_row(peak_of: Callable[[int], int | None], limit: int, start: int, most: int) -> int:
+    """The most tokens that fit, by probes that approach from below, then by bisection.
+
+    `peak_of`: bytes at the peak of a step of so many tokens, None out of memory. `limit`: bytes that there are.
+    """
+    peaks: dict[int, int] = {}
+    fits, over = 0, most + GRAIN_TOKENS
+    tokens = min(start, most)
+    while tokens > fits:
+        peak = peak_of(tokens)
+        if peak is None:
+            over = tokens
+        else:
+            fits, peaks[tokens] = tokens, peak
+        tokens = next_length(peaks, fits, over, limit)
+    return fits
+
+
+def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
+    """The next length to try between `fits` and `over`; `fits` where they are closer than the grain.
+
+    A line through the last two peaks says where memory ends, and a tenth of the way there is left.
+    """
+    grain = max(GRAIN_TOKENS, round(GRAIN_SHARE * fits) // GRAIN_TOKENS * GRAIN_TOKENS)
+    if over - fits <= grain:
+        return fits
+    last_two = sorted(peaks)[-2:]
+    guess = 2 * fits if fits else over // 2
+    if len(last_two) == 2 and peaks[last_two[1]] > peaks[last_two[0]]:
+        slope = (peaks[last_two[1]] - peaks[last_two[0]]) / (last_two[1] - last_two[0])
+        guess = fits + round(0.9 * (limit - peaks[fits]) / slope)
+    if over - guess < grain:
+        guess = (fits + over) // 2
+    guess = guess // GRAIN_TOKENS * GRAIN_TOKENS
+    return min(max(guess, fits + grain), over - GRAIN_TOKENS)
+
+
+def lengthened(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A batch as this one, of one row of so many tokens: what has a value for each token is repeated."""
     import torch
 
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
-    watch = Watch()
-    train = {"finetune": train_finetune, "trl": train_trl, "llamafactory": train_llamafactory, "axolotl": train_axolotl}
-    train[peer](job, watch)
-    result.write_text(json.dumps(watch.figures(peer)), encoding="utf-8")
+    length = inputs["input_ids"].shape[-1]
+    changed: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == length:
+            if name == "position_ids":
+                changed[name] = torch.arange(tokens, device=value.device, dtype=value.dtype).expand(*value.shape[:-1], tokens)
+            else:
+                repeated = value.repeat(*[1] * (value.ndim - 1), -(-tokens // length))
+                changed[name] = repeated[..., :tokens].contiguous()
+        elif isinstance(value, torch.Tensor) and name == "packed_seq_lengths":
+            changed[name] = torch.full_like(value, tokens)
+        else:
+            changed[name] = value
+    return changed
 
 
 class Watch:
-    """Seconds, tokens and loss of each optimizer step of the next training in this process.
+    """Peaks of torch's allocators over the whole process, also where a peer resets them; the largest batch, in tokens.
 
-    Seconds are the process's on a processor, where other programs take their share, and those of the clock on a card. Losses
-    are per predicted token: older versions of transformers divide by each row's first token, too, which nothing predicts.
+    With `most_tokens` in the job, the second step is followed by a search for the longest row: steps of other lengths, with the
+    optimizer's state there, which leave no gradients. With `counted`, Python's calls in the last step but one are counted. With
+    `timed`, steps are synchronised and timed; `lengths` and `listed` add steps of other lengths and a table of kernels. With
+    `compared`, each optimizer step has its seconds, tokens and loss. Without a GPU seconds are those of the process on a
+    processor, where other programs take their share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         import torch
-        from transformers import Trainer, TrainerCallback
+        from transformers import Trainer
 
-        self.on_cuda = torch.cuda.is_available()
-        self.clock = time.perf_counter if self.on_cuda else time.process_time
-        self.step_s: list[float] = []
-        self.tokens: list[list[Any]] = []
-        self.losses: list[float] = []
-        self.first_step_s, self.share = 0.0, 1.0
-        watch, counted, labelled = self, [0, 0, 0], [0]
-        training_step, log = Trainer.training_step, Trainer.log
+        self.job, self.on_cuda = job, torch.cuda.is_available()
+        if not self.on_cuda:
+            torch.set_num_threads(1)
+        self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
+        self.processor_s: list[float] = []
+        self.began: list[float] = []
+        self.lengths: dict[int, dict[str, Any]] = {}
+        self.kernels, self.peaks = "", dict[str, int]()
+        self.calls = 0
+        self.search: dict[str, Any] = {}
+        self.probes: dict[int, tuple[int, int, int]] = {}
+        self.compared: dict[str, Any] = {}
+        self.reset, self.step = torch.cuda.reset_peak_memory_stats, Trainer.training_step
+
+        def reset_after_reading(*arguments: Any, **named: Any) -> None:
+            self.read()
+            self.reset(*arguments, **named)
+
+        torch.cuda.reset_peak_memory_stats = reset_after_reading
+        Trainer.training_step = lambda *arguments, **named: self.watched_step(*arguments, **named)
+        if job.get("compared"):
+            self.compare_steps(Trainer)
+        if self.on_cuda:
+            self.count_registered(torch.cuda.cudart())
+
+    def count_registered(self, cudart: Any) -> None:
+        """Count the bytes of host memory that are pinned in place."""
+        register = cudart.cudaHostRegister
+
+        def counted_register(pointer: int, size: int, flags: int) -> Any:
+            self.registered += size
+            return register(pointer, size, flags)
+
+        cudart.cudaHostRegister = counted_register
+
+    def watched_step(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        """A training step, with what the job asks for before and after it."""
+        import torch
+
+        self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
+        if self.steps == 1 and self.job.get("most_tokens"):
+            self.find_longest(trainer, model, inputs, *more, **named)
+        self.processor_s.append(time.process_time())
+        if self.job.get("timed"):
+            torch.cuda.synchronize()
+            self.began.append(time.perf_counter())
+        is_counted = self.job.get("counted") and self.steps == self.job["steps"] - 2
+        with self.counted_calls() if is_counted else contextlib.nullcontext():
+            loss = self.step(trainer, model, inputs, *more, **named)
+        self.steps += 1
+        if self.steps == self.job["steps"]:
+            self.read()
+            self.peaks = {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved}
+            for tokens in self.job.get("lengths", ()):
+                self.lengths[tokens] = self.time_length(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
+            if self.job.get("listed"):
+                self.kernels = self.list_kernels(lambda: self.step(trainer, model, dict(inputs), *more, **named))
+        return loss
+
+    def compare_steps(self, trainer_class: Any) -> None:
+        """Note seconds, tokens (supervised, real, with padding) and loss of each optimizer step.
+
+        Losses are per predicted token: older versions of transformers divide by each row's first token, too, which nothing
+        predicts.
+        """
+        import torch
+
+        clock = time.perf_counter if self.on_cuda else time.process_time
+        step, log, counts, labelled = self.step, trainer_class.log, [0, 0, 0], 0
+        began: float | None = None
+        figures: dict[str, Any] = {"step_s": [], "tokens": [], "losses": [], "first_step_s": 0.0}
+        self.compared = figures
 
         def counting(trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+            nonlocal began, labelled
+            began = clock() if began is None else began
             ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
             real = ids.numel() if mask is None else (mask != 0).sum()
             for kind, new in enumerate(((labels[..., 1:] != -100).sum(), real, ids.numel())):
-                counted[kind] = counted[kind] + new
-            labelled[0] = labelled[0] + (labels[..., 1:] if hasattr(trainer, "_loss_shifts_labels") else labels).ne(-100).sum()
-            return training_step(trainer, model, inputs, *more, **named)
+                counts[kind] += int(new)
+            labelled += int((labels[..., 1:] if hasattr(trainer, "_loss_shifts_labels") else labels).ne(-100).sum())
+            return step(trainer, model, inputs, *more, **named)
 
         def logging(trainer: Any, logs: Any, *more: Any, **named: Any) -> Any:
-            if "loss" in logs:
-                watch.losses.append(float(logs["loss"]) * watch.share)
+            nonlocal began, labelled
+            if "loss" in logs and began is not None:  # once after each optimizer step
+                if self.on_cuda:
+                    torch.cuda.synchronize()
+                figures["step_s"].append(clock() - began)
+                figures["first_step_s"] = figures["first_step_s"] or time.time() - PROCESS_BEGAN_S
+                figures["tokens"].append(list(counts))
+                figures["losses"].append(float(logs["loss"]) * labelled / counts[0])
+                began, labelled, counts[:] = None, 0, [0, 0, 0]
             return log(trainer, logs, *more, **named)
 
-        Trainer.training_step, Trainer.log = counting, logging  # type: ignore[method-assign]
+        self.step, trainer_class.log = counting, logging
 
-        class Clock(TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.began = watch.clock()
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                if watch.on_cuda:
-                    torch.cuda.synchronize()
-                watch.step_s.append(watch.clock() - self.began)
-                watch.first_step_s = watch.first_step_s or time.time() - PROCESS_BEGAN_S
-                watch.tokens.append([int(count) for count in counted])
-                watch.share = float(labelled[0] / counted[0])
-                counted[:], labelled[0] = [0, 0, 0], 0
-
-        self.callback = Clock()
-
-    def figures(self, peer: str) -> dict[str, Any]:
-        """What benchmarks/peers.py reads."""
-        from importlib.metadata import version
-
+    @contextlib.contextmanager
+    def counted_calls(self) -> Iterator[None]:
+        """Inside, calls of Python and C functions are counted; the backward pass runs in this thread."""
         import torch
 
-        card = {}
-        if self.on_cuda:
-            card = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        def count(_frame: Any, event: str, _argument: Any) -> None:
+            self.calls += event in ("call", "c_call")
+
+        with torch.autograd.set_multithreading_enabled(False):
+            sys.setprofile(count)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+
+    def find_longest(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> None:
+        """Search for the longest row that a step can take here."""
+        import torch
+
+        def peak_of(tokens: int) -> int | None:
+            collect(model)
+            self.read()
+            self.reset()
+            try:
+                self.step(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
+                peak: int | None = torch.cuda.max_memory_allocated()
+                self.probes[tokens] = (peak or 0, torch.cuda.max_memory_reserved(), self.pinned())
+            except Exception as error:  # noqa: BLE001 - libraries raise their own when memory ends
+                if not is_out_of_memory(f"{type(error).__name__}: {error}"):
+                    raise
+                peak = None
+            print(f"probe {tokens}: {peak}", flush=True)
+            return peak
+
+        limit = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        fits = longest_row(peak_of, limit, self.job.get("start_tokens", 1024), self.job["most_tokens"])
+        collect(model)
+        sizes = self.probes.get(fits, (0, 0, 0))
+        self.search = dict(zip(("allocated_bytes", "reserved_bytes", "host_bytes"), sizes, strict=True), longest_tokens=fits)
+
+    def time_length(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> dict[str, Any]:
+        """Seconds of three steps with these inputs, without the optimizer's, and bytes at the peak."""
+        import torch
+
+        times: list[float] = []
+        try:
+            for _ in range(3):
+                collect(model)
+                self.reset()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                self.step(trainer, model, dict(inputs), *more, **named)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+        except Exception as error:  # noqa: BLE001 - a length that does not fit is a result
+            return {"failed": f"{type(error).__name__}: {error}"[:200]}
+        finally:
+            collect(model)
+        return {"s": times, "allocated_bytes": torch.cuda.max_memory_allocated()}
+
+    def list_kernels(self, run: Callable[[], Any]) -> str:
+        """The kernels of a step by their time."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        return str(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+
+    def pinned(self) -> int:
+        """Bytes of pinned host memory at the peak so far."""
+        import torch
+
+        return self.registered + torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+
+    def read(self) -> None:
+        """Take the peaks so far."""
+        import torch
+
+        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes at the peak; `host_bytes` are pinned."""
+        import torch
+
+        device = {"device": torch.cuda.get_device_name() if self.on_cuda else "cpu"}
+        rss = {"peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        if not self.on_cuda:
+            return {**device, **rss, **self.compared}
+        self.read()
         return {
-            "version": version(peer), "device": torch.cuda.get_device_name() if self.on_cuda else "cpu",
-            "step_s": self.step_s, "tokens": self.tokens, "losses": self.losses, "first_step_s": self.first_step_s,
-            "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, **card,
+            **device, **rss, "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "host_bytes": self.pinned(),
+            "batch_tokens": self.batch_tokens, "steps": self.steps, **self.search,
+            "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
+            "step_s": [end - start for start, end in itertools.pairwise(self.began)], "lengths": self.lengths,
+            "kernels": self.kernels,
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "", **self.peaks,
+            **self.compared,
         }  # fmt: skip
 
 
-def train_finetune(job: dict[str, Any], watch: Watch) -> None:
-    """This project: the prepared run's own worker, with nothing left out."""
+def collect(model: Any) -> None:
+    """Give back what a step has left: gradients, cycles, cached blocks of the GPU and of pinned memory."""
+    import gc
+
+    import torch
+
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    torch.cuda.reset_peak_host_memory_stats()
+
+
+def assume_host_memory() -> None:
+    """The planner and the worker believe that so much is free; nothing is copied, so that its pages are never touched."""
+    from finetune.card import host
+
+    host.free_for_run = lambda: HOST_BYTES
+
+
+def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
+    """This project: planned as `finetune run` does it, then trained by the worker in a process of its own."""
+    from finetune.card.visible import hide_gpus
+
+    hide_gpus()
+    assume_host_memory()
+    from finetune.recipe import recipe_from
+    from finetune.run.card import cards_of
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.supervise import worker_environment
+
+    folder = Path(job["folder"])
+    prepared = prepare(recipe_from({
+        "model_name_or_path": job["model"], "dataset": {"path": job["rows"], "test_split_size": 0}, "gpu": "auto",
+        "lora_r": job["rank"], "lora_alpha": 2.0 * job["rank"], "load_in_4bit": True, "max_length": job["tokens"],
+        "packing": False, "per_device_train_batch_size": job["micro_batch"], "effective_batch_size": job["micro_batch"],
+        "max_steps": job["steps"], "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "output_dir": str(folder / "run"),
+        **job["settings"],
+    }), force=True)  # fmt: skip
+    plan, run = prepared.plan, create_run(prepared)
+    environment = worker_environment(cards_of(plan))
+    environment.pop("PYTHONSAFEPATH", None)
+    (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path)}), encoding="utf-8")
+    files = [str(folder / "worker.json"), str(folder / "worker_result.json")]
+    subprocess.run([sys.executable, __file__, "finetune", *files], env=environment, check=False)
+    figures = json.loads(Path(files[1]).read_text(encoding="utf-8"))
+    forecast_bytes = max(plan.forecast.peaks.values()) if plan.forecast else None
+    return {**figures, "plan": plan.as_json()["plan"], "verdict": plan.verdict.value, "forecast_bytes": forecast_bytes}
+
+
+def train_worker(job: dict[str, Any]) -> dict[str, Any]:
+    """The worker of a planned run of this project."""
+    watch = Watch(job)
+    if not job.get("compared"):
+        assume_host_memory()
     from finetune.run.directory import RunDirectory
     from finetune.run.worker import Worker
 
-    worker = Worker(RunDirectory(Path(job["run"])))
-    build = worker._build
-
-    def watched() -> Any:
-        trainer, callback = build()
-        trainer.add_callback(watch.callback)
-        return trainer, callback
-
-    worker._build = watched  # type: ignore[method-assign]
-    if worker.main():
-        raise SystemExit(1)
+    run = RunDirectory(Path(job["run"]))
+    code = Worker(run).main()
+    lines = [json.loads(line) for line in run.events.read_text(encoding="utf-8").splitlines()]
+    compiled = [{name: line[name] for name in ("graphs", "graph_breaks", "compile_s")} for line in lines if "compile_s" in line]
+    failed = {"failed": f"the worker ended with {code}"} if code else {}
+    return {**watch.figures(), "out_of_memory": code == OUT_OF_MEMORY, **failed, **(compiled[-1] if compiled else {})}
 
 
-def train_trl(job: dict[str, Any], watch: Watch) -> None:
-    """TRL's SFTTrainer with its defaults; only bf16 is off on a processor, which may lack it."""
+def trained(train: Callable[[], Any], watch: Watch) -> dict[str, Any]:
+    """Figures of a training, also of one that is out of memory."""
+    try:
+        train()
+    except Exception as error:  # noqa: BLE001 - peaks of a failed run are figures, too
+        return {**watch.figures(), **failure(error)}
+    return watch.figures()
+
+
+def configured(job: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """A tool's settings with those of the job; None leaves one out."""
+    return {name: value for name, value in (values | job["settings"]).items() if value is not None}
+
+
+def rows_of(job: dict[str, Any]) -> Any:
+    """The rows as a dataset."""
     from datasets import load_dataset
+
+    return load_dataset("json", data_files=job["rows"], split="train")
+
+
+def sft_settings(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What is the same for TRL and Unsloth, which trains by TRL's trainer."""
+    return configured(
+        job, output_dir=job["folder"], max_steps=job["steps"], per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=1, max_length=job["tokens"], bf16=True, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, **more,
+    )  # fmt: skip
+
+
+def train_trl(job: dict[str, Any]) -> dict[str, Any]:
+    """TRL's SFTTrainer with its defaults."""
+    watch = Watch(job)
+    import torch
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    loading = {"dtype": job["dtype"]} if "dtype" in job else {"dtype": "bfloat16", "quantization_config": nf4}
     trainer = SFTTrainer(
         model=job["model"],
-        args=SFTConfig(
-            output_dir=job["folder"], num_train_epochs=1, per_device_train_batch_size=job["batch"], seed=job["seed"],
-            learning_rate=job["learning_rate"], lr_scheduler_type="constant", max_length=job["max_length"],
-            bf16=watch.on_cuda, use_cpu=not watch.on_cuda, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-            train_sampling_strategy="sequential",
-            model_init_kwargs={"dtype": "bfloat16" if watch.on_cuda else "float32"},
-        ),
-        train_dataset=load_dataset("json", data_files=job["rows"], split="train"),
+        args=SFTConfig(model_init_kwargs=loading, **sft_settings(job)),
+        train_dataset=rows_of(job),
         peft_config=LoraConfig(
             r=job["rank"], lora_alpha=2 * job["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
         ),
-        callbacks=[watch.callback],
     )  # fmt: skip
-    trainer.train()
+    return trained(trainer.train, watch)
 
 
-def train_llamafactory(job: dict[str, Any], watch: Watch) -> None:
+def train_unsloth(job: dict[str, Any]) -> dict[str, Any]:
+    """Unsloth as its notebooks have it: its own checkpointing and 8-bit Adam.
+
+    It cuts rows to `max_seq_length`, and moves embeddings to host memory where a row of that length would be tight.
+    """
+    import unsloth  # noqa: F401, I001 - before transformers, which it patches
+    from unsloth import FastLanguageModel
+
+    watch = Watch(job)
+    from trl import SFTConfig, SFTTrainer
+
+    checkpointing = job["settings"].pop("use_gradient_checkpointing", "unsloth")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=job["model"], max_seq_length=job.get("most_tokens") or job["tokens"], load_in_4bit=True
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, r=job["rank"], lora_alpha=2 * job["rank"], lora_dropout=0, bias="none", target_modules=LINEAR,
+        use_gradient_checkpointing=checkpointing, random_state=42,
+    )  # fmt: skip
+    arguments = SFTConfig(**sft_settings(job, optim="adamw_8bit"))
+    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows_of(job), args=arguments)
+    return trained(trainer.train, watch)
+
+
+def train_llamafactory(job: dict[str, Any]) -> dict[str, Any]:
     """LLaMA-Factory's trainer of plain text, by a configuration as its examples have it."""
+    watch = Watch(job)
     from llamafactory.train.tuner import run_exp
 
     rows = Path(job["rows"])
     described = {"rows": {"file_name": rows.name, "columns": {"prompt": "text"}}}
     (rows.parent / "dataset_info.json").write_text(json.dumps(described), encoding="utf-8")
-    run_exp({
-        "model_name_or_path": job["model"], "stage": "pt", "do_train": True, "finetuning_type": "lora", "lora_target": "all",
-        "lora_rank": job["rank"], "lora_alpha": 2 * job["rank"], "lora_dropout": 0.0, "dataset": "rows", "template": "empty",
-        "dataset_dir": str(rows.parent), "cutoff_len": job["max_length"], "packing": False, "disable_shuffling": True,
-        "output_dir": job["folder"], "overwrite_output_dir": True, "per_device_train_batch_size": job["batch"],
-        "gradient_accumulation_steps": 1, "learning_rate": job["learning_rate"], "num_train_epochs": 1.0,
-        "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": job["seed"],
-        "bf16": watch.on_cuda, "use_cpu": not watch.on_cuda, "disable_tqdm": True,
-    }, callbacks=[watch.callback])  # fmt: skip
+    nf4 = {} if "dtype" in job else {"quantization_bit": 4, "quantization_method": "bnb"}
+    configuration = configured(
+        job, model_name_or_path=job["model"], stage="pt", do_train=True, finetuning_type="lora", lora_target="all",
+        lora_rank=job["rank"], lora_alpha=2 * job["rank"], lora_dropout=0.0, dataset="rows", template="empty", **nf4,
+        dataset_dir=str(rows.parent), cutoff_len=job["tokens"], packing=False, output_dir=job["folder"],
+        overwrite_output_dir=True, max_steps=job["steps"], per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=1, logging_steps=1, save_strategy="no", report_to="none", bf16=True, disable_tqdm=True,
+    )  # fmt: skip
+    return trained(lambda: run_exp(configuration), watch)
 
 
-def train_axolotl(job: dict[str, Any], watch: Watch) -> None:
-    """Axolotl's training, by a configuration as its examples have it; without CUDA its Triton kernels are off."""
+def train_axolotl(job: dict[str, Any]) -> dict[str, Any]:
+    """Axolotl's training, by a configuration as its examples have it."""
+    watch = Watch(job)
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
     from axolotl.train import setup_model_and_trainer
     from axolotl.utils.dict import DictDefault
 
     rows = {"path": job["rows"], "ds_type": "json", "type": "completion", "field": "text"}
-    kernels = {} if watch.on_cuda else dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
-    cfg = load_cfg(DictDefault({
-        "base_model": job["model"], "adapter": "lora", "lora_r": job["rank"], "lora_alpha": 2 * job["rank"],
-        "lora_target_linear": True, "datasets": [rows], "shuffle_merged_datasets": False, "curriculum_sampling": True,
-        "sequence_len": job["max_length"], "sample_packing": False, "micro_batch_size": job["batch"],
-        "gradient_accumulation_steps": 1, "num_epochs": 1, "seed": job["seed"], "learning_rate": job["learning_rate"],
-        "lr_scheduler": "constant", "optimizer": "adamw_torch", "logging_steps": 1, "output_dir": job["folder"],
-        "save_strategy": "no", "bf16": watch.on_cuda, "val_set_size": 0.0, "dataset_prepared_path": job["folder"] + "/prepared",
-        **kernels,
-    }))  # fmt: skip
+    kind = {"adapter": "lora"} if "dtype" in job else {"adapter": "qlora", "load_in_4bit": True}
+    cfg = load_cfg(DictDefault(configured(
+        job, base_model=job["model"], lora_r=job["rank"], lora_alpha=2 * job["rank"], lora_target_linear=True, datasets=[rows],
+        sequence_len=job["tokens"], sample_packing=False, micro_batch_size=job["micro_batch"], gradient_accumulation_steps=1,
+        max_steps=job["steps"], learning_rate=2e-4, lr_scheduler="cosine", optimizer="paged_adamw_32bit", logging_steps=1,
+        output_dir=job["folder"], save_strategy="no", bf16=True, val_set_size=0.0,
+        dataset_prepared_path=job["folder"] + "/prepared", **kind,
+    )))  # fmt: skip
     trainer, *_ = setup_model_and_trainer(cfg, load_datasets(cfg=cfg))
-    trainer.add_callback(watch.callback)
-    trainer.train()
+    return trained(trainer.train, watch)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """This project beside plain TRL, LLaMA-Factory and Axolotl: the same rows in the same order, seed, rank and layers.
 
-    python benchmarks/peers.py                                                     # this project and TRL of this environment
-    python benchmarks/peers.py --peer llamafactory=/venvs/llamafactory/bin/python --peer axolotl=/venvs/axolotl/bin/python
-    python benchmarks/peers.py --rounds 5 --write                                  # writes benchmarks/reference/peers.csv
+    python -m benchmarks.peers                                                     # this project and TRL of this environment
+    python -m benchmarks.peers --peer llamafactory=/venvs/llamafactory/bin/python --peer axolotl=/venvs/axolotl/bin/python
+    python -m benchmarks.peers --rounds 5 --write                                  # writes benchmarks/reference/peers.csv
 
 Each peer runs in an environment of its own (`python -m venv`, `pip install llamafactory`), in a process of its own, with its
 defaults. On a machine without CUDA LLaMA-Factory starts when its environment has no torchvision and none of the compiled files
@@ -20,7 +20,6 @@ The documentation's table is made from the results file: docs/generate.py peers.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -32,8 +31,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "reference" / "peers.csv"
+from benchmarks.tables import REFERENCE, write_table
+
 PEERS = ("finetune", "trl", "llamafactory", "axolotl")
 SHORTEST, USUAL, LONGEST = 24, 90, 480
 BATCH, RANK, SEED, LEARNING_RATE = 8, 16, 42, 1e-3
@@ -58,7 +57,7 @@ def main() -> int:
     arguments.add_argument("--rows", type=int, default=160)
     arguments.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="an environment's interpreter")
     arguments.add_argument("--gpu", default="cpu", help="of the recipe; cpu or auto")
-    arguments.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    arguments.add_argument("--write", action="store_true", help="write benchmarks/reference/peers.csv")
     options = arguments.parse_args()
     pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
     with tempfile.TemporaryDirectory() as temporary:
@@ -73,10 +72,7 @@ def main() -> int:
     for row in table:
         print(", ".join(f"{name} {value}" for name, value in row.items() if value not in ("", None)))
     if options.write:
-        with RESULTS.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write_table(REFERENCE / "peers.csv", table, COLUMNS)
     return int(any(row["failed"] and runs.get(row["peer"]) for row in table))
 
 
@@ -108,13 +104,28 @@ def prepare(folder: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
     (folder / "rows").mkdir()
     ordered = folder / "rows" / "rows.jsonl"
     ordered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    model = Path(finetune.__file__).parent / "bundled" / "tiny-base"
-    if plan.settings.dtype == "float32":
+    model, dtype = Path(finetune.__file__).parent / "bundled" / "tiny-base", plan.settings.dtype
+    if dtype == "float32":
         model = in_float32(model, folder / "model")
     return prepared, {
-        "model": str(model), "rows": str(ordered), "batch": BATCH, "rank": RANK, "seed": SEED, "learning_rate": LEARNING_RATE,
-        "max_length": plan.settings.max_length,
+        "model": str(model), "rows": str(ordered), "micro_batch": BATCH, "rank": RANK, "tokens": plan.settings.max_length,
+        "steps": None, "dtype": dtype, "compared": True, "on_cuda": not plan.card.is_cpu,
     }  # fmt: skip
+
+
+def settings_of(peer: str, on_cuda: bool) -> dict[str, Any]:
+    """One epoch of the rows in their order; without CUDA Axolotl's Triton kernels are off."""
+    usual = {"seed": SEED, "learning_rate": LEARNING_RATE, "bf16": on_cuda}
+    trainer = {**usual, "num_train_epochs": 1.0, "lr_scheduler_type": "constant", "use_cpu": not on_cuda}
+    kernels = {} if on_cuda else dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
+    return {
+        "finetune": {}, "trl": {**trainer, "train_sampling_strategy": "sequential"},
+        "llamafactory": {**trainer, "disable_shuffling": True},
+        "axolotl": {
+            **usual, "num_epochs": 1, "lr_scheduler": "constant", "optimizer": "adamw_torch", "curriculum_sampling": True,
+            "shuffle_merged_datasets": False, **kernels,
+        },
+    }[peer]  # fmt: skip
 
 
 def in_float32(model: Path, folder: Path) -> Path:
@@ -139,7 +150,8 @@ def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path
 
     folder.mkdir()
     own = {"run": str(create_run(prepared).path)} if peer == "finetune" else {}
-    (folder / "job.json").write_text(json.dumps({**job, **own, "folder": str(folder / "out")}), encoding="utf-8")
+    job = {**job, **own, "folder": str(folder / "out"), "settings": settings_of(peer, job["on_cuda"])}
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     files = [str(folder / "job.json"), str(folder / "result.json")]
     command = [python, str(Path(__file__).with_name("peer_run.py")), peer, *files]
     environment = dict(os.environ) if python == sys.executable else {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -150,7 +162,8 @@ def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path
     if process.returncode:
         last = [line for line in process.stderr.splitlines() if line.strip()][-1:]
         return (last or [f"exit status {process.returncode}"])[0][:200]
-    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    figures = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return figures.get("failed") or figures
 
 
 def figures_text(figures: dict[str, Any] | str) -> str:

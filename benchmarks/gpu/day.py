@@ -22,8 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.random_model import make_model
-from benchmarks.gpu.rows import write_rows
+from benchmarks.gpu.random_model import make_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "meta-llama/Llama-3.1-8B-Instruct"
@@ -109,7 +108,7 @@ def trained(job: Any, model: Path, unsloth: Path | None, ends_at: float) -> dict
         (folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
         packages = os.environ.get("PYTHONPATH", "")
         paths = [str(unsloth)] if program == "unsloth" else [str(ROOT)]
-        command = [sys.executable, str(ROOT / "benchmarks" / "card_peer_run.py"), program, "job.json", "result.json"]
+        command = [sys.executable, str(ROOT / "benchmarks" / "peer_run.py"), program, "job.json", "result.json"]
         process = subprocess.run(
             command, cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, packages])}, capture_output=True,
             text=True, timeout=min(JOB_S, ends_at - time.monotonic()), check=False,

@@ -17,15 +17,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.card_watch import CardWatch, handles
+import torch
+
 from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
+from benchmarks.gpu.random_model import write_rows
 from benchmarks.gpu.results import Results, of_events, speed
-from benchmarks.gpu.rows import write_rows
+from finetune.card.visible import usable_devices
 from finetune.events import read_events
 from finetune.planner.plan import read_plan
 from finetune.run.card import cards_of
@@ -38,6 +41,8 @@ RESULTS = ROOT / "benchmarks" / "reference" / "gpu_results.jsonl"
 NEEDS_CARD = "needs a card"
 #: A cell is not begun with less than this left, and is ended after that much.
 LEAST_S, MOST_S = 20, 150
+#: Seconds between samples of the cards' memory.
+SAMPLED_S = 0.05
 #: Room in /dev/shm for the models; with less they go to the disk.
 ROOM_BYTES = 24 * GIB
 
@@ -46,7 +51,7 @@ def main() -> int:
     """Measure everything; 0 when every cell ended as it should or had a reason not to run."""
     options = _options()
     on_cpu = options.gpu == "cpu"
-    if not on_cpu and not handles():
+    if not on_cpu and not usable_devices():
         print("There is no NVIDIA card here; nothing was measured. Without one: --gpu cpu --model tiny", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as folder, _models_folder(options.model) as models:
@@ -75,13 +80,9 @@ def _options() -> argparse.Namespace:
 
 def _facts(on_cpu: bool) -> dict[str, Any]:
     """What every line says: when, on which card."""
-    facts = {"session": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "card": None, "driver": None}
-    if on_cpu:
-        return facts
-    import pynvml
-
-    name, driver = pynvml.nvmlDeviceGetName(handles()[0]), pynvml.nvmlSystemGetDriverVersion()
-    return {**facts, "card": name, "driver": driver}
+    session = {"session": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    device = None if on_cpu else usable_devices()[0]
+    return {**session, "card": device.name if device else None, "driver": device.driver if device else None}
 
 
 def _models_folder(model: str) -> tempfile.TemporaryDirectory[str]:
@@ -89,6 +90,38 @@ def _models_folder(model: str) -> tempfile.TemporaryDirectory[str]:
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > ROOM_BYTES
     return tempfile.TemporaryDirectory(prefix="finetune-models-", dir=memory if roomy and model != "tiny" else None)
+
+
+class CardWatch:
+    """Inside `with`, samples the used bytes of each visible card through NVML, which opens no CUDA context.
+
+    `growth` are the peaks less `before`, the bytes at the start.
+    """
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> CardWatch:
+        self.before = self._peaks = self._used()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def growth(self) -> list[int]:
+        """Bytes by card; empty without a card."""
+        return [peak - before for peak, before in zip(self._peaks, self.before, strict=True)]
+
+    def _used(self) -> list[int]:
+        return [torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())]
+
+    def _sample(self) -> None:
+        while self.before and not self._ended.wait(SAMPLED_S):
+            self._peaks = list(map(max, self._peaks, self._used()))
 
 
 class Session:
@@ -143,7 +176,7 @@ class Session:
             error = line.get("error")
             state = "finished" if error is None else "skipped" if NEEDS_CARD in error else "failed"
             self.results.add(f"probe {line.pop('part')}", state=state, **line)
-            self.matmul_flops = line.get("bf16_flops", self.matmul_flops)
+            self.matmul_flops = line.get("flops", self.matmul_flops)
         if code != 0:
             self.results.add("probe", state="failed", error=self._tail("probe", code))
             self.as_expected = False
@@ -211,13 +244,13 @@ class Session:
     def _measured(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any]:
         """What a cell's process left: its state, memory by phase, speed."""
         run, result = RunDirectory(Path(plan["run"])), self.folder / f"{cell.name}.json"
-        module = "benchmarks.gpu.plain_trl" if cell.plain_trl else "benchmarks.gpu.attempt"
-        cast = ["--peft-cast"] if cell.peft_cast else []
+        command = ["benchmarks.gpu.attempt", str(run.path), str(result)]
+        command += ["--plain-trl"] * cell.plain_trl + ["--peft-cast"] * cell.peft_cast
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
         cards = worker_environment(cards_of(read_plan(run.plan)))  # as the supervisor does: only the planned card is visible
         environment = {**cards, **self.environment, **cell.environment}
         with CardWatch() as watch:
-            code, _ = self._process([module, str(run.path), str(result), *cast], cell.name, limit_s, environment)
+            code, _ = self._process(command, cell.name, limit_s, environment)
         self.card_growth = [max(pair) for pair in zip(watch.growth, self.card_growth or watch.growth, strict=True)]
         own = json.loads(result.read_text()) if result.exists() else {}
         outcome = (

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from benchmarks.gpu import card_watch
+import pynvml
 
-GIB = 2**30
+from finetune.card.visible import usable_devices
+
 NEEDS_CARD = "needs a card"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "tokenizers", "pydantic",
@@ -48,7 +49,8 @@ def context() -> dict[str, Any]:
     """Bytes of the card in use before a context, with one, after a matmul and after bitsandbytes, by NVML's two calls."""
     import torch
 
-    need_card()
+    if not torch.cuda.is_available():
+        raise LookupError(NEEDS_CARD)
     stages = {"before": nvml()}
     torch.zeros(1, device="cuda")
     stages["context"] = nvml()
@@ -69,9 +71,11 @@ def nvml() -> dict[str, int]:
     """What NVML's two memory calls report for the first visible card, and what torch has reserved; makes no CUDA context."""
     import torch
 
-    handle = card_watch.handles()[0]
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(usable_devices()[0].uuid)
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
-    first, second = card_watch.first_call(handle), card_watch.second_call(handle)
+    first = pynvml.nvmlDeviceGetMemoryInfo(handle)  # `used` includes the driver's reserve
+    second = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     return {
         "v1_used_bytes": first.used, "v1_total_bytes": first.total,
         "v2_used_bytes": second.used, "v2_total_bytes": second.total, "v2_reserved_bytes": second.reserved,
@@ -79,29 +83,12 @@ def nvml() -> dict[str, int]:
     }  # fmt: skip
 
 
-def matmul() -> dict[str, float]:
-    """FLOP/s of bf16 products of random matrices."""
-    import torch
+def rates() -> dict[str, Any]:
+    """What the GPU reaches, as `finetune doctor --measure` stores it for plans."""
+    from finetune.doctor.rates import measure_rates
 
-    device, size, count = ("cuda", 8192, 20) if torch.cuda.is_available() else ("cpu", 512, 2)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    took_s = timed(lambda: left @ right, count)
-    return {"size": size, "bf16_flops": 2 * size**3 / took_s}
-
-
-def copies() -> dict[str, float]:
-    """Bytes a second between host and card, 1 GiB at a time; on the card read and written bytes count."""
-    import torch
-
-    need_card()
-    card, pinned = torch.empty(GIB, dtype=torch.uint8, device="cuda"), torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-    other, pageable = torch.empty_like(card), torch.ones(GIB // 4, dtype=torch.uint8)
-    return {
-        "host_to_device_pinned_bytes_s": GIB / timed(lambda: card.copy_(pinned, non_blocking=True), 5),
-        "device_to_host_pinned_bytes_s": GIB / timed(lambda: pinned.copy_(card, non_blocking=True), 5),
-        "host_to_device_pageable_bytes_s": GIB / 4 / timed(lambda: card[: GIB // 4].copy_(pageable), 2),
-        "on_the_card_bytes_s": 2 * GIB / timed(lambda: other.copy_(card), 10),
-    }
+    finding = measure_rates(lambda _: None)[0]
+    return finding.facts or {"error": finding.what}
 
 
 def attention() -> dict[str, Any]:
@@ -154,45 +141,18 @@ def one_attention(width: int, form: str) -> dict[str, Any]:
     return {"kernel": picked, "ms": 1000 * took_s, "backward_scratch_bytes": scratch}
 
 
-def varlen() -> dict[str, Any]:
-    """Variable-length attention over 8 packed rows, with fewer heads for the keys."""
-    import torch
-
-    from finetune.layers.varlen_attention import varlen_attention
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = torch.arange(0, 9 * 64, 64, device=device, dtype=torch.int32)
-
-    def draw(heads: int) -> torch.Tensor:
-        return torch.randn(1, heads, 512, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    out, _ = varlen_attention(torch.nn.Module(), draw(8), draw(2), draw(2), None, cu_seq_lens_q=rows, max_length_q=64)
-    out.sum().backward()
-    return {"finite": bool(out.isfinite().all())}
-
-
 def timed(work: Callable[[], Any], count: int) -> float:
     """Mean seconds of `work`, after one that does not count."""
     import torch
 
-    on_card = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     work()
-    if on_card:
-        torch.cuda.synchronize()
+    wait()
     began = time.perf_counter()
     for _ in range(count):
         work()
-    if on_card:
-        torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - began) / count
-
-
-def need_card() -> None:
-    """Raise LookupError without a card."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise LookupError(NEEDS_CARD)
 
 
 def _or_error(work: Callable[[], Any]) -> Any:
@@ -204,7 +164,7 @@ def _or_error(work: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Print each part as soon as it is there."""
-    for part in (context, versions, matmul, copies, attention, varlen):  # the first must find no CUDA context
+    for part in (context, versions, rates, attention):  # the first must find no CUDA context
         began = time.perf_counter()
         facts = _or_error(part)
         print(json.dumps({"part": part.__name__, "took_s": time.perf_counter() - began, **facts}), flush=True)

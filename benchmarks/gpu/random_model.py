@@ -1,4 +1,4 @@
-"""A model folder of a given shape with random weights: real sizes without a hub, in seconds.
+"""A model folder of a given shape with random weights, and rows for it: real sizes without a hub, in seconds.
 
     python -m benchmarks.gpu.random_model Qwen/Qwen2.5-7B-Instruct /dev/shm/shape-7b [LAYERS]
 
@@ -14,15 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from standin_gpu.sparse_model import write_sparse_model
+
 #: Values of the random buffer; a draw takes 20 ns a value, a copy a tenth of a nanosecond.
 BUFFER_VALUES = 2**25
 
 
 def make_model(shape: str, folder: Path, layers: int | None = None) -> dict[str, Any]:
-    """Write config.json, model.safetensors in bf16 and the tokenizer's files. Returns the configuration."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
+    """Write config.json, weights in bf16 and the tokenizer's files. Returns the configuration."""
     from finetune.bundled import model_path
 
     values = read_shape(shape)
@@ -30,44 +29,35 @@ def make_model(shape: str, folder: Path, layers: int | None = None) -> dict[str,
         values["num_hidden_layers"] = layers
         if values.get("layer_types"):
             values["layer_types"] = values["layer_types"][:layers]
-    folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(**{**values, "dtype": "bfloat16"})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    tied = set(model.all_tied_weights_keys)
-    sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    _write(folder / "model.safetensors", sizes)
-    AutoTokenizer.from_pretrained(str(model_path("tiny"))).save_pretrained(folder)
+    write_sparse_model(folder, values, Path(model_path("tiny")))
+    for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
+        _fill(path, number)
     return values
 
 
-def _write(path: Path, shapes: dict[str, list[int]]) -> None:
-    """A safetensors file: the length of the header, the header, the tensors' bytes."""
+def _fill(path: Path, seed: int) -> None:
+    """Give the tensors of a safetensors file values: the length of the header, the header, the tensors' bytes."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     random = torch.empty(BUFFER_VALUES, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
     buffer = memoryview(random.view(torch.uint8).numpy())
-    sizes = {name: 2 * torch.Size(shape).numel() for name, shape in shapes.items()}
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number, (name, shape) in enumerate(shapes.items()):
-            if len(shape) == 1:
-                value = 1.0 if "norm" in name else 0.0
-                file.write(torch.full(shape, value, dtype=torch.bfloat16).view(torch.uint8).numpy())
+    with path.open("r+b") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        begin = file.tell()
+        del header["__metadata__"]
+        for number, (name, tensor) in enumerate(header.items()):
+            start, end = tensor["data_offsets"]
+            file.seek(begin + start)
+            if len(tensor["shape"]) == 1:
+                value = torch.full(tensor["shape"], 1.0 if "norm" in name else 0.0, dtype=torch.bfloat16)
+                file.write(value.view(torch.uint8).numpy())
                 continue
-            left, start = sizes[name], 2 * 9973 * number % len(buffer)
+            left, offset = end - start, 2 * 9973 * number % len(buffer)
             while left:
-                piece = buffer[start : start + left]
+                piece = buffer[offset : offset + left]
                 file.write(piece)
-                left, start = left - len(piece), 0
+                left, offset = left - len(piece), 0
 
 
 def read_shape(shape: str) -> dict[str, Any]:
@@ -79,6 +69,21 @@ def read_shape(shape: str) -> dict[str, Any]:
     from finetune.recipe import recipe_from
 
     return dict(read_config(recipe_from({"model_name_or_path": shape, "dataset": "none"})))
+
+
+def write_rows(path: Path, longest: int, count: int, documents: int = 1) -> None:
+    """Write `count` rows of half of `longest` tokens to all of it, EOS included; for packing, rows of a `documents`-th each."""
+    from transformers import AutoTokenizer
+
+    from finetune.bundled import model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path("tiny")))
+    digits = "".join(str(number % 10) for number in range(2 * longest))
+    offsets = tokenizer(digits, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            tokens = longest // documents if documents > 1 else longest - number * 37 % 64 * longest // 128
+            file.write(json.dumps({"text": digits[: offsets[tokens - 2][1]]}) + "\n")
 
 
 if __name__ == "__main__":

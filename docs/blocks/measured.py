@@ -26,8 +26,6 @@ STAND_IN_KERNELS = ROOT / "benchmarks" / "reference" / "card_kernels.csv"
 STAND_IN_END = ROOT / "benchmarks" / "reference" / "card_end.csv"
 #: What differs among the budgets at one end of a forecast.
 _END_OFFSET = re.compile(r" [+-]\d+ MiB$")
-#: Tokens of the row that the largest models are tried with (benchmarks/card_peers.py).
-LARGEST_ROW = "512"
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
 
@@ -299,29 +297,16 @@ def stand_in_kernels(table: Path = STAND_IN_KERNELS) -> str:
 
 
 def card_peers(table: Path = CARD_PEERS) -> str:
-    """The results of benchmarks/card_peers.py: memory of a step by tool, the longest rows that end, the largest models."""
+    """The results of benchmarks/card_peers.py: memory of a step by tool, and the longest rows that end."""
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    largest = [row for row in rows if row["tokens"] == LARGEST_ROW]
-    steps = [row for row in rows if row["allocated_bytes"] and row["tokens"] not in ("", LARGEST_ROW)]
+    steps = [row for row in rows if row["allocated_bytes"] and row["tokens"]]
     longest = [row for row in rows if row["longest_tokens"] or (row["failed"] and not row["tokens"])]
     columns = ("tool", "setting", "GPU", ">rows x tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
     memory = markdown(columns, [[*_peer_of(row), f"{row['micro_batch']} x {row['tokens']}", *_sizes_of(row)] for row in steps])
     columns = ("tool", "setting", "GPU", ">longest row, tokens", ">allocated, GiB", ">reserved, GiB", ">pinned host, GiB")
     lengths = markdown(columns, [[*_peer_of(row), _longest_of(row), *_sizes_of(row)] for row in longest])
-    return f"{memory}\n{lengths}" + (f"\n{_largest_models(largest)}" if largest else "")
-
-
-def _largest_models(rows: list[dict[str, str]]) -> str:
-    """The largest model of which a step ends, by tool and GPU; the rows are in the order of the models' sizes."""
-    gpus = dict.fromkeys(_peer_of(row)[2] for row in rows)
-    models: dict[str, dict[str, str]] = {}
-    for row in rows:
-        tool, _, gpu = _peer_of(row)
-        if row["allocated_bytes"]:
-            models.setdefault(tool, {})[gpu] = f"{row['model'].rpartition('/')[2]}, {int(row['reserved_bytes']) / GIB:.1f} GiB"
-    columns = ("largest model, 1 x 512 tokens", *gpus)
-    return markdown(columns, [[tool, *(by_gpu.get(gpu, "-") for gpu in gpus)] for tool, by_gpu in models.items()])
+    return f"{memory}\n{lengths}"
 
 
 def _peer_of(row: dict[str, str]) -> list[str]:

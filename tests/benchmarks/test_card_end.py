@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from blocks.measured import stand_in_end
 
-from benchmarks.card_end import MIB, all_cases, budget_at, is_right, write_results
+from benchmarks.card_end import COLUMNS, MIB, all_cases, budget_at, is_right
+from benchmarks.tables import write_table
 
 
 def line_of(case, outcome, changes="", base_format="NF4"):
@@ -47,7 +48,7 @@ def test_the_page_counts_outcomes_by_end_and_names_what_a_retry_changed(tmp_path
         line_of("lower end +0 MiB", "out of memory"), line_of("lower end +2 MiB", "finished"),
         line_of("smaller by 5%", "finished", changes), line_of("smaller by 1%", "finished", "[]"),
     ]  # fmt: skip
-    write_results(tmp_path / "end.csv", dict(enumerate(lines)))
+    write_table(tmp_path / "end.csv", lines, COLUMNS)
     text = stand_in_end(tmp_path / "end.csv")
     assert "| upper end | 2 finished |" in text and "| lower end | 1 out of memory, 1 finished |" in text
     assert "| smaller by 5% | finished: `per_device_train_batch_size=4`, `offload_embeddings=True` |" in text

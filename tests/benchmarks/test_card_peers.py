@@ -4,12 +4,12 @@ import pytest
 import torch
 from blocks.measured import card_peers as page_of_peers
 
-from benchmarks import card_peers
-from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, lengthened, longest_row
-from benchmarks.card_peers import Cell, key_of, line_of, write_lines
+from benchmarks.card_peers import COLUMNS, LLAMA, Cell, all_cells, line_of, name_of
+from benchmarks.peer_run import GRAIN_SHARE, GRAIN_TOKENS, lengthened, longest_row
+from benchmarks.tables import REFERENCE, read_table, write_table
 
 GIB = 2**30
-CELL = Cell("peak", "trl", card_peers.LLAMA, "rtx-4090", "defaults", 2, 2048)
+CELL = Cell("trl", LLAMA, "rtx-4090", "defaults", 2, 2048)
 FIGURES = {"version": "1", "torch": "2", "allocated_bytes": 7 * GIB, "reserved_bytes": 8 * GIB, "host_bytes": 0}
 
 
@@ -26,8 +26,8 @@ def test_the_longest_row_is_found_to_the_grain_in_few_steps(weights, bytes_of_to
         tried.append(tokens)
         return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 if fitting(tokens) else None
 
-    fits, failures = longest_row(peak_of, 8 * GIB, 1024, 131_072)
-    assert fitting(fits) and all(failed > fits for failed in failures)
+    fits = longest_row(peak_of, 8 * GIB, 1024, 131_072)
+    assert fitting(fits) and all(tokens > fits for tokens in tried if not fitting(tokens))
     assert not fitting(fits + max(GRAIN_TOKENS, round(GRAIN_SHARE * fits)) + GRAIN_TOKENS) or fits == 131_072
     assert len(tried) == len(set(tried)) <= 20
 
@@ -55,16 +55,15 @@ def test_a_failed_run_has_a_reason_and_no_bytes(figures, failed):
     assert line["failed"] == failed and (line["allocated_bytes"] == "") == bool(failed)
 
 
-def test_the_page_has_steps_longest_rows_and_largest_models_apart(tmp_path):
-    models = [Cell("largest", "trl", model, "rtx-4060", "defaults", 1, 512) for model in card_peers.SIZES[:3]]
-    fitting = [line_of(cell, {**FIGURES, "batch_tokens": 512}) for cell in models[:2]]
-    lines = [
-        line_of(CELL, {**FIGURES, "batch_tokens": 4096}),
-        line_of(Cell("longest", "trl", card_peers.LLAMA, "rtx-4060", "defaults", 1, 0), {**FIGURES, "longest_tokens": 2816}),
-        *fitting,
-        line_of(models[2], {"out_of_memory": True}),
-    ]
-    write_lines(tmp_path / "peers.csv", {key_of(line): line for line in lines})
-    steps, longest, largest = page_of_peers(tmp_path / "peers.csv").strip().split("\n\n")
-    assert "2 x 2048" in steps and "512" not in steps and "2,816" in longest
-    assert largest.splitlines()[-1] == "| trl 1 | Qwen3-4B, 8.0 GiB |"
+def test_the_page_has_steps_and_longest_rows_apart(tmp_path):
+    longest = Cell("trl", LLAMA, "rtx-4060", "defaults", 1, None)
+    lines = [line_of(CELL, {**FIGURES, "batch_tokens": 4096}), line_of(longest, {**FIGURES, "longest_tokens": 2816})]
+    write_table(tmp_path / "peers.csv", lines, COLUMNS)
+    steps, lengths = page_of_peers(tmp_path / "peers.csv").strip().split("\n\n")
+    assert "2 x 2048" in steps and "2,816" not in steps and "2,816" in lengths
+
+
+def test_each_committed_line_is_of_a_cell():
+    assert {name_of(line) for line in read_table(REFERENCE / "card_peers.csv")} <= {
+        name_of(cell.columns) for cell in all_cells()
+    }

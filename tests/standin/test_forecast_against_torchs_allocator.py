@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.card_matrix import read_results
+from benchmarks.tables import read_table
 
 pytestmark = [pytest.mark.standin, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_a_run_takes_what_was_forecast(cells, tmp_path, warm_python):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path.parent / "triton")}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    lines = [line for lines in read_results(output).values() for line in lines]
+    lines = read_table(output)
     assert {line["phase"] for line in lines} == {"load", "train", "eval", "save"}
     for line in lines:
         if line["phase"] == "eval" and (line["technique"] == "packed" or line["segments"] != "expandable"):

@@ -1,0 +1,187 @@
+"""What the benchmarks on stand-in GPUs (standin_gpu/README.md) share: their command lines, machines, plans and runs."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card_cells import Cell, write_rows
+from benchmarks.forks import start_fork, wait_for
+from benchmarks.tables import REFERENCE, read_table, write_table
+from standin_gpu.machine import Machine, describe, read_catalogue
+from standin_gpu.sparse_model import write_sparse_model
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = Path(sys.prefix) / "standin_libraries"
+CATALOGUE = read_catalogue(ROOT / "finetune" / "card" / "cards.json")
+TOKENIZER = ROOT / "finetune" / "bundled" / "tiny-base"
+#: The GPU of benchmarks that compare no GPUs.
+GPU = "rtx-4090"
+#: A worker with this module in its path believes that it runs under WSL, where torch has no expandable segments.
+AS_ON_WSL = "import platform\nplatform.release = lambda: '5.15.167.4-microsoft-standard-WSL2'\n"
+
+Lines = list[dict[str, Any]]
+
+
+def parser_of(description: str | None, table: str) -> argparse.ArgumentParser:
+    """The options that these benchmarks share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a case's name")
+    parser.add_argument("--again", action="store_true", help="also cases that are in the results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--output", type=Path, default=REFERENCE / table)
+    return parser
+
+
+def restart_with_libraries(module: str) -> None:
+    """Start `module` again with the stand-in libraries: the loader reads LD_LIBRARY_PATH when a process starts."""
+    if not LIBRARIES.is_dir():
+        sys.exit("No stand-in libraries in this environment: make setup-card, then use .venv-card-*/bin/python.")
+    if str(LIBRARIES) not in os.environ.get("LD_LIBRARY_PATH", ""):
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(LIBRARIES), "PYTHONPATH": str(ROOT)}
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
+
+
+def run_missing(
+    cases: Mapping[str, Callable[[], Lines]], options: argparse.Namespace, columns: tuple[str, ...],
+    name_of: Callable[[Mapping[str, Any]], str], text_of: Callable[[Mapping[str, Any]], str] | None = None,
+) -> dict[str, Lines]:  # fmt: skip
+    """Run the cases that the results lack, and write each case's lines when it has ended; returns the new ones by case."""
+    results: dict[str, Lines] = {}
+    for line in read_table(options.output):
+        results.setdefault(name_of(line), []).append(line)
+    order, began, new = {name: number for number, name in enumerate(cases)}, time.monotonic(), {}
+    for name, run in cases.items():
+        if not all(text in name for text in options.only) or (name in results and not options.again):
+            continue
+        if time.monotonic() - began > options.seconds:
+            break
+        start = time.monotonic()
+        results[name] = new[name] = run()
+        seconds = round(time.monotonic() - start, 1)
+        for line in new[name] if "seconds" in columns else ():
+            line["seconds"] = seconds
+        in_order = sorted(results, key=lambda case: order.get(case, len(order)))
+        write_table(options.output, (line for case in in_order for line in results[case]), columns)
+        print(f"{name}: {', '.join(map(text_of or shown, new[name]))} ({seconds:.0f} s)", flush=True)
+    return new
+
+
+def shown(line: Mapping[str, Any]) -> str:
+    """A line for a person."""
+    return ", ".join(f"{name} {value}" for name, value in line.items() if value not in ("", None))
+
+
+def machine_with(gpu: str, folder: Path) -> Machine:
+    """A machine with a GPU: a name of the catalogue, perhaps with changed facts."""
+    return Machine(LIBRARIES, folder, describe([gpu], CATALOGUE))
+
+
+@contextmanager
+def on_machine(machine: Machine, *, wsl: bool = False) -> Iterator[None]:
+    """This process plans for the machine; `wsl`: as under WSL, and so does the worker."""
+    import platform
+
+    before, release = dict(os.environ), platform.release
+    paths = [str(ROOT)]
+    if wsl:
+        (machine.folder / "sitecustomize.py").write_text(AS_ON_WSL, encoding="utf-8")
+        platform.release = lambda: "5.15.167.4-microsoft-standard-WSL2"
+        paths.insert(0, str(machine.folder))
+    names = ("STAND_IN_MACHINE", "STAND_IN_USAGE", "LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH")
+    os.environ |= {**{name: machine.environment[name] for name in names}, "PYTHONPATH": ":".join(paths)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+        platform.release = release
+
+
+def with_own_caches(folder: Path) -> None:
+    """Caches of this benchmark's own; this process plans and must not open a GPU."""
+    from finetune.card.visible import hide_gpus
+
+    hide_gpus()
+    os.environ |= {"HF_HOME": str(folder / "hub_home"), "HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
+    for kind in ("even", "uneven", "pairs"):
+        write_rows(folder / f"{kind}.jsonl", kind)
+
+
+def write_model(name: str, layers: int | None, folder: Path) -> str:
+    """The path of a catalogue's model in sparse files, with so many layers."""
+    from finetune.model.catalogue import catalogue
+
+    model = folder / f"{name.replace('/', '--')}-{layers}"
+    if not model.exists():
+        values = copy.deepcopy(dict(catalogue()[name]))
+        text = values.get("text_config", values)
+        if layers:
+            text["num_hidden_layers"] = layers
+            text |= {"layer_types": text["layer_types"][:layers]} if "layer_types" in text else {}
+        write_sparse_model(model, values, TOKENIZER)
+    return str(model)
+
+
+def prepared_cell(cell: Cell, folder: Path, run_folder: Path, model: str = "", **more: str) -> Any:
+    """The cell planned for this machine, with its run in `run_folder`, also where it does not fit."""
+    from finetune.recipe.load import load_recipe
+    from finetune.run.prepare import prepare
+
+    model, rows, source = (
+        model or write_model(cell.model, cell.layers, folder),
+        folder / f"{cell.rows}.jsonl",
+        run_folder / "recipe.yaml",
+    )
+    source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
+    overrides = [*cell.recipe(rows, run_folder / "run"), *(f"{name}={value}" for name, value in more.items())]
+    return prepare(load_recipe(str(source), overrides), force=True)
+
+
+def create_in_fork(cell: Cell, folder: Path, run_folder: Path) -> str:
+    """Make the cell's run in a fork; returns why that failed."""
+
+    def create() -> int:
+        from finetune.run.prepare import create_run
+
+        with_own_caches(folder)
+        create_run(prepared_cell(cell, folder, run_folder))
+        return 0
+
+    output = run_folder / "output.txt"
+    status = wait_for(start_fork(create, output))
+    return f"planning ended with {status}: {output.read_text(encoding='utf-8')[-500:]}" if status else ""
+
+
+def supervised(run_folder: Path, **variables: str) -> int:
+    """The exit status of the supervisor of a run."""
+    environment = {**os.environ, "FINETUNE_CACHE": str(run_folder / "cache"), **variables}  # speeds here are not the user's
+    command = [sys.executable, "-m", "finetune.run.supervise", str(run_folder / "run")]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def train_run(run: Path) -> int:
+    """The exit status of the run's worker in this process."""
+    import torch
+
+    from finetune.planner.plan import read_plan
+    from finetune.run.card import cards_of
+    from finetune.run.supervise import worker_environment
+    from finetune.run.worker import main as work
+
+    environment = worker_environment(cards_of(read_plan(run / "plan.json")))
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none
+    if settings := environment.get("PYTORCH_ALLOC_CONF"):  # torch read its variable when the parent imported it
+        torch._C._accelerator_setAllocatorSettings(settings)
+    sys.argv = ["worker", str(run)]
+    return work()
