@@ -12,7 +12,6 @@ worker's own, with every storage tracked; the forecast is the dry run of the sam
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
@@ -24,9 +23,10 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "memory"))  # real_run
-TABLE = ROOT / "benchmarks" / "reference" / "families.csv"
+from tables import REFERENCE, write_table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "memory"))  # real_run
+TABLE = REFERENCE / "families.csv"
 BITS = (16, 4)
 #: Tokens of the one row that is repeated; the phases of a run.
 TOKENS = 128
@@ -108,20 +108,6 @@ def row_of(family: str, bits: int) -> dict[str, str]:
         "family": family, "bits": str(bits), "first_loss": f"{losses[0]:.3f}", "last_loss": f"{losses[-1]:.3f}",
         "worst_phase": worst, "worst_error": f"{errors[worst]:.5f}",
     }  # fmt: skip
-
-
-def table(path: Path = TABLE) -> list[dict[str, str]]:
-    """A committed table."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def write_table(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write a committed table."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main() -> None:

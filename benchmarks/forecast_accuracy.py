@@ -12,7 +12,6 @@ tracker, rules, quantised modules and layer extrapolation. No constant is fitted
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 import sys
@@ -40,15 +39,15 @@ from finetune.model.build import build_on_meta
 from finetune.model.catalogue import catalogue
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
+from tables import REFERENCE, read_table
 
-REFERENCE = Path(__file__).resolve().parent / "reference"
 T4 = (7, 5)
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: the settings, and the peak of torch's allocated memory in bytes."""
+    """One measurement: the settings, and the peaks of torch's allocated and, where it is known, reserved memory in bytes."""
 
     model: str
     four_bit: bool
@@ -59,6 +58,7 @@ class Row:
     checkpointing: bool
     eager: bool
     measured_bytes: float
+    reserved_bytes: float | None
     source: str
 
     def __str__(self) -> str:
@@ -71,33 +71,41 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of fitcheck-llm with tier A and the metric `allocated`."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [_row(values) for values in csv.DictReader(file) if _is_meant(values)]
+    measured = [values for values in read_table(path) if values["peak_gb"]]
+    bytes_of = {id(values): float(values["peak_gb"]) * UNITS[values["gb_or_gib"]] for values in measured}
+    reserved = {values["url_or_path"]: bytes_of[id(values)] for values in measured if values["metric"] == "reserved"}
+    return [
+        Row(
+            model=values["model"],
+            four_bit=values["quant"].startswith("nf4"),
+            rank=int(values["rank"]),
+            targets=tuple(re.split(r"[+, ]+", values["targets"])),
+            tokens=int(values["seq_len"]),
+            micro_batch=int(values["micro_batch"]),
+            checkpointing=values["grad_ckpt"].startswith("on"),
+            eager=values["attn"].startswith("eager"),
+            measured_bytes=bytes_of[id(values)],
+            reserved_bytes=reserved.get(values["url_or_path"]),
+            source=values["url_or_path"],
+        )
+        for values in measured
+        if values["metric"] == "allocated" and re.search(r"\btier=A\b", values["notes"]) and "fitcheck" in values["source"]
+    ]
 
 
-def _is_meant(values: dict[str, str]) -> bool:
-    usable = values["metric"] == "allocated" and re.search(r"\btier=A\b", values["notes"]) and values["peak_gb"]
-    return bool(usable) and "fitcheck" in values["source"]
-
-
-def _row(values: dict[str, str]) -> Row:
-    return Row(
-        model=values["model"],
-        four_bit=values["quant"].startswith("nf4"),
-        rank=int(values["rank"]),
-        targets=tuple(re.split(r"[+, ]+", values["targets"])),
-        tokens=int(values["seq_len"]),
-        micro_batch=int(values["micro_batch"]),
-        checkpointing=values["grad_ckpt"].startswith("on"),
-        eager=values["attn"].startswith("eager"),
-        measured_bytes=float(values["peak_gb"]) * UNITS[values["gb_or_gib"]],
-        source=values["url_or_path"],
-    )
+def config_of(row: Row) -> PretrainedConfig:
+    """The model's configuration, from the project's catalogue or from reference/model_configs.json."""
+    configs = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
+    names = (row.model, f"{row.model}-Instruct", row.model.removesuffix("-Instruct"))
+    values = next((configs[name] for name in names if name in configs), None)
+    if values is None:
+        raise SystemExit(f"no configuration of {row.model}: add its dimensions to {REFERENCE / 'model_configs.json'}")
+    return config_from(dict(values), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"}))
 
 
 def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
     """The forecast peak of allocated memory for this row's settings."""
-    config = config_from(model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"}))
+    config = config_of(row)
     if full_depth:
         simulation = simulate_row(row, config)
     else:
@@ -105,15 +113,6 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
     return max(
         peak.total_bytes for (phase, _), peak in simulation.peaks.items() if phase != "first step"
     ) + 2 * cublas_workspace_bytes(T4)
-
-
-def model_values(name: str) -> dict[str, Any]:
-    """config.json of a model: from the project's catalogue, or from reference/model_configs.json."""
-    configs = {**catalogue(), **json.loads((REFERENCE / "model_configs.json").read_text(encoding="utf-8"))}
-    values = next((configs[key] for key in (name, f"{name}-Instruct", name.removesuffix("-Instruct")) if key in configs), None)
-    if values is None:
-        raise SystemExit(f"no configuration of {name}: add its dimensions to {REFERENCE / 'model_configs.json'}")
-    return dict(values)
 
 
 @contextmanager
@@ -136,18 +135,24 @@ def simulate_row(row: Row, config: PretrainedConfig) -> Simulation:
     observe(model, tracker)
     with as_measured(tracker):
         materialise(model, tracker, dtype=torch.float16)
-        _step(row, model, tracker)
+        optimizer = optimizer_of(model)
+        first_step(optimizer, model, tracker)
+        step(row, model, optimizer, tracker)
     return Simulation(tracker.peaks, tracker.host)
+
+
+def base_of(row: Row, config: PretrainedConfig) -> Any:
+    """The measured program's base model on meta."""
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float16
+    )
+    attention = "eager" if row.eager else "sdpa"
+    return build_on_meta(config, nf4 if row.four_bit else None, dtype=torch.float16, attention=attention)
 
 
 def model_of(row: Row, config: PretrainedConfig) -> Any:
     """The measured program's model on meta, with adapters."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float16
-    )
-    model: Any = build_on_meta(
-        config, quantization if row.four_bit else None, dtype=torch.float16, attention="eager" if row.eager else "sdpa"
-    )
+    model = base_of(row, config)
     if row.four_bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = get_peft_model(
@@ -159,10 +164,14 @@ def model_of(row: Row, config: PretrainedConfig) -> Any:
     return model
 
 
-def _step(row: Row, model: Any, tracker: StorageTracker) -> None:
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """The measured program's optimizer; the model is in training mode."""
     model.train()
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], foreach=True)
-    first_step(optimizer, model, tracker)
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], foreach=True)
+
+
+def step(row: Row, model: Any, optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
+    """A training step, as the measured program has it."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
     ids = torch.zeros((row.micro_batch, row.tokens), dtype=torch.long)
     outputs = model(input_ids=ids, labels=ids)  # kept until the next step: its logits are there in the backward

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
+import shutil
 import string
 import sys
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,44 +28,14 @@ from finetune.errors import DataError  # noqa: E402
 from finetune.recipe import parse_recipe  # noqa: E402
 
 ROWS = 24
-
-
-def listed(text: str) -> list[str]:
-    """The words of a text."""
-    return text.split()
-
-
-WORDS = listed("""
-red oak shelf parcel street monday invoice blue river small late paper window seven garden order
-""")
-
-NAMES = listed("""
-passage document article knowledge evidence table code choices options reference background input_text inputs question2
-query2 is_correct correct accepted feedback verdict preferred votes toxicity deleted flagged is_test set subset fold
-answer_key correct_index vote_count summary translation target category sentiment hint persona title note extra value
-data state status result rank flag quality grade comment output2 final_answer canonical gold expected explanation facts
-premise hypothesis sql schema plan Context2 systemPrompt userProfile user_name product price amount total age stars
-helpful human_rating preference_score id idx index uuid prompt_id conversation_id hash source dataset model generator
-url link lang language locale date created_at timestamp year license file path num_tokens length count topic type task
-difficulty tags metadata seed turn name image_path img screenshot_url photo video_file audio_path category_id topic_id type_id
-meta properties annotator_label 标签 оценка Étiquette 답변 label_ answer2
-""")
+_LISTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+WORDS, NAMES = _LISTS["words"], _LISTS["names"]
 #: Names of what is looked at or heard: an address is no less a part of the question.
-MEDIA = set(listed("image_path img screenshot_url photo video_file audio_path"))
+MEDIA = {"image_path", "img", "screenshot_url", "photo", "video_file", "audio_path"}
 #: Numbers of a class: what is to be learnt, beside plain text.
-CLASS_NUMBERS = set(listed("category_id topic_id type_id"))
+CLASS_NUMBERS = {"category_id", "topic_id", "type_id"}
 #: Names that say what a column is about -> the kinds of values that bear it out; either is right there, if it is named.
-ABOUT = {
-    **dict.fromkeys(listed("id idx index uuid prompt_id conversation_id hash"), {"integer", "uuid", "url", "date", "path"}),
-    **dict.fromkeys(listed("source dataset model generator license file path"), {"class", "list", "uuid", "url", "path"}),
-    **dict.fromkeys(["url", "link"], {"url", "path", "uuid", "class", "list"}),
-    **dict.fromkeys(["lang", "language", "locale"], {"class", "list", "path"}),
-    **dict.fromkeys(["date", "created_at", "timestamp", "year"], {"date", "integer", "decimal", "uuid"}),
-    **dict.fromkeys(["num_tokens", "length", "count", "turn"], {"integer", "decimal"}),
-    **dict.fromkeys(listed("topic type task difficulty tags category"), {"class", "integer", "decimal", "path", "list"}),
-    **dict.fromkeys(["metadata", "meta"], {"class", "list", "integer", "decimal", "url", "uuid", "date", "path", "object"}),
-    **dict.fromkeys(CLASS_NUMBERS, {"class", "integer", "decimal", "path", "list", "date"}),
-}
+ABOUT = {name: {*kinds} for names, kinds in _LISTS["about"] for name in names}
 #: Kinds that say themselves that they are about something else, unless the name says that they are an answer.
 POINTERS = {"url", "uuid"}
 
@@ -96,12 +69,10 @@ KINDS = {
 #: Kinds that are the same in each row, or nothing.
 EMPTY = {"constant", "nothing"}
 
-ASK, REPLY = {"role": "user"}, {"role": "assistant"}
-
 
 def messages_of(question: str, answer: str) -> list[dict]:
     """A conversation of two turns."""
-    return [{**ASK, "content": question}, {**REPLY, "content": answer}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 FORMATS = {
@@ -121,10 +92,6 @@ FLAGS = {
     "as text": lambda row, turn: ("false", "true")[row % 2], "note": lambda row, turn: f"The row {row} says no to turn {turn}.",
     "part": lambda row, turn: 0.5 if turn else 1.0,
 }  # fmt: skip
-FLAG_NAMES = listed("""
-masked ignore learn no_train train_on skip hidden deleted is_correct include use_for_training supervised approved graded
-error redacted toxic keep drop loss_mask2 loss_scale factor step_reward penalty bad
-""")
 
 
 @dataclass(frozen=True)
@@ -157,7 +124,7 @@ def field_cases(seed: int) -> list[Case]:
     """Each flag on messages, under each name."""
     generator = random.Random(seed)
     cases = []
-    for name in FLAG_NAMES:
+    for name in _LISTS["flag_names"]:
         for kind, value in FLAGS.items():
             column = generator.choice(["messages", "conversations"])
             rows = []
@@ -168,10 +135,6 @@ def field_cases(seed: int) -> list[Case]:
     return cases
 
 
-SPLIT_FORMS = listed("""
-{}.jsonl {}-00000-of-00002.jsonl my_{}.jsonl data.{}.jsonl {}_v2.jsonl {}Set.jsonl {}/rows.jsonl {}/part-0.jsonl
-en-{}.jsonl data/{}.jsonl data/{}/rows.jsonl {}.final.jsonl A-{}-1.jsonl {}_split/a.jsonl squad_{}_v1.1.jsonl v2/{}-en.jsonl
-""")
 #: How the files are named in a recipe.
 SPLIT_PATHS = ("folder", "pattern", "archive")
 SPLITS = ("train", "valid", "validation", "dev", "eval", "test", "training", "heldout")
@@ -181,7 +144,7 @@ def split_cases(seed: int) -> list[tuple[str, list[str]]]:
     """How files are named, and their names: two or three splits, sometimes with a file that has no split in its name."""
     generator = random.Random(seed)
     cases = []
-    for form in SPLIT_FORMS:
+    for form in _LISTS["split_forms"]:
         for _ in range(20):
             names = [form.format(name) for name in generator.sample(SPLITS, generator.choice([2, 3]))]
             more = ["more.jsonl"] if generator.random() < 0.2 else []
@@ -191,10 +154,9 @@ def split_cases(seed: int) -> list[tuple[str, list[str]]]:
 
 def typed(fix: str) -> list[list[str]]:
     """The overrides of each line of an error's fix that sets something of the dataset."""
-    lines = [
-        [word for word in shlex.split(line) if word.startswith("dataset.")] for line in fix.splitlines() if "dataset." in line
-    ]
-    return [[word for word in line if "=" in word] for line in lines if any("=" in word for word in line)]
+    lines = [shlex.split(line) for line in fix.splitlines() if "dataset." in line]
+    overrides = [[word for word in line if re.match(r"dataset\..*=", word)] for line in lines]
+    return [line for line in overrides if line]
 
 
 def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[list[Any], list[Any], list[str]]:
@@ -207,26 +169,26 @@ def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple
     return examples, refused, [column for reader in readers for column in reader.unused_columns]
 
 
-def outcome_of_case(case: Case, path: Path) -> tuple[str, str]:
-    """What became of a file, `stopped by name`, `trained, named` or `wrong`, and what is wrong."""
+def problem_of_case(case: Case, path: Path) -> str:
+    """What is wrong with how a file is read."""
     path.write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
     try:
         _, _, unused_columns = read(path)
     except DataError as error:
-        problem = "\n".join(error.problems)
-        if case.unread not in problem:
-            return "wrong", f"{case.name}: is stopped, and the column isn't named: {problem}"
+        message = "\n".join(error.problems)
+        if case.unread not in message:
+            return f"{case.name}: is stopped, and the column isn't named: {message}"
         for overrides in typed(error.fix):
             examples, refused, _ = read(path, overrides)
             if len(examples) != len(case.rows):
-                return "wrong", f"{case.name}: {overrides} refuses rows: {refused[:1]}"
-        return "stopped by name", ""
+                return f"{case.name}: {overrides} refuses rows: {refused[:1]}"
+        return ""
     if case.unread not in [name.removeprefix("messages[].") for name in unused_columns]:
-        return "wrong", f"{case.name}: is trained on, and the column isn't named"
-    return ("wrong", f"{case.name}: is trained on without asking") if case.meaningful else ("trained, named", "")
+        return f"{case.name}: is trained on, and the column isn't named"
+    return f"{case.name}: is trained on without asking" if case.meaningful else ""
 
 
-def outcome_of_splits(form: str, names: list[str], folder: Path) -> tuple[str, str]:
+def problem_of_splits(form: str, names: list[str], folder: Path) -> str:
     """The same of files named for splits: held-out rows are never trained on."""
     for name in names:
         file = folder / name
@@ -234,23 +196,18 @@ def outcome_of_splits(form: str, names: list[str], folder: Path) -> tuple[str, s
         file.write_text(json.dumps({"text": name}) + "\n", encoding="utf-8")
     path = {"folder": folder, "pattern": folder / "**" / "*.jsonl", "archive": folder.with_suffix(".zip")}[form]
     if form == "archive":
-        with zipfile.ZipFile(path, "w") as archive:
-            for name in names:
-                archive.write(folder / name, name)
+        shutil.make_archive(str(folder), "zip", folder)
     try:
         examples, _, _ = read(path)
     except DataError as error:
-        return ("stopped by name", "") if error.fix else ("wrong", f"{form} of {names}: no advice")
+        return "" if error.fix else f"{form} of {names}: no advice"
     texts = [example.text for example in examples if "train" not in example.text.lower() and example.text != "more.jsonl"]
-    return ("wrong", f"{form} of {names}: trains on {texts}") if texts else ("trained, named", "")
+    return f"{form} of {names}: trains on {texts}" if texts else ""
 
 
-def outcomes(
-    columns: list[Case], fields: list[Case], splits: list[tuple[str, list[str]]], folder: Path
-) -> list[tuple[str, str, str]]:
-    """Kind of case, what became of it, and what is wrong; the files are written below `folder`."""
+def problems(columns: list[Case], fields: list[Case], splits: list[tuple[str, list[str]]], folder: Path) -> list[str]:
+    """What is wrong with the cases; the files are written below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for kind, cases in (("column", columns), ("field of messages", fields)):
-        results += [(kind, *outcome_of_case(case, folder / f"{kind[0]}{n}.jsonl")) for n, case in enumerate(cases)]
-    return results + [("split", *outcome_of_splits(*case, folder / f"s{n}")) for n, case in enumerate(splits)]
+    texts = [problem_of_case(case, folder / f"{number}.jsonl") for number, case in enumerate([*columns, *fields])]
+    texts += [problem_of_splits(*case, folder / f"s{number}") for number, case in enumerate(splits)]
+    return [problem for problem in texts if problem]

@@ -1,4 +1,4 @@
-"""Kernels, bytes and time of a decoder layer's forward and backward: ordinary, lean, and with each further kernel on or off.
+"""Kernels, bytes and time of a decoder layer's forward and backward: ordinary, lean, and lean with the model's own RoPE.
 
     python benchmarks/layer_kernels.py                              # fp32 on one thread of the processor, a small layer
     python benchmarks/layer_kernels.py --dtype bfloat16 --hidden 768 --tokens 512
@@ -7,9 +7,7 @@
 
 Kernels are operators that compute something, bytes those of the tensors that they read and write.
 
-Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval. What is
-off in finetune/layers/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
-16-bit copies of all adapters would have to be kept from step to step.
+Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +31,6 @@ from transformers import BitsAndBytesConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.interleaved_runs import ratio_text  # noqa: E402
-from finetune.layers import lean_functions as functions  # noqa: E402
 from finetune.layers import lean_layers  # noqa: E402
 from finetune.layers.experts import pack_experts  # noqa: E402
 from finetune.layers.rotary import rotary_forward  # noqa: E402
@@ -46,13 +43,8 @@ FREE = {
 }  # fmt: skip
 #: Passes of a turn, after one that isn't timed.
 PASSES = 3
-
-
-class Variant(NamedTuple):
-    """Whether the layer is lean, and what of finetune.layers is patched."""
-
-    lean: bool = True
-    patches: dict[str, Any] = {}
+OWN_ROPE = "lean, the model's own RoPE"
+VARIANTS = ("ordinary", "lean", OWN_ROPE)
 
 
 def main() -> None:
@@ -65,12 +57,12 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     layer, once = decoder_layer(options)
-    variants = variants_for(options)
-    counts = {name: counted(variant, layer, once) for name, variant in variants.items()}
+    variants = VARIANTS[:2] if options.experts else VARIANTS
+    counts = {name: counted(name, layer, once) for name in variants}
     took: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(options.turns):
         for name in sorted(variants, reverse=turn % 2 == 1):
-            with lean(layer, variants[name]):
+            with variant(name, layer):
                 took[name].append(seconds(once, options.device))
     size = f"hidden {options.hidden}, {options.tokens} tokens, rank {options.rank}"
     kind = f"a mixture's layer, {options.used} of {options.experts} experts a token," if options.experts else "a Llama layer,"
@@ -89,46 +81,12 @@ def ratio_of(times: list[float], others: list[float]) -> str:
     return ratio_text(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
-def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
-    """All variants by name."""
-    if options.experts:
-        every: dict[str, Any] = {"routed_experts.used_experts": lambda offsets, ends: None}
-        ordinary: dict[str, Any] = {"experts.is_lean": lambda module: False}
-        return {
-            "ordinary": Variant(False), "lean": Variant(), "lean, all experts dequantised": Variant(True, every),
-            "lean but for experts": Variant(True, ordinary),
-            "lean but for experts, all dequantised": Variant(True, every | ordinary),
-        }  # fmt: skip
-    off = {"lean_layers.rotary_forward": lambda module: None}
-    variants = {"ordinary": Variant(False), "lean": Variant(), "lean, the model's own RoPE": Variant(True, off)}
-    if options.dtype != "float32":
-        variants["lean, adapters cast once"] = Variant(True, {"lean_functions.cast_adapters": cached_casts()})
-    return variants
-
-
-def cached_casts() -> Callable[..., Any]:
-    """The adapters' cast, made once: they don't change here."""
-    cast, cached = functions.cast_adapters, dict[Any, Any]()
-
-    def once(linears: Any, dtype: torch.dtype) -> Any:
-        key = (*(id(linear.a) for linear in linears), dtype)
-        if key not in cached:
-            cached[key] = cast(linears, dtype)
-        return cached[key]
-
-    return once
-
-
 @contextlib.contextmanager
-def lean(layer: torch.nn.Module, variant: Variant) -> Iterator[None]:
+def variant(name: str, layer: torch.nn.Module) -> Iterator[None]:
     """Inside, the layer is of this variant."""
-    with contextlib.ExitStack() as stack:
-        for name, value in variant.patches.items():
-            stack.enter_context(mock.patch(f"finetune.layers.{name}", value))
-        if variant.lean:
-            lean_layers.make_lean([layer])
-        else:
-            lean_layers.undo_lean([layer])
+    own_rope = mock.patch("finetune.layers.lean_layers.rotary_forward", lambda module: None)
+    with own_rope if name == OWN_ROPE else contextlib.nullcontext():
+        (lean_layers.undo_lean if name == "ordinary" else lean_layers.make_lean)([layer])
         yield
 
 
@@ -189,10 +147,10 @@ def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     return ratio_of(took["lean"], took["own"])
 
 
-def counted(variant: Variant, layer: torch.nn.Module, once: Callable[[], None]) -> Counted:
+def counted(name: str, layer: torch.nn.Module, once: Callable[[], None]) -> Counted:
     """Operators of a pass that compute something."""
     count = Counted()
-    with lean(layer, variant):
+    with variant(name, layer):
         once()
         with count:
             once()

@@ -24,12 +24,13 @@ from typing import Any
 
 import families
 from finetune.errors import FinetuneError
+from tables import REFERENCE, read_table, write_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "model"))
 from one_step import loss_falls  # noqa: E402 - of the tests
 
 FORECAST, REFUSED, ERROR, YES = "forecast", "refused", "internal error", "yes"
-TABLE = Path(__file__).parent / "reference" / "model_types.csv"
+TABLE = REFERENCE / "model_types.csv"
 #: Layers of a model in the table: enough for the layers to differ or repeat.
 LAYERS = 4
 #: Bytes of a process, soft and hard: a default vision tower may have hundreds of billions of weights.
@@ -51,7 +52,7 @@ _MOST = {
 def table() -> dict[str, dict[str, str]]:
     """Model type -> its row of the committed table. `detail`: the method or the reason. `trains`: YES, why not, or empty where
     the type is refused."""
-    return {row["model_type"]: row for row in families.table(TABLE)}
+    return {row["model_type"]: row for row in read_table(TABLE)}
 
 
 def model_types() -> list[str]:
@@ -180,7 +181,7 @@ def main() -> int:
             rows[row["model_type"]] = row
             print(", ".join(row.values()))
     if options.write:
-        families.write_table(TABLE, [row for _, row in sorted((table() | rows).items())])
+        write_table(TABLE, [row for _, row in sorted((table() | rows).items())])
     return 0
 
 

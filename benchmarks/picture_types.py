@@ -11,19 +11,18 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from pathlib import Path
 
-import families
 import model_types
+from tables import REFERENCE, read_table, write_table
 
 #: Batches, losses and forecasts of small models were compared; nothing is known against it; its text alone; nothing.
 COMPARED, NOT_COMPARED, TEXT_ONLY, REFUSED = "compared", "not compared", "text only", "refused"
-TABLE = Path(__file__).parent / "reference" / "picture_types.csv"
+TABLE = REFERENCE / "picture_types.csv"
 
 
 def table() -> dict[str, tuple[str, str]]:
     """Model type -> result and reason, from the committed table."""
-    return {row["model_type"]: (row["result"], row["reason"]) for row in families.table(TABLE)}
+    return {row["model_type"]: (row["result"], row["reason"]) for row in read_table(TABLE)}
 
 
 def picture_types() -> list[str]:
@@ -78,7 +77,7 @@ def main() -> None:
     for row in rows:
         print(", ".join(row.values()))
     if "--write" in sys.argv:
-        families.write_table(TABLE, rows)
+        write_table(TABLE, rows)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ is not replayed: tensors are loaded one after another.
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 import forecast_accuracy as accuracy
-from finetune.compat.torch import backward
 from finetune.memory.allocator_replay import play
 from finetune.memory.caching_allocator import CachingAllocator
 from finetune.memory.depth import at_depth, layer_kinds, plan_depth
@@ -34,10 +31,8 @@ from finetune.memory.rules import cublas_workspace_bytes, rules_for
 from finetune.memory.step import garbage_collection_paused, observe
 from finetune.memory.trace import RELEASED, Event, Trace
 from finetune.memory.tracker import StorageTracker
-from finetune.model.build import build_on_meta
-from finetune.model.transformers_config import config_from
-from finetune.recipe import recipe_from
 from finetune.units import MIB
+from forecast_accuracy import Row
 
 #: What the driver can hand out: the T4's visible memory less the context that was measured.
 T4_LIMIT = round((14912 - 140.875) * MIB)
@@ -45,30 +40,14 @@ T4_LIMIT = round((14912 - 140.875) * MIB)
 MEASURED_WITH = "2.10.0"
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A row with both metrics, in bytes."""
-
-    row: accuracy.Row
-    reserved_bytes: float
+def read_rows(path: Path) -> list[Row]:
+    """The rows of `forecast_accuracy` whose reserved memory was measured, too."""
+    return [row for row in accuracy.read_rows(path) if row.reserved_bytes]
 
 
-def read_rows(path: Path) -> list[Measured]:
-    """The rows of `forecast_accuracy` of which reserved memory was measured, too."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reserved = {
-            values["url_or_path"]: float(values["peak_gb"]) * accuracy.UNITS[values["gb_or_gib"]]
-            for values in csv.DictReader(file)
-            if values["metric"] == "reserved" and values["peak_gb"]
-        }
-    return [Measured(row, reserved[row.source]) for row in accuracy.read_rows(path) if row.source in reserved]
-
-
-def replayed(row: accuracy.Row) -> CachingAllocator:
+def replayed(row: Row) -> CachingAllocator:
     """The allocator after the row's run on a T4; its peaks are those of the second step."""
-    config = config_from(
-        accuracy.model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"})
-    )
+    config = accuracy.config_of(row)
     trace = _steps(row, config)
     allocator = CachingAllocator(expandable=False, limit=T4_LIMIT, torch_version=MEASURED_WITH)
     run = functools.partial(play, allocator, trace.persistent)
@@ -79,7 +58,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
     return allocator
 
 
-def _steps(row: accuracy.Row, config: PretrainedConfig) -> Trace:
+def _steps(row: Row, config: PretrainedConfig) -> Trace:
     """Two steps of the measured loop. Activations that are kept differ in the first layer, whose input needs no gradient."""
     depth = plan_depth(layer_kinds(config), 1, int(not row.checkpointing))
     tracker = StorageTracker(rules_for(accuracy.T4), workspace_bytes=cublas_workspace_bytes(accuracy.T4))
@@ -88,62 +67,38 @@ def _steps(row: accuracy.Row, config: PretrainedConfig) -> Trace:
         observe(model, tracker)
         with accuracy.as_measured(tracker):
             materialise(model, tracker, dtype=torch.float16)
-            model.train()
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            optimizer = torch.optim.AdamW(trained, foreach=True)
-            ids = torch.zeros((row.micro_batch, row.tokens), dtype=torch.long)
+            optimizer = accuracy.optimizer_of(model)
             for number in range(2):
-                _step(model, optimizer, ids, tracker, f"step {number}")
+                tracker.recording.begin(f"step {number}")
+                optimizer.zero_grad(set_to_none=True)
+                accuracy.step(row, model, optimizer, tracker)
         trace = tracker.recording.trace(depth)
         del model
     return trace
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, tracker: StorageTracker, name: str) -> None:
-    tracker.recording.begin(name)
-    optimizer.zero_grad(set_to_none=True)
-    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
-    outputs = model(input_ids=ids, labels=ids)
-    tracker.phase, tracker.part, tracker.layer = "loss backward", "loss", None
-    backward(outputs.loss)
-    tracker.phase, tracker.layer = "optimizer", None
-    optimizer.step()
-    del outputs
-
-
-def _loading(row: accuracy.Row, config: PretrainedConfig) -> Iterator[Event]:
+def _loading(row: Row, config: PretrainedConfig) -> Iterator[Event]:
     """What the measured program allocates before its first step, in order."""
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)
-    attention = "eager" if row.eager else "sdpa"
-    base = build_on_meta(config, quantization if row.four_bit else None, dtype=torch.float16, attention=attention)
+    base = accuracy.base_of(row, config)
     adapters = [
         parameter.numel()
         for _, module in accuracy.model_of(row, config).named_modules()
         if hasattr(module, "lora_A") and hasattr(module, "lora_B")
         for parameter in (*module.lora_A.parameters(), *module.lora_B.parameters())
     ]
-    numbers = _Numbers()
+    numbers = itertools.count()
     yield from _load_4bit(base, numbers) if row.four_bit else _load_16bit(base, numbers)
     # PEFT makes adapters in the base's dtype, then casts them to fp32; beside 4-bit weights they are fp32 from the start.
-    adapter_blocks = [(numbers(), elements) for elements in adapters]
+    adapter_blocks = [(next(numbers), elements) for elements in adapters]
     yield from ((number, elements * (4 if row.four_bit else 2)) for number, elements in adapter_blocks)
     if not row.four_bit:
         for number, elements in adapter_blocks:
-            yield numbers(), 4 * elements
+            yield next(numbers), 4 * elements
             yield number, RELEASED
-    yield numbers(), row.micro_batch * row.tokens * 8
+    yield next(numbers), row.micro_batch * row.tokens * 8
 
 
-class _Numbers:
-    def __init__(self) -> None:
-        self._last = -1
-
-    def __call__(self) -> int:
-        self._last += 1
-        return self._last
-
-
-def _load_16bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
+def _load_16bit(base: torch.nn.Module, numbers: Iterator[int]) -> Iterator[Event]:
     """`model.cuda()`: one tensor after another, in the order of `nn.Module._apply`, children first."""
     seen: set[int] = set()
 
@@ -155,10 +110,10 @@ def _load_16bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
     for value in tensors(base):
         if id(value) not in seen:
             seen.add(id(value))
-            yield numbers(), value.nbytes
+            yield next(numbers), value.nbytes
 
 
-def _load_4bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
+def _load_4bit(base: torch.nn.Module, numbers: Iterator[int]) -> Iterator[Event]:
     """transformers with a device map: a block as large as the model (caching_allocator_warmup), freed at once; each tensor in
     16 bit, in the natural order of names, quantised by bitsandbytes; `prepare_model_for_kbit_training` casts the rest to fp32.
     """
@@ -167,22 +122,22 @@ def _load_4bit(base: torch.nn.Module, numbers: _Numbers) -> Iterator[Event]:
     buffers = [buffer.nbytes for buffer in base.buffers()]
     counts = {name: value.numel() for name, value in parameters.items()}
     whole = sum(count // 2 if name in packed else 2 * count for name, count in counts.items()) + sum(buffers)
-    warm_up = numbers()
+    warm_up = next(numbers)
     yield warm_up, whole // 2 * 2
     yield warm_up, RELEASED
     halves = {}
     for name in sorted(counts, key=_natural):
-        halves[name], count = numbers(), counts[name]
+        halves[name], count = next(numbers), counts[name]
         yield halves[name], 2 * count
         if name in packed:  # scales of 64 values each, codes, and the code book
             for size in (-(-count // 64) * 4, (count + 1) // 2, 64):
-                yield numbers(), size
+                yield next(numbers), size
             yield halves[name], RELEASED
     for size in buffers:
-        yield numbers(), size
+        yield next(numbers), size
     for name, count in counts.items():
         if name not in packed:
-            yield numbers(), 4 * count
+            yield next(numbers), 4 * count
             yield halves[name], RELEASED
 
 
@@ -201,10 +156,10 @@ def main() -> int:
         print(f"{arguments.csv} has no tier-A row of fitcheck-llm with both metrics", file=sys.stderr)
         return 1
     allocated, reserved = [], []
-    for measured in rows:
-        run, row = replayed(measured.row), measured.row
+    for row in rows:
+        run = replayed(row)
         allocated.append(run.peak_allocated / row.measured_bytes - 1)
-        reserved.append(run.peak_reserved / measured.reserved_bytes - 1)
+        reserved.append(run.peak_reserved / row.reserved_bytes - 1)
         line = {"row": row.source, "allocated_bytes": run.peak_allocated, "allocated_error": allocated[-1],
                 "reserved_bytes": run.peak_reserved, "reserved_error": reserved[-1], "retries": run.retries}  # fmt: skip
         both = f"allocated {run.peak_allocated / 2**30:7.3f} GiB {allocated[-1]:+.2%}"

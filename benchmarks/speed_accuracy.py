@@ -13,7 +13,6 @@ kinds.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import json
@@ -38,8 +37,8 @@ from finetune.planner.speed import FP32_SHARE, Batches, Job, Timing, time_step  
 from finetune.planner.strategy import Strategy  # noqa: E402
 from finetune.recipe import recipe_from  # noqa: E402
 from finetune.settings.base_formats import BITS_16, NF4, BaseFormat  # noqa: E402
+from tables import REFERENCE, read_table  # noqa: E402
 
-REFERENCE = Path(__file__).resolve().parent / "reference"
 #: Published fp32 rates without tensor cores in FLOP/s: torch computes fp32 matrix products so unless TF32 is switched on.
 FP32_FLOPS = {"t4": 8.1e12, "a100-80gb": 19.5e12, "a100-40gb": 19.5e12}
 #: Measurements that differ by less than this share have no order: repeated rows differ by as much.
@@ -138,8 +137,7 @@ def in_order(first: Row, second: Row) -> bool:
 
 def read_rows(path: Path, published_rates: bool = False) -> list[Row]:
     """The published measurements, each modelled; `published_rates`: without what was fitted to them."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_row(values, published_rates) for values in csv.DictReader(file)]
+    return [_row(values, published_rates) for values in read_table(path)]
 
 
 def _row(values: dict[str, str], published_rates: bool) -> Row:

@@ -6,7 +6,7 @@ from one_step import random_model
 from real_run import planned
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from families import BITS, FAMILIES, PHASES, bundled_tokenizer, config_values, table, trained
+from families import BITS, FAMILIES, PHASES, TABLE, bundled_tokenizer, config_values, trained
 from finetune.errors import RecipeError
 from finetune.layers import routed_experts
 from finetune.layers.packed_rows import MOST_CHANGE, changes_with_other_row
@@ -15,6 +15,7 @@ from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
 from finetune.planner.defaults import KEPT_APART, VARLEN
 from finetune.run.worker import Worker
+from tables import read_table
 
 PACK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 #: Three of different kinds in the ordinary run: all together take minutes.
@@ -38,7 +39,7 @@ def test_every_family_of_the_catalogue_is_here():
 
 
 def test_the_table_has_every_family_and_no_error_over_half_a_percent():
-    rows = table()
+    rows = read_table(TABLE)
     assert [(row["family"], int(row["bits"])) for row in rows] == [
         (family, bits) for family in sorted(FAMILIES) for bits in BITS
     ]

@@ -38,8 +38,8 @@ REPLAYED = reserved.read_rows(accuracy.REFERENCE / "measured_memory.csv")
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [REPLAYED[15:19], pytest.param(REPLAYED, marks=pytest.mark.exhaustive)], ids=["small", "all"])
 def test_both_metrics_of_measured_rows_are_met_by_the_replay(rows):
-    runs = [(row, reserved.replayed(row.row)) for row in rows]
-    errors = [[abs(run.peak_allocated / row.row.measured_bytes - 1) for row, run in runs]]
+    runs = [(row, reserved.replayed(row)) for row in rows]
+    errors = [[abs(run.peak_allocated / row.measured_bytes - 1) for row, run in runs]]
     errors += [[abs(run.peak_reserved / row.reserved_bytes - 1) for row, run in runs]]
     for shares, mean, worst in zip(errors, (0.001, 0.02), (0.006, 0.09), strict=True):
         assert max(shares) <= worst
