@@ -274,8 +274,8 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
     from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
     from finetune.layers.checkpointing import base_of
     from finetune.memory.picture_prompt import picture_inputs
-    from finetune.memory.step import step_errors
     from finetune.memory.small_values import SmallValues
+    from finetune.memory.step import step_errors
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_on_meta
     from finetune.model.transformers_config import config_from

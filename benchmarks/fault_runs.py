@@ -1,9 +1,8 @@
-"""Tiny runs whose training is a fork of this process, which has the libraries imported already."""
+"""Tiny runs on a CPU for benchmarks/faults.py, whose training is a fork of that process, and their outcomes."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import json
 import os
@@ -11,12 +10,16 @@ import random
 import shutil
 import socket
 import sys
-import traceback
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from benchmarks.forks import start_fork, wait_for
 from finetune.bundled import model_path
 from finetune.distributed.ranks import ending_path
 from finetune.events import Result, Step, read_events
@@ -24,9 +27,6 @@ from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.prepare import create_run, prepare
 from finetune.run.seal import newest_verified
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SHORT = (
     "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
@@ -39,20 +39,30 @@ _OF_CHECKPOINT = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "adapter_mod
 _NOT_BEFORE_A_START = ("events.jsonl", "log.txt", "adapter*", ".adapter", "checkpoint-*", ".partial", "*lock", "launch")
 
 
-def import_worker() -> None:
-    """Import what training needs, with one thread for each process."""
-    import torch
+@dataclass
+class Tally:
+    """Cases of one kind by their outcome. `failures` has a line for each case that ended otherwise than it must."""
 
-    import finetune.model.sharded_loading
-    import finetune.model.techniques
-    import finetune.run.callbacks
-    import finetune.run.training
-    import finetune.run.worker  # noqa: F401 - so that a fork need not
+    kind: str
+    target: int
+    until: float
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
 
-    torch.set_num_threads(1)
-    # A fork gets a new thread pool before it has threads: of two that ask for the first one at once, one gets none.
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-    os.environ["OMP_NUM_THREADS"] = "1"
+    @property
+    def goes_on(self) -> bool:
+        """Whether more cases are wanted and there is time for them."""
+        return self.outcomes.total() < self.target and time.monotonic() < self.until
+
+    def fail(self, case: str) -> None:
+        """Count a case that ended otherwise than it must."""
+        self.outcomes["FAILED"] += 1
+        self.failures.append(f"{self.kind}: {case}")
+
+    def row(self) -> str:
+        """One line of the table."""
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
+        return f"| {self.kind} | {self.outcomes.total()} of {self.target} | {outcomes} |"
 
 
 def new_run(folder: Path, *overrides: str) -> RunDirectory:
@@ -95,28 +105,6 @@ def overfitting_rows(folder: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def in_fork(work: Callable[[], int | None], log: Path) -> int:
-    """Run `work` in a fork whose output goes to `log`; returns its process id."""
-    gc.freeze()  # or the collector of every fork would scan all objects of this process
-    if pid := os.fork():
-        return pid
-    code = 99
-    try:
-        number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(number, 1)
-        os.dup2(number, 2)
-        code = work() or 0
-    except BaseException:  # noqa: BLE001 - a fork must never return into the benchmark
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def wait_for(pid: int) -> int:
-    """Exit status of a fork, negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def work_of(run: RunDirectory, environment: dict[str, str] | None = None) -> Callable[[], int]:
     """The work of a training process of a run."""
 
@@ -133,7 +121,7 @@ def work_of(run: RunDirectory, environment: dict[str, str] | None = None) -> Cal
 def start_training(run: RunDirectory, processes: int = 1) -> list[int]:
     """Start the training processes of a run; returns their process ids."""
     if processes == 1:
-        return [in_fork(work_of(run), run.log)]
+        return [start_fork(work_of(run), run.log)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ending_path(run.path, 0).parent.mkdir(exist_ok=True)
@@ -141,7 +129,7 @@ def start_training(run: RunDirectory, processes: int = 1) -> list[int]:
         "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     ranks = ({**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes))
-    return [in_fork(work_of(run, environment), run.log) for environment in ranks]
+    return [start_fork(work_of(run, environment), run.log) for environment in ranks]
 
 
 def train(run: RunDirectory, processes: int = 1) -> int:

@@ -1,1 +1,0 @@
-"""What `benchmarks/faults.py` does to a run, a module for each kind."""
