@@ -21,38 +21,50 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from finetune.events import Memory
 from finetune.run.directory import RunDirectory
+from finetune.run.memory import MemorySampler
 from finetune.run.worker import Worker
 
-NAMES = ("allocated_bytes", "reserved_bytes")
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 class Phases(TrainerCallback):
     """Highest allocated and reserved bytes within forward (with loss), backward and optimizer, and what is in use on the whole
     card at their ends, which is the most as long as torch gives nothing back. On a CPU host RSS.
 
-    Resets torch's peaks between phases. A run's own sampler, given to `around`, still sees the peak of the whole step.
+    Resets torch's peaks between phases. The run's own sampler still has the peak of the whole step.
     """
 
-    def __init__(self, on_cuda: bool) -> None:
-        self.on_cuda = on_cuda
+    def __init__(self, memory: MemorySampler) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
-        self._earlier = dict.fromkeys(NAMES, 0)
+        self._sample, self._reset = memory.sample, memory.reset_peak
+        self._earlier = dict.fromkeys(PEAKS, 0)
+        memory.sample, memory.reset_peak = self.sample_step, self.reset_step
 
     def end(self, phase: str) -> None:
         """End a phase: note its peaks and reset them."""
-        if not self.on_cuda:
-            import psutil
-
-            now = {"process_rss_bytes": psutil.Process().memory_info().rss}
-        else:
-            stats = torch.cuda.memory_stats()
-            now = {name: stats.get(f"{name}.all.peak", 0) for name in NAMES}
-            self._earlier = {name: max(value, now[name]) for name, value in self._earlier.items()}
-            now["card_used_bytes"] = torch.cuda.device_memory_used()
-            torch.cuda.reset_peak_memory_stats()
+        sample = self._sample()
+        now = {"process_rss_bytes": sample.process_rss_bytes}
+        if sample.peak_allocated_bytes is not None:
+            self._earlier = {name: max(value, getattr(sample, name)) for name, value in self._earlier.items()}
+            now = {name.removeprefix("peak_"): getattr(sample, name) for name in PEAKS}
+            now |= {"card_used_bytes": sample.card_used_bytes} if sample.card_used_bytes else {}
+            self._reset()
         before = self.peaks.setdefault(phase, now)
         self.peaks[phase] = {name: max(value, before[name]) for name, value in now.items()}
+
+    def sample_step(self) -> Memory:
+        """A sample with the peaks that were reset here."""
+        sample = self._sample()
+        if sample.peak_allocated_bytes is None:
+            return sample
+        return dataclasses.replace(sample, **{name: max(getattr(sample, name), self._earlier[name]) for name in PEAKS})
+
+    def reset_step(self) -> None:
+        """A new step begins."""
+        self._earlier = dict.fromkeys(PEAKS, 0)
+        self._reset()
 
     def watch(self, trainer: Any) -> None:
         """End a phase after each forward, backward and optimizer step of `trainer`."""
@@ -74,45 +86,22 @@ class Phases(TrainerCallback):
         """After the optimizer, before the gradients are freed."""
         self.end("optimizer")
 
-    def around(self, memory: Any) -> None:
-        """Have a run's MemorySampler report peaks that were reset here."""
-        sample, reset_peak = memory.sample, memory.reset_peak
-
-        def whole() -> Any:
-            sampled = sample()
-            if sampled.peak_allocated_bytes is None:
-                return sampled
-            higher = {f"peak_{name}": max(getattr(sampled, f"peak_{name}"), self._earlier[name]) for name in NAMES}
-            return dataclasses.replace(sampled, **higher)
-
-        def reset() -> None:
-            self._earlier = dict.fromkeys(NAMES, 0)
-            reset_peak()
-
-        memory.sample, memory.reset_peak = whole, reset
-
 
 class TimedPhases(Phases):
     """The same with seconds of each optimizer step, the device synchronised, and tokens: TRL writes no events."""
 
-    def __init__(self, on_cuda: bool) -> None:
-        super().__init__(on_cuda)
+    def __init__(self, memory: MemorySampler) -> None:
+        super().__init__(memory)
         self.step_s: list[float] = []
         self.tokens: list[Any] = []
 
-    def now(self) -> float:
-        """The clock, when the device has nothing left to do."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The clock starts."""
-        self._began = self.now()
+        self._began = settled_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The clock stops."""
-        self.step_s.append(self.now() - self._began)
+        self.step_s.append(settled_clock() - self._began)
 
     def watch(self, trainer: Any) -> None:
         """Also count the real tokens of each micro-batch, outside the device's work."""
@@ -127,13 +116,19 @@ class TimedPhases(Phases):
         trainer.training_step = counted
 
 
+def settled_clock() -> float:
+    """Seconds of the clock, when the device has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class MeasuredWorker(Worker):
     """The worker, with the phases of its steps watched and PEFT's cast of inputs switched on if wanted."""
 
     def __init__(self, run: RunDirectory, peft_cast: bool) -> None:
         super().__init__(run)
-        self.peft_cast, self.phases = peft_cast, Phases(on_cuda=not self.plan.card.is_cpu)
-        self.phases.around(self.memory)
+        self.peft_cast, self.phases = peft_cast, Phases(self.memory)
 
     def _build(self) -> tuple[Any, Any]:
         trainer, callback = super()._build()
@@ -194,10 +189,10 @@ def train_plain(run: RunDirectory) -> dict[str, Any]:
     from finetune.planner.plan import read_plan
 
     plan = read_plan(run.plan)
-    phases = TimedPhases(on_cuda=not plan.card.is_cpu)
-    began = phases.now()
+    phases = TimedPhases(MemorySampler(on_cuda=not plan.card.is_cpu))
+    began = settled_clock()
     trainer = trl_trainer(run, plan)
-    load_s = phases.now() - began
+    load_s = settled_clock() - began
     phases.end("load")
     phases.watch(trainer)
     trainer.train()

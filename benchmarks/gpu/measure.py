@@ -23,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
 from benchmarks.gpu.random_model import write_rows
 from benchmarks.gpu.results import Results, of_events, speed
+from finetune.card import nvidia
 from finetune.card.visible import usable_devices
 from finetune.events import read_events
 from finetune.planner.plan import read_plan
@@ -99,6 +98,7 @@ class CardWatch:
     """
 
     def __init__(self) -> None:
+        self._cards = [nvidia.open_device(device.uuid) for device in usable_devices()]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -117,7 +117,7 @@ class CardWatch:
         return [peak - before for peak, before in zip(self._peaks, self.before, strict=True)]
 
     def _used(self) -> list[int]:
-        return [torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())]
+        return [card.memory()[2] for card in self._cards]
 
     def _sample(self) -> None:
         while self.before and not self._ended.wait(SAMPLED_S):
