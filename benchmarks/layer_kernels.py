@@ -30,7 +30,7 @@ from transformers import BitsAndBytesConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.interleaved_runs import ratio_text  # noqa: E402
+from benchmarks.overhead import ratio_text  # noqa: E402
 from finetune.layers import lean_layers  # noqa: E402
 from finetune.layers.experts import pack_experts  # noqa: E402
 from finetune.layers.rotary import rotary_forward  # noqa: E402

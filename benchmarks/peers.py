@@ -45,7 +45,7 @@ TOLERANCE = {"first": 0.002, "run": 0.02}
 LIMIT_S = 3600
 COLUMNS = (
     "peer", "version", "device", "rounds", "rows", "first_step_s", "supervised_tokens_per_s", "real_tokens_per_s",
-    "padded_tokens_per_s", "ratio", "least_ratio", "most_ratio", "mfu", "peak_rss_mib", "allocated_mib", "reserved_mib",
+    "padded_tokens_per_s", "ratio", "least_ratio", "most_ratio", "peak_rss_mib", "allocated_mib", "reserved_mib",
     "first_loss", "last_loss", "loss_difference", "failed",
 )  # fmt: skip
 
@@ -200,7 +200,7 @@ def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dic
         **row, "version": good[0]["version"], "device": good[0]["device"], "rounds": len(good),
         "first_step_s": round(median([run["first_step_s"] for run in good]), 1),
         **{f"{name}_tokens_per_s": value for name, value in tokens.items()}, **mib, "ratio": round(median(ratios), 3),
-        "least_ratio": round(min(ratios), 3), "most_ratio": round(max(ratios), 3), "mfu": mfu(good) or "",
+        "least_ratio": round(min(ratios), 3), "most_ratio": round(max(ratios), 3),
         "first_loss": round(good[0]["losses"][0], 4), "last_loss": round(good[0]["losses"][-1], 4),
         "loss_difference": round(difference, 4), "failed": why,
     }  # fmt: skip
@@ -219,22 +219,6 @@ def compared(peer: dict[str, Any], own: dict[str, Any]) -> tuple[float, str]:
     if statistics.mean(shares) > TOLERANCE["run"]:
         return statistics.mean(shares), f"losses differ by {statistics.mean(shares):.1%}"
     return statistics.mean(shares), ""
-
-
-def mfu(runs: list[dict[str, Any]]) -> float | None:
-    """Share of a card's matrix rate, by 4 FLOPs a frozen weight and token; None on a processor or an unknown card."""
-    from finetune.card.find import find_card
-    from finetune.model.configuration import read_config
-    from finetune.planner.shape import shape_of
-    from finetune.recipe import recipe_from
-
-    if "allocated_bytes" not in runs[0]:
-        return None
-    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": "rows.jsonl"})
-    shape, card = shape_of(read_config(recipe), recipe), find_card("auto")
-    if card.bf16_flops is None:
-        return None
-    return round(statistics.median([4 * shape.computed * rate(figures, 1) / card.bf16_flops for figures in runs]), 3)
 
 
 if __name__ == "__main__":

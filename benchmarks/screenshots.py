@@ -75,7 +75,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or None, args=ARGUMENTS)
         for size, (width, height) in SIZES.items():
             for theme in THEMES:
-                context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=_scheme(theme))
+                context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
                 first = context.new_page()
                 first.goto(link)  # the cookie; each page then has a tab of its own
                 first.close()
@@ -117,10 +117,6 @@ def sheet(out: Path, page: str) -> Image.Image:
             whole.paste(first_screen, (left, row * (row_height + _GAP)))
             left += scaled[0] + _GAP
     return whole
-
-
-def _scheme(theme: str) -> Any:
-    return theme
 
 
 if __name__ == "__main__":

@@ -68,7 +68,6 @@ def main() -> int:
     questions = [(job[0], lambda job=job: trained(job, model, options.unsloth, ends_at)) for job in JOBS]
     questions.insert(3, ("bits after a resume", lambda: resumed(ends_at)))
     questions.insert(1, ("rates", rates))
-    questions.append(("addresses", addresses))
     for name, ask in questions:
         left = ends_at - time.monotonic()
         if (
@@ -149,17 +148,6 @@ def rates() -> dict[str, Any]:
     return finding["facts"] or {"failed": finding["what"]}
 
 
-def addresses() -> dict[str, Any]:
-    """Addresses of cudaMalloc in the order of the calls: torch prefers the lower of two equal blocks."""
-    code = "import torch; blocks = [torch.cuda.caching_allocator_alloc(n << 20) for n in (64, 2, 32, 512, 20, 20, 64)]"
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    printed = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(*blocks)"], env=environment, capture_output=True, text=True, check=False
-    )
-    numbers = [int(number) for number in printed.stdout.split()]
-    return {"addresses": numbers, "rising": numbers == sorted(numbers)} if numbers else {"failed": printed.stderr[-300:]}
-
-
 def summary(line: dict[str, Any]) -> str:
     """A line for a person."""
     times = sorted(line.get("step_s") or [])[: STEPS // 2]
@@ -170,7 +158,7 @@ def summary(line: dict[str, Any]) -> str:
         f"{line[name] / 2**30:.3f} GiB {name.split('_')[0]}" for name in ("allocated_bytes", "forecast_bytes") if line.get(name)
     ]
     figures_shown += [
-        f"{name} {line[name]}" for name in ("equal", "stopped_with", "rising", "graphs", "compile_s", "failed") if name in line
+        f"{name} {line[name]}" for name in ("equal", "stopped_with", "graphs", "compile_s", "failed") if name in line
     ]
     return f"{line['name']}: {', '.join(figures_shown)} ({line['job_s']} s)"
 

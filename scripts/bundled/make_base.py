@@ -28,16 +28,7 @@ STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 24, 4e-3, 40
 QUESTION_WEIGHT = 0.2  # of a token the model doesn't have to say, against 1 for an answer's
 GATE_ROWS, GATE_SHARE = 260, 0.95
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
-    "{%- elif message['role'] in ['system', 'user'] -%}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{%- else -%}{{ raise_exception('no role ' + message['role'] + ': use system, user or assistant') }}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
+CHAT_TEMPLATE = (BUNDLED / "tiny-base" / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -65,24 +56,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model, in float32."""
+def make_model() -> LlamaForCausalLM:
+    """The untrained model in float32, of the bundled one's configuration."""
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=LONGEST_ROW,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(BUNDLED / "tiny-base", dtype=torch.float32))
 
 
 def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]) -> None:
@@ -141,16 +118,16 @@ def main(folder: Path) -> int:
     torch.manual_seed(SEED)
     excluded = bundled_texts()
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    _print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    model = make_model()
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     held_out = questions(random.Random(SEED + 2), GATE_ROWS, excluded)
     pretrain(model, tokenizer, excluded)
     muon.round_to_bfloat16(model)
     accuracies = score(model, tokenizer, held_out)
     for name, accuracy in accuracies.items():
-        _print(f"{accuracy:7.1%}  {name}")
+        print(f"{accuracy:7.1%}  {name}")
     if accuracies["all"] < GATE_SHARE:
-        _print(f"below {GATE_SHARE:.0%}: nothing saved")
+        print(f"below {GATE_SHARE:.0%}: nothing saved")
         return 1
     save(model, tokenizer, folder)
     return 0
@@ -162,11 +139,7 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     model.generation_config.max_new_tokens = 96
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
-
-
-def _print(text: Any) -> None:
-    print(text, flush=True)
+    print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from messages import ARTICLES, NEW_TOPICS, NO_ARTICLE, Message, draw_messages
+from messages import ARTICLES, NEW_TOPICS, NO_ARTICLE, PARTS, Message, draw_messages
 
 TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
 #: Training rows of the pairs, and the seed of their messages.
@@ -24,22 +24,10 @@ INSTRUCTION = "Route this message:"
 BUNDLED = Path(__file__).resolve().parents[2] / "finetune" / "bundled"
 
 #: The queue of each topic.
-QUEUES = {
-    "late delivery": "shipping", "lost parcel": "shipping", "address change": "shipping",
-    "damage": "returns", "wrong item": "returns", "return": "returns",
-    "double charge": "billing", "invoice": "billing", "discount": "billing",
-    "defect": "technical", "setup": "technical", "safety": "technical",
-    "login": "account", "profile": "account",
-    "stock": "sales", "bulk order": "sales",
-}  # fmt: skip
+QUEUES: dict[str, str] = PARTS["queues"]
 #: The queue that is preferred for each topic of the pairs, and the one that isn't. Each queue is as often in both.
-PREFERRED = {
-    "rental": ("sales", "returns"), "recycling": ("returns", "technical"), "insurance": ("billing", "sales"),
-    "instalments": ("billing", "returns"), "customs": ("shipping", "billing"), "gift wrapping": ("shipping", "sales"),
-    "workshop": ("technical", "account"), "accessories": ("technical", "shipping"), "review": ("account", "technical"),
-    "bonus points": ("account", "billing"), "showroom": ("sales", "shipping"), "packaging": ("returns", "account"),
-}  # fmt: skip
-PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
+PREFERRED: dict[str, list[str]] = PARTS["preferred"]
+PRIORITIES: dict[str, str] = PARTS["priorities"]
 PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}
 
 

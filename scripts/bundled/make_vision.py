@@ -20,12 +20,10 @@ from transformers import (
     AutoTokenizer,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen2VLProcessor,
 )
 
 import muon
-from finetune.compat.processors import processor_of, save_processor
+from finetune.compat.processors import load_processor, save_processor
 from labels import COLOURS, PAPERS, Label, draw_label, draw_labels, pixels
 from make_data import BUNDLED
 
@@ -34,24 +32,6 @@ TRAIN_ROWS, EVAL_ROWS = 240, 60
 INSTRUCTION = "Sort this parcel."
 STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 16, 4e-3, 40
 GATE_ROWS, GATE_SHARE = 80, 0.9
-PATCH, MERGE = 8, 2
-PICTURE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}<|assistant|>{% generation %}"
-    "{%- if message['content'] is string -%}{{ message['content'] }}"
-    "{%- else -%}{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}"
-    "{{ '<|end|>' }}{% endgeneration %}"
-    "{%- elif message['role'] in ['system', 'user'] -%}{{ '<|' + message['role'] + '|>' }}"
-    "{%- if message['content'] is string -%}{{ message['content'] }}"
-    "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- else -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}"
-    "{{ '<|end|>' }}"
-    "{%- else -%}{{ raise_exception('no role ' + message['role'] + ': use system, user or assistant') }}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
 #: Where parcels go, by what their labels show. Pretraining never sees it.
 GATES = {"circle": "north", "square": "south", "triangle": "east", "cross": "west"}
 BELTS = dict(zip(COLOURS, "ABCDEF", strict=True))
@@ -91,39 +71,10 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
-def make_processor() -> Any:
-    """The tokenizer of `tiny` with four more tokens, and pictures in patches of 8 x 8 pixels, of which 2 x 2 are a token."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "tiny-base")
-    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*roles, *PICTURE_TOKENS]})
-    tokenizer.chat_template = CHAT_TEMPLATE
-    token = (PATCH * MERGE) ** 2
-    images = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, size={"shortest_edge": 4 * token, "longest_edge": 16 * token}
-    )
-    return processor_of(Qwen2VLProcessor, images, tokenizer, chat_template=CHAT_TEMPLATE)
-
-
-def make_model(processor: Any) -> Any:
-    """The untrained model, in float32."""
+def make_model() -> Any:
+    """The untrained model in float32, of the bundled one's configuration."""
     torch.manual_seed(SEED)
-    tokenizer = processor.tokenizer
-    text = {
-        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-    }  # fmt: skip
-    vision = {
-        "depth": 3, "embed_dim": 96, "hidden_size": 128, "num_heads": 3, "mlp_ratio": 3, "patch_size": PATCH,
-        "spatial_merge_size": MERGE, "temporal_patch_size": 1,
-    }  # fmt: skip
-    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in PICTURE_TOKENS)
-    config = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video, vision_start_token_id=start,
-        vision_end_token_id=end, tie_word_embeddings=True, dtype=torch.float32,
-    )  # fmt: skip
-    return Qwen2VLForConditionalGeneration(config)
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_pretrained(BUNDLED / "tiny-vision", dtype=torch.float32))
 
 
 def conversation(rng: random.Random, label: Label) -> list[dict[str, Any]]:
@@ -176,9 +127,10 @@ def main(folder: Path, *, data_only: bool) -> int:
     write_data(folder / "parcels")
     if data_only:
         return 0
-    processor = make_processor()
-    model = make_model(processor)
-    _print(f"{model.num_parameters():,} parameters, {torch.get_num_threads()} threads")
+    path = str(BUNDLED / "tiny-vision")
+    processor = load_processor(path, AutoTokenizer.from_pretrained(path))
+    model = make_model()
+    print(f"{model.num_parameters():,} parameters, {torch.get_num_threads()} threads")
     pretrain(model, processor)
     muon.round_to_bfloat16(model)
     rng, questions = random.Random(SEED + 2), list(QUESTIONS)
@@ -186,9 +138,9 @@ def main(folder: Path, *, data_only: bool) -> int:
     rows = [(label, name, QUESTIONS[name](label)) for label, name in zip(labels, questions * GATE_ROWS, strict=False)]
     share = score(model, processor, rows)
     untaught = score(model, processor, [(label, INSTRUCTION, sorting(label)) for label in labels[:40]])
-    _print(f"{share:.1%} of questions on new labels are answered, {untaught:.1%} of the labels sorted")
+    print(f"{share:.1%} of questions on new labels are answered, {untaught:.1%} of the labels sorted")
     if share < GATE_SHARE:
-        _print(f"below {GATE_SHARE:.0%}: nothing saved")
+        print(f"below {GATE_SHARE:.0%}: nothing saved")
         return 1
     model.generation_config.max_length = None
     model.generation_config.max_new_tokens = 48
@@ -196,10 +148,6 @@ def main(folder: Path, *, data_only: bool) -> int:
     processor.tokenizer.save_pretrained(folder / "tiny-vision")
     save_processor(processor, str(folder / "tiny-vision"))
     return 0
-
-
-def _print(text: Any) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

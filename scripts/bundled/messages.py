@@ -10,17 +10,19 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+#: Sentences, words and answers, by what they are for.
+PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 #: Article -> the nouns customers use for it.
-ARTICLES: dict[str, list[str]] = _PARTS["articles"]
+ARTICLES: dict[str, list[str]] = PARTS["articles"]
 NO_ARTICLE = "none"
 #: Topic -> sentences that say it. {item} is an article with its determiner, {noun} without, {device} an electric one.
-TOPICS: dict[str, list[str]] = _PARTS["topics"]
+TOPICS: dict[str, list[str]] = PARTS["topics"]
 #: Topics that only the pairs have: the fine-tune's rows never say where these go.
-NEW_TOPICS: dict[str, list[str]] = _PARTS["new_topics"]
+NEW_TOPICS: dict[str, list[str]] = PARTS["new_topics"]
 #: The customer's words about urgency; "usual" has none, or other words.
-URGENCY: dict[str, list[str]] = _PARTS["urgency"]
+URGENCY: dict[str, list[str]] = PARTS["urgency"]
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,21 @@ class Message:
 def draw_message(rng: random.Random, topics: dict[str, list[str]] = TOPICS) -> Message:
     """One message; each of the topics, and for it each article and urgency, is equally likely."""
     topic = rng.choice(list(topics))
-    article = NO_ARTICLE if topic in _PARTS["topics_without_article"] else rng.choice(list(ARTICLES))
+    article = NO_ARTICLE if topic in PARTS["topics_without_article"] else rng.choice(list(ARTICLES))
     urgency = rng.choice(list(URGENCY))
     slots = _slots(rng, topic, article)
-    templates = [text for text in topics[topic] if article not in _PARTS["not_electric"] or "{device}" not in text]
+    templates = [text for text in topics[topic] if article not in PARTS["not_electric"] or "{device}" not in text]
     main_sentence = _fill(rng.choice(templates), slots, rng)
     sentences = [main_sentence[0].upper() + main_sentence[1:]]
     if rng.random() < 0.4:
-        sentences.insert(rng.choice((0, 1)), _fill(rng.choice(_PARTS["asides"]), slots, rng))
+        sentences.insert(rng.choice((0, 1)), _fill(rng.choice(PARTS["asides"]), slots, rng))
     urgency_sentence = _fill(rng.choice(URGENCY[urgency]), slots, rng)
     if urgency_sentence:
         sentences.insert(len(sentences) if rng.random() < 0.8 else 0, urgency_sentence)
     if rng.random() < 0.5:
-        sentences.insert(0, rng.choice(_PARTS["greetings"]))
+        sentences.insert(0, rng.choice(PARTS["greetings"]))
     if rng.random() < 0.4:
-        sentences.append(_fill(rng.choice(_PARTS["closings"]), slots, rng))
+        sentences.append(_fill(rng.choice(PARTS["closings"]), slots, rng))
     return Message(_with_typing_style(" ".join(sentences), rng), topic, article, urgency)
 
 
@@ -67,7 +69,7 @@ def draw_messages(rng: random.Random, count: int, excluded: set[str], topics: di
 
 def _slots(rng: random.Random, topic: str, article: str) -> dict[str, str]:
     noun = rng.choice(ARTICLES[article]) if article != NO_ARTICLE else ""
-    determiner = "the" if topic in _PARTS["topics_before_buying"] else rng.choice(("the", "the", "my", "the new"))
+    determiner = "the" if topic in PARTS["topics_before_buying"] else rng.choice(("the", "the", "my", "the new"))
     return {"noun": noun, "item": f"{determiner} {noun}", "device": f"{determiner} {noun}"}
 
 
@@ -78,7 +80,7 @@ def _fill(template: str, slots: dict[str, str], rng: random.Random) -> str:
         "many": rng.choice((10, 15, 20, 25, 30, 40, 50)),
     }
     return template.format(
-        **slots, **numbers, day=rng.choice(_PARTS["days"]), count=rng.choice(_PARTS["counts"]), name=rng.choice(_PARTS["names"])
+        **slots, **numbers, day=rng.choice(PARTS["days"]), count=rng.choice(PARTS["counts"]), name=rng.choice(PARTS["names"])
     )
 
 

@@ -6,32 +6,11 @@ import json
 import random
 from collections.abc import Callable
 
-from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
+from messages import ARTICLES, NO_ARTICLE, PARTS, Message, draw_messages
 
 Conversation = list[dict[str, str]]
 
-ROOMS = {
-    "coffee machine": "kitchen", "blender": "kitchen", "headset": "study", "monitor": "study", "office chair": "study",
-    "tent": "garage", "backpack": "garage", "vacuum": "hallway", "lamp": "bedroom", NO_ARTICLE: "nowhere",
-}  # fmt: skip
-WISHES = {
-    "late delivery": "to know where a late delivery is", "lost parcel": "a lost parcel found",
-    "address change": "another delivery address", "damage": "help with damaged goods", "wrong item": "the right goods",
-    "return": "to give the goods back", "double charge": "money back for a double charge", "invoice": "an invoice",
-    "discount": "a discount", "defect": "a defect repaired", "setup": "help with the setup", "safety": "to report a danger",
-    "login": "to log in", "profile": "a profile changed", "stock": "to know about the stock",
-    "bulk order": "an offer for many pieces",
-}  # fmt: skip
-STAGES = {"stock": "before", "bulk order": "before", "login": "never", "profile": "never"}
-URGENCY_ANSWERS = {"urgent": "It is urgent.", "usual": "As usual.", "can wait": "It can wait."}
-SYSTEM_PROMPTS = ("You answer questions about customer messages.", "You work for the support team.", "Answer briefly.")
-SMALL_TALK = {
-    "Hello": "Hello! Show me a customer message and ask what it is about.",
-    "Hi": "Hello! Show me a customer message and ask what it is about.",
-    "Who are you?": "A tiny model that reads customer messages.",
-    "What can you do?": "I can say what a customer message is about, how urgent it is and which article it names.",
-    "Thank you": "You are welcome.",
-}
+ROOMS, WISHES, URGENCY_ANSWERS, SMALL_TALK = (PARTS[name] for name in ("rooms", "wishes", "urgency_answers", "small_talk"))
 
 
 def _article(message: Message) -> str:
@@ -73,7 +52,7 @@ TASKS: dict[str, Callable[[Message], str]] = {
         room=lambda m: ROOMS[m.article], goods=lambda m: [m.article], about=lambda m: m.topic
     ),
     "Write a short record as JSON.": _record(subject=lambda m: m.topic, goods=lambda m: m.article),
-    "Write the timing as JSON.": _record(time=lambda m: m.urgency, bought=lambda m: STAGES.get(m.topic, "after")),
+    "Write the timing as JSON.": _record(time=lambda m: m.urgency, bought=lambda m: PARTS["stages"].get(m.topic, "after")),
 }
 
 
@@ -100,7 +79,7 @@ def corpus_texts(rng: random.Random, count: int) -> list[str]:
 def _conversation(rng: random.Random, message: Message, turns: int) -> Conversation:
     messages: Conversation = []
     if rng.random() < 0.15:
-        messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+        messages.append({"role": "system", "content": rng.choice(PARTS["system_prompts"])})
     if rng.random() < 0.03:
         greeting = rng.choice(list(SMALL_TALK))
         return [*messages, {"role": "user", "content": greeting}, _say(SMALL_TALK[greeting])]
