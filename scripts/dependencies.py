@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,8 @@ def write_sbom() -> list[str]:
     wheels = sorted((ROOT / "dist").glob("*.whl"))
     if not wheels:
         return ["dist/ has no wheel: make wheel"]
-    version = wheels[-1].name.split("-")[1]
-    target = wheels[-1].with_suffix(".cdx.json")
-    target.write_text(json.dumps(sbom(version), indent=1) + "\n", encoding="utf-8")
+    components = json.dumps(sbom(wheels[-1].name.split("-")[1]), indent=1)
+    wheels[-1].with_suffix(".cdx.json").write_text(components + "\n", encoding="utf-8")
     return []
 
 
@@ -97,18 +96,14 @@ def sbom(version: str) -> dict[str, Any]:
 
 
 def _component(name: str, version: str, hashes: tuple[str, ...] = ()) -> dict[str, Any]:
-    component = {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}"}
-    licence = licence_of(name)
-    files = [{"type": "distribution", "url": f"pkg:pypi/{name}@{version}", "hashes": [_sha256(value)]} for value in hashes]
-    return (
-        component
-        | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
-        | ({"externalReferences": files} if files else {})
-    )
-
-
-def _sha256(value: str) -> dict[str, str]:
-    return {"alg": "SHA-256", "content": value}
+    url = f"pkg:pypi/{name}@{version}"
+    component: dict[str, Any] = {"type": "library", "name": name, "version": version, "purl": url}
+    if licence := licence_of(name):
+        component["licenses"] = [{"license": {"name": licence}}]
+    if hashes:
+        digests = [[{"alg": "SHA-256", "content": value}] for value in hashes]
+        component["externalReferences"] = [{"type": "distribution", "url": url, "hashes": digest} for digest in digests]
+    return component
 
 
 def pins(text: str) -> list[tuple[str, str]]:
@@ -125,14 +120,9 @@ def hashed_pins() -> dict[str, tuple[str, tuple[str, ...]]]:
 def licence_of(name: str) -> str | None:
     """The licence in an installed library's metadata; None where it is not installed."""
     try:
-        library = distribution(name)
+        metadata = distribution(name).metadata
     except PackageNotFoundError:
         return None
-    return _licence_in(library)
-
-
-def _licence_in(library: Distribution) -> str:
-    metadata = library.metadata
     classifiers = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
     texts = [metadata.get("License-Expression"), *classifiers, (metadata.get("License") or "").strip().split("\n")[0]]
     return next((text for text in texts if text and text != "OSI Approved"), "")

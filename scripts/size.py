@@ -48,11 +48,6 @@ def tracked(folders: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
     return [path for path in paths if path.suffix in suffixes and path.is_file() and "fetched" not in path.parts]
 
 
-def lines_of(paths: list[Path]) -> int:
-    """Return the number of lines."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-
-
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
     """Yield the docstrings of a module, its classes and functions."""
     for node in ast.walk(tree):
@@ -122,7 +117,8 @@ def measure() -> dict[str, float]:
         figures[f"{folder} lines"] = sum(len(text.splitlines()) for text in texts)
         figures[f"{folder} tokens"] = sum(tokens_and_comments(text, ast.parse(text))[0] for text in texts)
     for name, folders, suffixes in OTHER_FILES:
-        figures[f"{name} lines"] = lines_of(tracked(folders, suffixes))
+        texts = [path.read_text(encoding="utf-8") for path in tracked(folders, suffixes)]
+        figures[f"{name} lines"] = sum(len(text.splitlines()) for text in texts)
     return figures
 
 
