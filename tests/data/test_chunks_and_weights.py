@@ -1,9 +1,9 @@
 """Long texts in chunks, and several files with weights: no token is missing, and a seed repeats the choice of rows."""
 
 import pytest
-from small_data import build_tokenizer, prepare, recipe, talk
+from small_data import build_tokenizer, prepare, recipe
 
-from finetune.errors import DataError, RecipeError
+from finetune.errors import RecipeError
 
 TOKENIZER = build_tokenizer()
 
@@ -26,13 +26,6 @@ def test_a_long_text_is_cut_into_even_chunks_without_losing_a_token(write):
     assert chunked.report.trained_tokens == sum(label != -100 for row in chunked.train for label in row["labels"])
     assert (chunked.report.rows_used, chunked.report.rows_chunked, chunked.report.sequences) == (3, 2, len(lengths))
     assert "2 cut into chunks" in chunked.report.account()
-
-
-def test_only_plain_text_is_cut_into_chunks(write):
-    path = write("rows.jsonl", [talk("Hi", "long " * 80)])
-    with pytest.raises(DataError, match="1 row.* longer than max_length 32") as error:
-        prepared(path, 32, excess_length="chunk")
-    assert "Only rows of plain text" in error.value.fix
 
 
 @pytest.fixture

@@ -49,13 +49,6 @@ def test_conversations_in_any_format_become_the_same_example(write, row, name):
     assert only(rows).content() == {"messages": MESSAGES, "answers": (1,)}
 
 
-def test_alpaca_input_system_and_history_are_all_used(write):
-    row = {"instruction": "Sum", "input": "2+2", "output": "4", "system": "Be brief.", "history": [["Hi", "Hello"]]}
-    example = only(examples_of(write("rows.jsonl", [row])))
-    assert [message["content"] for message in example.messages] == ["Be brief.", "Hi", "Hello", "Sum\n\n2+2", "4"]
-    assert example.answers == (4,)
-
-
 @pytest.mark.parametrize(
     "columns", ["instruction,reasoning,output", "prompt,Complex_CoT,response", "query,chain-of-thought,answer"]
 )
@@ -70,71 +63,12 @@ def test_question_reasoning_and_answer_in_columns_become_an_answer_with_reasonin
     assert plain == {"role": "assistant", "content": "0."}
 
 
-def test_reasoning_that_the_answer_repeats_is_not_taught_twice(write):
-    answer = "<think>\nTwo and two.\n</think>\n\n4"
-    rows = [{"question": "2+2?", "reasoning": text, "answer": answer} for text in ("Two and two.", "Four.")]
-    split = examples_of(write("rows.jsonl", rows))
-    assert only(split).messages[1] == {"role": "assistant", "content": answer}
-    assert split.refused[0].reason == "differs from the reasoning in the answer, before </think>"
-
-
-def test_a_system_prompt_as_bedrock_writes_it_is_read(write):
-    row = {"schemaVersion": "bedrock-conversation-2024", "system": [{"text": "Be brief."}], "messages": list(MESSAGES)}
-    assert only(examples_of(write("rows.jsonl", [row]))).messages == ({"role": "system", "content": "Be brief."}, *MESSAGES)
-
-
-def test_sharegpt_system_column_opens_the_conversation(write):
-    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-    assert only(examples_of(write("rows.jsonl", [row]))).messages[0] == {"role": "system", "content": "Be brief."}
-
-
-def test_prompt_and_completion_and_text_stay_plain(write):
-    assert only(examples_of(write("a.jsonl", [{"prompt": "2+2=", "completion": "4"}]))).content() == {
-        "prompt": "2+2=",
-        "completion": "4",
-    }
-    assert only(examples_of(write("b.jsonl", [{"text": "Just text."}]))).content() == {"text": "Just text."}
-
-
-def test_turns_of_the_prompt_are_not_trained(write):
-    turns = talk("a", "b", "c", "d")["messages"]
-    assert only(examples_of(write("b.jsonl", [{"prompt": turns[:3], "completion": turns[3:]}]))).answers == (3,)
-
-
-def test_tool_calls_and_tools_are_kept(write):
-    call = {"type": "function", "function": {"name": "track", "arguments": {"parcel": None}}}
-    turns = [
-        {"role": "user", "content": "Where?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "name": "track", "content": ""},
-        {"role": "assistant", "content": "Here."},
-    ]
-    example = only(examples_of(write("rows.jsonl", [{"messages": turns, "tools": json.dumps([{"name": "track"}])}])))
-    assert example.answers == (1, 3)
-    assert example.messages[1]["tool_calls"] == [call]
-    assert example.tools == ({"type": "function", "function": {"name": "track"}},)
-
-
-def test_columns_are_mapped_to_the_fields_of_a_format(write):
-    path = write("rows.csv", "question,answer,id\nWhere is my tea?,On its way.,7\n")
-    rows = examples_of(path, columns={"instruction": "question", "output": "answer"})
-    assert rows.format == "alpaca"
-    assert only(rows).messages == MESSAGES
-    assert rows.unused_columns == ("id",)
-
-
 def test_keys_of_messages_are_mapped_too(write):
     turns = [{"speaker": "human", "said": "Where is my tea?"}, {"speaker": "model", "said": "On its way."}]
     rows = examples_of(
         write("rows.jsonl", [{"talk": turns}]), columns={"messages": "talk", "role": "speaker", "content": "said"}
     )
     assert only(rows).messages == MESSAGES
-
-
-def test_a_refused_field_is_called_by_the_users_column(write):
-    path = write("rows.csv", "question,answer\nWhere?,\nWho?,me\n")
-    rows = examples_of(path, columns={"prompt": "question", "completion": "answer"})
-    assert [(row.row, row.field, row.reason) for row in rows.refused] == [(2, "answer", "is empty")]
 
 
 def test_a_named_format_settles_columns_that_fit_two(write):
@@ -163,13 +97,6 @@ def test_a_question_and_its_answer_under_usual_names_are_a_conversation(write, c
     assert only(rows).messages == MESSAGES
 
 
-def test_a_mapping_to_a_column_that_is_not_there_names_those_that_are(write):
-    with pytest.raises(DataError, match="maps prompt to a column 'qestion', and the file has question, answer"):
-        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]), columns={"prompt": "qestion"})
-    with pytest.raises(DataError, match="'promt' is not a field"):
-        examples_of(write("rows.jsonl", [{"question": "a", "answer": "b"}]), columns={"promt": "question"})
-
-
 def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
     rows = [{"prompt": f"Frage {n}, «ü»\n", "completion": f'"{n}", ok 🙂'} for n in range(5)]
     files = [write("a.jsonl", rows), write("b.json", json.dumps(rows, indent=1)), write("c.json", json.dumps({"data": rows}))]
@@ -183,31 +110,11 @@ def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
         assert [example.content() for example in examples_of(file).examples] == rows, file
 
 
-def test_parquet_conversations_of_different_shapes_lose_their_empty_fields(tmp_path):
-    turns = [
-        {"role": "user", "content": "Hi", "name": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "track", "id": None}]},
-        {"role": "assistant", "content": "Hello"},
-    ]
-    parquet.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "rows.parquet")
-    example = only(examples_of(str(tmp_path / "rows.parquet")))
-    call = {"type": "function", "function": {"name": "track", "arguments": {}}}
-    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
 def test_several_files_are_read_in_order_each_in_its_own_format(write):
     first, second = write("a.jsonl", [talk("Hi", "Hello")]), write("b.csv", "instruction,output\nHi,Hello\n")
     rows = examples_of([first, second])
     assert [(example.file, example.row) for example in rows.examples] == [(first, 1), (second, 2)]
     assert rows.format == "messages, alpaca"
-
-
-def test_rows_are_numbered_as_a_person_counts_lines(write):
-    path = write("rows.csv", 'prompt,completion\na,b\n"two\nlines",c\n\nd,\n')
-    assert [example.row for example in examples_of(path).examples] == [2, 3]
-    assert [row.row for row in examples_of(path).refused] == [6]
-    path = write("rows.jsonl", '\ufeff{"text": "a"}\r\n\r\n{"text": ""}\r\n')
-    assert [row.row for row in examples_of(path).refused] == [3]
 
 
 def test_max_rows_reads_only_the_first_rows_over_all_files(write):

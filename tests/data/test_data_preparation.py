@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, read_examples, recipe, talk
+from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
 from finetune.errors import DataError, RecipeError
 
@@ -27,14 +27,6 @@ def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
     assert json.loads(json.dumps(report.as_json()))["format"] == "messages"
 
 
-def test_long_rows_stop_everything_by_default_and_are_listed_with_their_tokens(write, tokenizer):
-    path = write("rows.jsonl", rows_of(1, 40, 60))
-    with pytest.raises(DataError, match="2 row\\(s\\) are longer than max_length 32 tokens") as error:
-        prepare(recipe(path), tokenizer, max_length=32)
-    assert f"{path}, row 3:" in error.value.problems[1]
-    assert "excess_length=truncate" in error.value.fix
-
-
 def test_long_rows_are_cut_or_left_out_and_the_tokens_counted(write, tokenizer):
     path = write("rows.jsonl", rows_of(1, 40, 60))
     whole = prepare(recipe(path), tokenizer, max_length=None)
@@ -45,16 +37,6 @@ def test_long_rows_are_cut_or_left_out_and_the_tokens_counted(write, tokenizer):
     assert cut.report.tokens_dropped == sum(whole.lengths) - sum(cut.lengths)
     assert (left_out.report.rows_too_long, left_out.report.rows_truncated, left_out.report.rows_used) == (2, 0, 1)
     assert left_out.report.tokens_dropped == sum(whole.lengths[1:])
-
-
-def test_a_row_whose_answer_is_cut_away_is_refused_not_dropped(write, tokenizer):
-    path = write("rows.jsonl", [*rows_of(1), talk("long " * 50, "never seen")])
-    with pytest.raises(
-        DataError, match="row 2: no trained token is left after truncation to 32 tokens: the answer begins at token"
-    ):
-        prepare(recipe(path, excess_length="truncate"), tokenizer, max_length=32)
-    report = prepare(recipe(path, excess_length="truncate", on_bad_rows="skip"), tokenizer, max_length=32).report
-    assert ([row.row for row in report.rows_refused], report.rows_used, report.rows_truncated) == ([2], 1, 0)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -84,16 +66,6 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
     for row in prepared.train:
         trained = [label == token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
         assert trained and all(trained) and row["labels"][0] == -100
-
-
-def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write, tokenizer):
-    train, eval_path = write("train.jsonl", rows_of(1, 2, 2) + rows_of(1)), write("eval.jsonl", rows_of(9) + [talk("new", "b")])
-    prepared = prepare(recipe(train, eval_path=eval_path), tokenizer, max_length=None)
-    assert (prepared.report.rows_used, prepared.report.duplicate_rows) == (4, 1)
-    assert any("1 row(s) are duplicates" in warning for warning in prepared.report.warnings)
-    assert any(
-        "1 row(s) that are held out have the prompt of a training row" in warning for warning in prepared.report.warnings
-    )
 
 
 def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
@@ -129,18 +101,6 @@ def test_a_tenth_of_fifty_rows_is_held_out_unless_the_recipe_says_otherwise(writ
     assert report.rows_held_out == held_out
     is_noted = "5 of 50 rows are held out; to train on all: dataset.test_split_size=0" in str(report.warnings)
     assert is_noted == bool(held_out)
-
-
-def test_holding_out_every_row_or_in_two_ways_is_an_error(write, tokenizer):
-    path = write("rows.jsonl", rows_of(1, 2))
-    with pytest.raises(DataError, match="holds out 2 of 2 usable rows"):
-        prepare(recipe(path, test_split_size=2), tokenizer, max_length=None)
-    with pytest.raises(RecipeError, match="eval_path and dataset.test_split_size both"):
-        read_examples(recipe(path, test_split_size=1, eval_path=path).dataset)
-    with pytest.raises(RecipeError, match="test_split_size is 2.5"):
-        read_examples(recipe(path, test_split_size=2.5).dataset)
-    with pytest.raises(RecipeError, match="eval_split names a split of a hub dataset"):
-        read_examples(recipe(path, eval_split="test").dataset)
 
 
 def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_changes_tokens(write, tmp_path):

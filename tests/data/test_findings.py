@@ -23,23 +23,6 @@ def test_clean_rows_have_no_finding_and_a_short_account(write):
     assert (report.findings, report.account()) == ((), "30 rows read: 30 used")
 
 
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        (talk("What is it?", "A caf\ufffd."), "replaced"),
-        (talk("Stop</s>", "No."), "literal"),
-        (talk("Stop", "No.</s>"), "control"),
-        (talk("Who are you?", "I am {{name}}, made by {{ author }}."), "placeholder"),
-        (talk("<image>\nWhat is it?", "A shelf."), "media"),
-        (CLEAN[0], "duplicates"),
-    ],
-)
-def test_a_finding_names_its_rows_and_what_to_do(write, row, kind):
-    [finding] = report_of(write, [*CLEAN, row, *([] if kind == "duplicates" else [talk("x", "y")])]).findings
-    assert (finding.kind, finding.rows) == (kind, 1)
-    assert finding.first[0].endswith("rows.jsonl, row 31") and finding.fix
-
-
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
 def test_a_system_turn_at_an_end_that_the_template_drops_is_reported(write, template):
     first_only = template.replace("for message in messages", "for message in messages if message['role'] != 'system'")
@@ -48,32 +31,6 @@ def test_a_system_turn_at_an_end_that_the_template_drops_is_reported(write, temp
     rows = [{"messages": messages} for messages in turns]
     [finding] = prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(first_only), max_length=None).report.findings
     assert (finding.kind, finding.rows) == ("altered", 30)
-
-
-@pytest.mark.parametrize("row", [{"text": "Stop</s> now"}, {"prompt": "Stop</s> ", "completion": "now"}])
-def test_special_tokens_in_plain_text_are_reported(write, row):
-    [finding] = report_of(write, [row]).findings
-    assert (finding.kind, finding.rows) == ("control", 1)
-
-
-def test_the_same_answer_to_everything_is_found(write):
-    [finding] = report_of(write, [talk(f"Question {n}?", "Yes.") for n in range(30)] + CLEAN[:1]).findings
-    assert (finding.kind, finding.rows) == ("same answer", 30)
-    assert "30 row(s) of 31 have the same answer" in str(finding)
-
-
-def test_answers_in_several_languages_are_found_by_their_script(write):
-    rows = [
-        *CLEAN,
-        talk("Straße?", "Größe 42"),
-        talk("Только?", "Да, конечно."),
-        talk("何?", "はい、東京です。"),
-        talk("6 x 7?", "42"),
-    ]
-    [finding] = report_of(write, rows).findings
-    assert (finding.kind, finding.rows) == ("languages", 2)
-    assert "most (31) in Latin: 1 in Cyrillic, 1 in Chinese or Japanese" in str(finding)
-    assert "row" in finding.first[0] and "32" in finding.first[0]
 
 
 @pytest.mark.parametrize(("long_rows", "reported"), [(1, False), (2, True)])

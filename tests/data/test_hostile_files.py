@@ -36,40 +36,11 @@ def problem(path, **dataset) -> str:
     return text
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_an_empty_file_is_called_empty(write, suffix):
-    assert "the file is empty (0 bytes)" in problem(write(f"rows.{suffix}", b""))
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "csv.zst"])
 def test_a_pointer_of_git_lfs_is_called_one(write, suffix):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5135149\n"
     text = problem(write(f"rows.{suffix}", pointer))
     assert "is a pointer of git-lfs, not the file" in text and "git lfs pull" in text
-
-
-def test_a_table_without_rows_or_header_is_named(write):
-    assert "has no rows" in problem(write("rows.csv", "prompt,completion\n"))
-    assert "has no rows" in problem(write("rows.csv", "\ufeff\n\n"))
-    assert "no known format has these columns: (no name)" in problem(write("rows.csv", " \n\t\n"))
-    text = problem(write("rows.csv", "Where is it?,On its way\nWho?,Me\n"))
-    assert "no known format has these columns: Where is it?, On its way" in text
-    assert "more than once" in problem(write("rows.csv", "text,text\na,b\n"))
-
-
-@pytest.mark.parametrize(
-    ("suffix", "encoding"), [("jsonl", "utf-16"), ("jsonl", "utf-16-le"), ("json", "utf-16-be"), ("csv", "utf-32")]
-)
-def test_other_encodings_are_named_with_the_command_that_converts_them(write, suffix, encoding):
-    text = problem(write(f"my rows.{suffix}", GOOD.encode(encoding)))
-    assert f"is {encoding.upper().replace('-LE', 'LE').replace('-BE', 'BE')} text" in text
-    assert "iconv -f UTF-" in text and "my rows" in text
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_bom_and_crlf_are_read(write, suffix):
-    path = write(f"rows.{suffix}", "\ufeff" + GOOD.replace("\n", "\r\n") * 2)
-    assert len(read_examples(recipe(path).dataset).train.examples) == 2
 
 
 @pytest.mark.slow
@@ -98,21 +69,6 @@ def test_a_json_array_in_one_line_is_read_and_its_giant_row_refused(write):
     assert (len(rows.examples), rows.refused[0].row) == (1, 2)
 
 
-def test_broken_json_is_named_with_line_and_column(write):
-    assert "line 2, column 11: is not JSON" in problem(write("rows.json", '[{"text": "a"},\n {"text": b}]'))
-    assert "a list of flat objects" in problem(write("rows.json", "[" * 200_000)).lower()
-    assert "is a single value" in problem(write("rows.json", "42"))
-    assert "has no rows" in problem(write("rows.json", "[]"))
-    assert "has columns (prompt, completion), not rows" in problem(
-        write("rows.json", '{"prompt": {"0": "a"}, "completion": {"0": "b"}}')
-    )
-
-
-def test_an_open_quote_that_swallows_the_rest_of_a_table_is_not_one_bad_row(write):
-    text = problem(write("rows.csv", 'prompt,completion\na,b\nc,"d\n' + "e,f\n" * 100), on_bad_rows="skip")
-    assert "line 3: a quote is opened and not closed" in text
-
-
 def test_a_file_of_another_kind_is_recognised(write):
     assert "is a gzip file" in problem(write("rows.jsonl", gzip.compress(GOOD.encode())))
     assert "is a zip or Excel file" in problem(write("rows.csv", b"PK\x03\x04 and so on"))
@@ -120,12 +76,6 @@ def test_a_file_of_another_kind_is_recognised(write):
     assert "only zero bytes" in problem(write("rows.jsonl", bytes(4096)))
     assert "ends in .xlsx, which is not supported" in problem(write("rows.xlsx", "a"))
     assert "has no extension" in problem(write("rows", "a"))
-
-
-def test_rows_of_tokens_are_called_that(write):
-    rows = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 2
-    for path in (write("rows.jsonl", rows), write("rows.json", json.dumps({"input_ids": [[1, 2]], "labels": [[1, 2]]}))):
-        assert "these rows are tokens already" in problem(path)
 
 
 def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
@@ -179,12 +129,6 @@ def test_a_file_that_may_not_be_read_says_so():
         text = os.read(read_end, 10_000).decode()
         os.close(read_end)
     assert "Permission denied" in text and f"chmod u+r {path}" in text
-
-
-def test_every_missing_file_is_named_at_once(tmp_path):
-    with pytest.raises(DataError) as error:
-        find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.csv"), str(tmp_path)])
-    assert len(error.value.problems) == 3
 
 
 def test_names_with_control_characters_are_printed_inert(tmp_path, write):

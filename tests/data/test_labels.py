@@ -6,7 +6,6 @@ from small_data import prepare, talk
 
 from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED
-from finetune.errors import DataError
 from finetune.recipe import recipe_from
 
 HELLO = talk("Hi", "Hello")["messages"]
@@ -28,11 +27,6 @@ def test_every_shape_is_the_same_answer(shape):
     assert (example.question()[-1]["content"], example.reference(), example.desirable) == ("Hi", "Hello", True)
 
 
-def test_of_a_conversation_the_last_answer_is_meant():
-    example = parse({"messages": [*HELLO, *talk("And?", "Bye")["messages"]], "label": False}, "labelled", {}, "rows.jsonl", 1)
-    assert (example.answers, example.reference(), example.desirable) == ((3,), "Bye", False)
-
-
 def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(write, tokenizer):
     rows = [talk(f"Is {n} even?", "Yes." if n % 2 == 0 else "Yes, of course it is") | {"label": n % 2 == 0} for n in range(40)]
     path = write("rows.jsonl", [{"label": True}, *rows])
@@ -46,40 +40,10 @@ def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(w
     assert (len(prepared.train), len(prepared.eval), len(prepared.report.rows_refused)) == (30, 10, 1)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"messages": HELLO, "label": "good"}, "is text, not true or false"),
-        ({"messages": HELLO, "label": 2}, "is the number 2, not true or false"),
-        ({"messages": HELLO, "label": None}, "not true or false"),
-        ({"label": True, "text": "Hi"}, "has no answer: the columns are prompt and completion"),
-        ({"messages": HELLO[:1], "label": True}, "no assistant turn"),
-    ],
-)  # fmt: skip
-def test_a_row_that_is_not_labelled_is_one_sentence(write, tokenizer, row, reason):
-    path = write("rows.jsonl", [SHAPES["messages"], SHAPES["messages"] | {"label": False}, row])
-    with pytest.raises(DataError) as error:
-        prepare(labelled(path), tokenizer, max_length=None)
-    assert reason in "\n".join(error.value.problems)
-
-
-def test_llama_factorys_column_is_found(write, tokenizer):
-    path = write("rows.jsonl", [{"messages": HELLO, "kto_tag": True}, {"messages": HELLO[:1] + HELLO[1:], "kto_tag": False}])
-    prepared = prepare(labelled(path), tokenizer, max_length=None, report_only=True)
-    assert prepared.train["desirable"] == [True, False]
-    assert prepared.report.columns == {"label": "kto_tag"}
-
-
 def findings_of(write, tokenizer, labels, answer="Answer {}", **more):
     path = write("rows.jsonl", [talk(f"Question {n}", answer.format(n)) | {"label": label} for n, label in enumerate(labels)])
     prepared = prepare(labelled(path, **more), tokenizer, max_length=None, report_only=True)
     return {finding.kind: finding for finding in prepared.report.findings}
-
-
-def test_labels_of_one_kind_teach_nothing(write, tokenizer):
-    assert findings_of(write, tokenizer, [True] * 3)["one label"].blocks
-    with pytest.raises(DataError, match="all marked bad"):
-        prepare(labelled(write("bad.jsonl", [SHAPES["trl"] | {"label": False}] * 2)), tokenizer, max_length=None)
 
 
 def test_unbalanced_labels_are_said_with_the_weight_that_balances_them(write, tokenizer):
@@ -87,12 +51,6 @@ def test_unbalanced_labels_are_said_with_the_weight_that_balances_them(write, to
     finding = findings_of(write, tokenizer, labels.tolist())["label balance"]
     assert "10 answers are good and 30 bad" in str(finding) and "desirable_weight=3" in finding.fix
     assert "label balance" not in findings_of(write, tokenizer, labels.tolist(), desirable_weight=3.0)
-
-
-def test_an_answer_that_is_good_and_bad_is_a_contradiction(write, tokenizer):
-    path = write("rows.jsonl", [SHAPES["trl"], SHAPES["trl"] | {"label": False}])
-    with pytest.raises(DataError, match="marked good and bad"):
-        prepare(labelled(path), tokenizer, max_length=None)
 
 
 @pytest.mark.parametrize(

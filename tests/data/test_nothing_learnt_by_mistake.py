@@ -1,7 +1,5 @@
 """Files in the shapes of other tools: each is trained on as it is meant, or refused by the name of what it is."""
 
-import json
-
 import pytest
 from small_data import advised, build_tokenizer, prepare, read_examples, recipe, talk, trained_text
 
@@ -74,23 +72,6 @@ def test_rows_that_point_at_an_image_that_is_left_out_are_refused(write):
     assert (row.row, row.reason) == (1, "has <image> in its text, in the place of what is left out")
 
 
-@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": "0"}, {"loss": False}, {"loss_weight": 0.0}])
-def test_answers_that_a_file_says_not_to_train_on_are_not(write, flag):
-    row = talk("a", "b", "c", "d")
-    row["messages"][1].update(flag)
-    [example] = read_examples(recipe(write("rows.jsonl", [row])).dataset).train.examples
-    assert example.answers == (3,)
-
-
-def test_a_half_weight_and_a_user_to_be_trained_are_refused(write):
-    half, user = talk("a", "b"), talk("a", "b")
-    half["messages"][1]["weight"] = 0.5
-    user["messages"][0]["train"] = True
-    reasons = [row.reason for row in read_examples(recipe(write("rows.jsonl", [half, user, user])).dataset).train.refused]
-    assert "a message is trained on or not: 1 or 0" in reasons[0]
-    assert "only the assistant's can be trained on" in reasons[1]
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
     template = (
@@ -127,10 +108,3 @@ def test_reasoning_that_the_template_leaves_out_is_left_out_as_its_refusal_says(
     ignoring = recipe(path, columns=columns, ignore_columns=["reasoning_content"])
     [example] = prepare(ignoring, build_tokenizer(), max_length=None).examples
     assert example.messages[-1] == {"role": "assistant", "content": "4"}
-
-
-def test_a_system_column_that_contradicts_the_conversation_is_refused(write):
-    path = write("rows.jsonl", [{**talk("Hi", "Hello", system="Be brief."), "system": "Be long."}])
-    [row] = read_examples(recipe(path).dataset).train.refused
-    assert (row.field, row.reason) == ("system", "differs from the system prompt in the conversation")
-    assert json.loads(json.dumps(recipe(path, ignore_columns=["system"]).dataset.ignore_columns)) == ["system"]

@@ -42,11 +42,6 @@ def test_every_shape_is_the_same_pair(shape):
     assert [answer.reference() for answer in example.pair()] == ["Hello", "Go."]
 
 
-def test_texts_stay_texts():
-    example = parse({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, "preference", {}, "rows.jsonl", 1)
-    assert [(answer.prompt, answer.completion) for answer in example.pair()] == [("Q: 1+1?", " 2"), ("Q: 1+1?", " 3")]
-
-
 @pytest.mark.parametrize("shape", ["implicit", "ranking-alpaca"])
 def test_a_row_has_both_answers_and_trains_nothing_of_the_prompt(write, tokenizer, shape):
     longer = {"implicit": talk("Hi", "Hello and welcome")["messages"], "ranking-alpaca": "Hello and welcome"}[shape]
@@ -64,26 +59,6 @@ def test_a_row_has_both_answers_and_trains_nothing_of_the_prompt(write, tokenize
     assert prepared.report.total_tokens == sum(map(len, (*rows["input_ids"], *rows["rejected_input_ids"])))
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "Hi", "chosen": "Yes", "rejected": " Yes"}, "are equal"),
-        ({"chosen": HELLO, "rejected": HELLO}, "are equal"),
-        ({"chosen": HELLO, "rejected": [{"role": "user", "content": "Other"}, GO[1]]}, "differ in the prompt"),
-        ({"prompt": "Bye", "chosen": HELLO, "rejected": GO}, "its prompt is not the row's"),
-        ({"chosen": "Hello", "rejected": "Go."}, "without a prompt"),
-        ({"chosen": HELLO[1:], "rejected": GO[1:]}, "no prompt"),
-        ({"prompt": "Hi", "chosen": "", "rejected": "Go."}, "empty"),
-        ({"prompt": "Hi", "chosen": None, "rejected": "Go."}, "missing"),
-        ({"chosen": [*HELLO, HELLO[0]], "rejected": HELLO}, "what follows"),
-    ],
-)
-def test_what_is_no_pair_is_refused_by_its_row(write, tokenizer, row, reason):
-    path = write("rows.jsonl", [SHAPES["implicit"] if "prompt" not in row else SHAPES["ultrafeedback"], row])
-    with pytest.raises(DataError, match=f"(?s)row 2.*{reason}"):
-        prepare(pairs(path), tokenizer, max_length=None)
-
-
 def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, tokenizer):
     path = write("rows.jsonl", [SHAPES["implicit"]])
     with pytest.raises(DataError, match=DPO) as error:
@@ -93,47 +68,11 @@ def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, to
         prepare(pairs(write("talks.jsonl", [talk("Hi", "Hello")])), tokenizer, max_length=None)
 
 
-def test_chosen_answers_that_are_nearly_always_longer_are_a_finding(write, tokenizer):
-    def kinds(longer):
-        answers = [("Yes, that is so", "No")] * longer + [("No", "Yes, that is so")] * (30 - longer)
-        rows = [
-            {"instruction": f"Is {n} odd?", "chosen": chosen, "rejected": rejected}
-            for n, (chosen, rejected) in enumerate(answers)
-        ]
-        report = prepare(pairs(write("rows.jsonl", rows)), tokenizer, max_length=None).report
-        return [(finding.kind, finding.rows) for finding in report.findings if finding.kind == "length bias"]
-
-    assert kinds(longer=27) == [("length bias", 27)]
-    assert kinds(longer=20) == []
-
-
 def test_columns_by_other_names_are_mapped(write, tokenizer):
     row = {"question": "Hi", "response_j": "Hello", "response_k": "Go."}
     columns = {"instruction": "question", "chosen": "response_j", "rejected": "response_k"}
     prepared = prepare(pairs(write("rows.jsonl", [row]), columns=columns), tokenizer, max_length=None)
     assert prepared.examples[0].reference() == "Hello"
-
-
-def test_pairs_in_both_orders_contradict_each_other(write, tokenizer):
-    rows = [{"prompt": f"Question {n}", "chosen": "Yes", "rejected": "No"} for n in range(3)]
-    path = write("rows.jsonl", [*rows, rows[0] | {"chosen": "No", "rejected": "Yes"}])
-    prepared = prepare(pairs(path), tokenizer, max_length=None)
-    assert [(finding.kind, finding.rows) for finding in prepared.report.findings if finding.kind == "contradictions"] == [
-        ("contradictions", 2)
-    ]
-
-
-def test_answers_that_are_cut_to_the_same_are_refused(write, tokenizer):
-    long = "and so on " * 20
-    rows = [
-        {"prompt": "Q", "chosen": f" {long}yes", "rejected": f" {long}no"},
-        {"prompt": "Q", "chosen": " a", "rejected": " b"},
-    ]
-    path = write("rows.jsonl", rows)
-    truncated = pairs(path).model_copy(update={"excess_length": "truncate"})
-    assert len(prepare(truncated, tokenizer, max_length=None).train) == 2
-    with pytest.raises(DataError, match="cut to the same"):
-        prepare(truncated, tokenizer, max_length=32)
 
 
 def damaged(value, rng):

@@ -116,22 +116,6 @@ def test_every_shape_becomes_the_same_text_as_openais(write, shape):
         assert tokenizer.decode(sequences[0].input_ids) == tokenizer.decode(expected[0].input_ids)
 
 
-@pytest.mark.parametrize(
-    ("turns", "reason"),
-    [
-        ([{"from": "function_call", "value": "look it up"}], "is text that isn't JSON"),
-        ([{"from": "function_call", "value": '{"arguments": {}}'}], "has no name of a tool"),
-        ([{"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], "is a list, not an object"),
-        ([{"from": "gpt", "value": "<tool_call>what</tool_call>"}], "has a <tool_call> that can't be read"),
-        ([{"from": "gpt", "value": '<tool_call>{"name": "f"}</tool_call> There.'}], "has text after a <tool_call>"),
-    ],
-)
-def test_a_call_that_can_not_be_read_is_a_bad_row(write, turns, reason):
-    rows = [{"conversations": [{"from": "human", "value": "Hi"}, *turns]}]
-    [row] = read_examples(recipe(write("rows.jsonl", rows)).dataset).train.refused
-    assert reason in row.reason
-
-
 def test_a_template_that_changes_arguments_is_refused(write):
     row = openai({"name": "get_weather", "arguments": {"at": [None]}})
     result, _ = encoded(write, row, "gemma4")
