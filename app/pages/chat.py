@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.pictures.display import small_copy
-from finetune.data.pictures.limits import MAX_PICTURES
-from finetune.data.pictures.source import BadPicture, PictureSource
+from finetune.data.pictures.source import MAX_PICTURES, BadPicture, PictureSource
 from finetune.errors import CommandError, PackagesError
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory

@@ -19,7 +19,7 @@ from finetune.settings.schema import Decides, settings_that_decide
 from ..worker import Report, Work, serve
 
 if TYPE_CHECKING:
-    from finetune.data.preparation import EncodedRows, PreparedData
+    from finetune.data.preparation import EncodedRows, SelectedRows
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
@@ -36,7 +36,7 @@ class Questions:
         # data of the last few recipes stays in memory
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
-        self._selected: tuple[str, PreparedData] | None = None
+        self._selected: tuple[str, SelectedRows] | None = None
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
         prepared = self._prepared(parse_recipe(recipe, "recipe"), work.report)
@@ -121,11 +121,11 @@ class Questions:
         rows = functools.partial(self._rows, report=report) if has_data else without_rows
         return plan_recipe(recipe, card, rows, progress=report, compare=compare)
 
-    def _prepared(self, recipe: Recipe, report: Report) -> PreparedData:
+    def _prepared(self, recipe: Recipe, report: Report) -> SelectedRows:
         key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
         # the next question is usually about the same rows
         if self._selected is None or self._selected[0] != key:
-            self._selected = key, self._encode(recipe, report).select(recipe, None).prepared()
+            self._selected = key, self._encode(recipe, report).select(recipe, None)
         return self._selected[1]
 
     def _rows(self, recipe: Recipe, report: Report) -> RowsRead:

@@ -16,7 +16,7 @@ from finetune.settings.methods import METHODS
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from finetune.data.preparation import PreparedData
+    from finetune.data.preparation import SelectedRows
     from finetune.settings import Settings
 
 #: Settings that need this project's trainer, such as its hooks around each step.
@@ -47,9 +47,8 @@ class Plan(plans.Plan):
         if not (self.card.is_cpu or torch.cuda.is_available()):
             raise NoCard(f"the plan is for {self.card.name}, and torch sees no GPU here", "Call to_trl() where it trains.")
         tokenizer = load_tokenizer(settings)
-        selected = encode(settings, tokenizer).select(settings, settings.max_length)
-        selected.raise_problems()
-        rows = selected.prepared()
+        rows = encode(settings, tokenizer).select(settings, settings.max_length)
+        rows.raise_problems()
         arguments = trl_arguments(
             settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
             evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
@@ -107,7 +106,7 @@ def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
     return model
 
 
-def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Dataset:
+def _in_order(rows: SelectedRows, settings: Settings, total_steps: int) -> Dataset:
     from finetune.data.packing import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
 

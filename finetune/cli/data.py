@@ -39,21 +39,20 @@ def show_data(
         recipe, _ = named_model(recipe)
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
-        prepared = selected.prepared()
     refused = None  # printed last: the statistics help to correct the data
     try:
         selected.raise_problems()
     except DataError as error:
         refused = error
-    segments = example_spans(prepared, encoded.encoder.tokenizer)
-    pictures = prepared.examples[0].pictures if len(prepared.examples) else ()
-    held_out = prepared.eval_report
+    segments = example_spans(selected, encoded.encoder.tokenizer)
+    pictures = selected.examples[0].pictures if len(selected.examples) else ()
+    held_out = selected.eval_report
     if as_json:
         print_json({
-            **prepared.report.as_json(),
+            **selected.report.as_json(),
             "eval_report": held_out and held_out.as_json(),
             "data_problem": refused and {"problems": refused.problems, "fix": refused.fix},
-            "fingerprint": prepared.fingerprint,
+            "fingerprint": selected.fingerprint,
             "example": [{"text": text, "trained": trained} for text, trained in segments],
             "example_pictures": [
                 {"path": picture.path, "width": picture.width, "height": picture.height, "digest": picture.digest}
@@ -61,7 +60,7 @@ def show_data(
             ],
         })  # fmt: skip
         return refused.exit_code if refused else 0
-    _print_report("Training rows", prepared.report, refused)
+    _print_report("Training rows", selected.report, refused)
     if held_out is not None:
         out.print()
         _print_report("Held-out rows", held_out, refused)

@@ -15,7 +15,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import coloured, out, print_summary, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.data.pictures.limits import size_problem
+from finetune.data.pictures.source import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET

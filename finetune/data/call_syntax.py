@@ -139,12 +139,15 @@ def _closing(text: str, position: int, pattern: str) -> int:
 
 def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[_ReadCall]:
     value, end = json_at(text, match.end())
-    end = _closing(text, end, closing)
-    for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+    yield from _named_objects(value if isinstance(value, list) else [value], _closing(text, end, closing))
+
+
+def _named_objects(values: list[Any], end: int) -> Iterator[_ReadCall]:
+    for value in values:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("no name of a tool")
-        arguments: Any = item.get("arguments", item.get("parameters", {}))
-        yield item["name"], arguments, end
+        arguments: Any = value.get("arguments", value.get("parameters", {}))
+        yield value["name"], arguments, end
 
 
 def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterator[_ReadCall]:
@@ -163,8 +166,7 @@ def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
     # other JSON is no call
     if text[position:].strip():
         raise ValueError("text after the calls")
-    for value in values:
-        yield value["name"], value.get("parameters", value.get("arguments", {})), position
+    yield from _named_objects(values, position)
 
 
 def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> Iterator[_ReadCall]:

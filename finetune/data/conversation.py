@@ -27,7 +27,7 @@ _COPIED_KEYS = ("name", "tool_call_id")
 #: Keys of the reasoning before an answer; the template gets it under the key that it reads.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether a message is trained on: OpenAI's, Axolotl's, ms-swift's and others'.
-_TRAIN_KEYS = ("weight", "loss_weight", "train", "trainable", "training", "loss")
+_TRAIN_KEYS = ("train", "trainable", "training", "loss", "weight", "loss_weight")
 _FLAG_SPELLINGS = {False: (0, "0", "0.0", "false"), True: (1, "1", "1.0", "true")}
 #: Keys of turns that are a question and its answer.
 _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("question", "answer"), ("prompt", "response"))
@@ -164,8 +164,10 @@ def _is_trained(source: Values, path: str, role: str) -> bool:
             reason = f"is {type_phrase(source[key])}; a message is trained on or not: 1 or 0, true or false"
             raise BadRow(f"{path}.{key}", reason)
         flags[key] = flag
-    if role != "assistant" and flags.get("train"):
-        raise BadRow(f"{path}.train", f"is true on a message of the {role}; only the assistant's can be trained on")
+    # a weight of 1 is the usual value
+    wanted = next((key for key in _TRAIN_KEYS[:4] if flags.get(key)), None)
+    if role != "assistant" and wanted:
+        raise BadRow(f"{path}.{wanted}", f"is true on a message of the {role}; only the assistant's can be trained on")
     return role != "assistant" or all(flags.values())
 
 

@@ -103,7 +103,7 @@ class SourceReader:
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-        self._sample = _first_rows(self._remaining_rows)
+        self._sample = _take(self._remaining_rows, _SAMPLE_ROWS, (bytes,), 0)
         self._dataset = dataset
         rows = [row for row in self._sample if isinstance(row, Row)]
         if not rows:
@@ -119,18 +119,11 @@ class SourceReader:
         self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
     def batches(self) -> Iterator[list[Row | Refused]]:
-        batch: list[Row | Refused] = []
-        size, batch_rows = 0, PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
-        for row in itertools.chain(self._sample, self._remaining_rows):
-            batch.append(row)
-            size += _size(row.values, (str, bytes), 8) if isinstance(row, Row) else 0
-            # limits depend on the rows alone, so an interrupted cache finds the same batches again
-            if len(batch) == batch_rows or size > _BATCH_CHARACTERS:
-                self.rows_read += len(batch)
-                yield batch
-                batch, size = [], 0
-        self.rows_read += len(batch)
-        if batch:
+        rows = itertools.chain(self._sample, self._remaining_rows)
+        batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
+        # limits depend on the rows alone, so an interrupted cache finds the same batches again
+        while batch := _take(rows, batch_rows, (str, bytes), 8):
+            self.rows_read += len(batch)
             yield batch
 
     def parsed(self) -> Iterator[ParsedBatch]:
@@ -154,18 +147,18 @@ class SourceReader:
             raise DataError(self.unused.problems(asked), "\n".join(fixes))
 
 
-def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
-    sample: list[Row | Refused] = []
+def _take(rows: Iterator[Row | Refused], most: int, *measure: Any) -> list[Row | Refused]:
+    taken: list[Row | Refused] = []
     size = 0
-    for row in itertools.islice(rows, _SAMPLE_ROWS):
-        sample.append(row)
-        size += _size(row.values, (bytes,)) if isinstance(row, Row) else 0
+    for row in itertools.islice(rows, most):
+        taken.append(row)
+        size += _size(row.values, *measure) if isinstance(row, Row) else 0
         if size > _BATCH_CHARACTERS:
             break
-    return sample
+    return taken
 
 
-def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int = 0) -> int:
+def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int) -> int:
     if isinstance(value, counted):
         return len(value)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -9,10 +9,9 @@ from functools import partial
 import numpy as np
 
 from finetune.data.report import Finding, format_locations
-from finetune.data.shards import StoredRows
+from finetune.data.shards import SCRIPTS, StoredRows
 from finetune.data.tokenizer import is_replaced
 from finetune.data.tokens import Encoder
-from finetune.data.writing_scripts import SCRIPTS
 
 #: Smallest shares of rows that are reported: truncated, with the same answer, and with an answer in another
 #: script than most.

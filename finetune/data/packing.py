@@ -36,13 +36,8 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
             datasets.enable_progress_bars()
     after, longest = _totals(packed)
     after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
-    changed = [name for name in {**before, **after} if before[name] != after[name]]
-    differences = [f"{name}: {before[name]:,} before, {after[name]:,} after" for name in changed]
-    if differences or longest > max_length:
-        raise FinetuneError(
-            [f"packing changed the data; {difference}" for difference in differences]
-            or ["packing made sequences that are too long"]
-        )
+    if before != after or longest > max_length:
+        raise FinetuneError(f"packing changed the data: {dict(before)} before, {dict(after)} after, longest {longest:,}")
     return packed
 
 

@@ -39,50 +39,6 @@ Progress = Callable[[int, int | None], None]
 
 
 @dataclass
-class PreparedData:
-    """The trainer's datasets and their report."""
-
-    splits: list[LimitedSplit]
-    report: DataReport
-    eval_report: DataReport | None
-    fingerprint: str
-    #: Tokens per training sequence.
-    lengths: list[int]
-    #: The source rows.
-    examples: StoredExamples
-    eval_examples: Iterable[Example]
-    #: All training rows are prompts with completions, without a template.
-    plain: bool
-
-    @cached_property
-    def train(self) -> Dataset:
-        """Return the training sequences: input_ids and labels."""
-        return self.splits[0].dataset(f"{self.fingerprint}-train")
-
-    @cached_property
-    def eval(self) -> Dataset | None:
-        """Return the held-out sequences, if any."""
-        return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
-
-    def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        # `train` imports datasets, which takes a second
-        row = self._row(index).to_pylist()[0]
-        return row["input_ids"], row["labels"]
-
-    def pictures(self, index: int) -> tuple[PictureSource, ...]:
-        """Return the images of one training sequence."""
-        row = self._row(index)
-        return pictures_of(row, 0) if PICTURES in row.column_names else ()
-
-    def _row(self, index: int) -> pa.Table:
-        for table in self.splits[0].tables():
-            if index < table.num_rows:
-                return table.slice(index, 1)
-            index -= table.num_rows
-        raise IndexError(index)
-
-
-@dataclass
 class EncodedRows:
     """Every row as tokens, or why it has none, before max_length applies."""
 
@@ -122,13 +78,64 @@ class SelectedRows:
     splits: list[LimitedSplit]
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of each training sequence."""
-        return self.splits[0].lengths
+    def _held_out(self) -> LimitedSplit | None:
+        return self.splits[1] if len(self.splits) > 1 else None
 
     @property
     def eval_rows(self) -> int:
-        return len(self.splits[1].lengths) if len(self.splits) > 1 else 0
+        return len(self._held_out.lengths) if self._held_out else 0
+
+    @cached_property
+    def train(self) -> Dataset:
+        """Return the training sequences: input_ids and labels."""
+        return self.splits[0].dataset(f"{self.fingerprint}-train")
+
+    @cached_property
+    def eval(self) -> Dataset | None:
+        return self._held_out.dataset(f"{self.fingerprint}-eval") if self._held_out else None
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each training sequence."""
+        return self.splits[0].lengths.tolist()
+
+    @property
+    def examples(self) -> StoredExamples:
+        return self.splits[0].examples()
+
+    @property
+    def eval_examples(self) -> Iterable[Example]:
+        return self._held_out.examples() if self._held_out else []
+
+    @property
+    def plain(self) -> bool:
+        """Return whether no training row uses a template."""
+        return bool(self.splits[0].stored.has("pair")[self.splits[0].used].all())
+
+    def sequence(self, index: int) -> tuple[list[int], list[int]]:
+        # `train` imports datasets, which takes a second
+        row = self._row(index).to_pylist()[0]
+        return row["input_ids"], row["labels"]
+
+    def pictures(self, index: int) -> tuple[PictureSource, ...]:
+        """Return the images of one training sequence."""
+        row = self._row(index)
+        return pictures_of(row, 0) if PICTURES in row.column_names else ()
+
+    def _row(self, index: int) -> pa.Table:
+        for table in self.splits[0].tables():
+            if index < table.num_rows:
+                return table.slice(index, 1)
+            index -= table.num_rows
+        raise IndexError(index)
+
+    @cached_property
+    def report(self) -> DataReport:
+        return _report(self.splits[0], self.findings[0])
+
+    @cached_property
+    def eval_report(self) -> DataReport | None:
+        return _report(self._held_out, self.findings[1]) if self._held_out else None
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
@@ -194,18 +201,19 @@ class SelectedRows:
             kinds = ", ".join(finding.kind for finding in blocking)
             raise DataError(list(map(str, blocking)), f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
 
-    def prepared(self) -> PreparedData:
-        train, held_out = self.splits[0], self.splits[1] if len(self.splits) > 1 else None
-        return PreparedData(
-            splits=self.splits,
-            report=_report(train, self.findings[0]),
-            eval_report=_report(held_out, self.findings[1]) if held_out else None,
-            fingerprint=_fingerprint(self.splits, self.recipe, self.encoded.encoder, self.max_length),
-            lengths=train.lengths.tolist(),
-            examples=train.examples(),
-            eval_examples=held_out.examples() if held_out else [],
-            plain=bool(train.stored.has("pair")[train.used].all()),
-        )
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return the hash of the rows and of their tokens' settings."""
+        recipe, encoder = self.recipe, self.encoded.encoder
+        template = encoder.template and encoder.template.source
+        settings: list[Any] = [self.max_length, recipe.excess_length, recipe.train_on_inputs, template]
+        if recipe.dataset.weights:
+            settings += [recipe.dataset.weights, recipe.seed]
+        identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
+        hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
+        for split in self.splits:
+            hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())
+        return hashed.hexdigest()
 
 
 def file_infos(dataset: DatasetRecipe) -> dict[Source, FileInfo]:
@@ -314,15 +322,3 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         findings=findings,
         pictures=summarise_pictures(limited.stored.picture_sizes, limited.used),
     )
-
-
-def _fingerprint(splits: list[LimitedSplit], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
-    template = encoder.template and encoder.template.source
-    settings: list[Any] = [max_length, recipe.excess_length, recipe.train_on_inputs, template]
-    if recipe.dataset.weights:
-        settings += [recipe.dataset.weights, recipe.seed]
-    identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
-    hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
-    for split in splits:
-        hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())
-    return hashed.hexdigest()

@@ -270,13 +270,12 @@ def _rows_in(content: Any, name: str) -> list[Any]:
 
 def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
     csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
-    with _open_text(path) as file:  # opened twice: a compressed file can't be read again from its start
-        header_line = file.readline(LINE_LIMIT)
-    with _open_text(path) as file:
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _limited_lines(file, name, "Check the line ends and quotes.")
+        header_line = next(lines, "")
         # a comma, unless the header has only another usual separator
         delimiter = "\t" if file_type(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in header_line), ",")
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(itertools.chain([header_line], lines), delimiter=delimiter, strict=True)
         column_names: list[str] = []
         while True:
             line_number = reader.line_num + 1
@@ -305,10 +304,6 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
                 yield Row(name, line_number, dict(zip(column_names, values, strict=True)))
 
 
-def _open_text(path: Path) -> IO[str]:
-    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
 def _header(cells: list[str], name: str) -> list[str]:
     if len(cells) > _MAX_COLUMNS:
         raise DataError(f"{name}: line 1: the header has {len(cells):,} columns", "Keep those with prompts and answers.")
@@ -328,49 +323,46 @@ def _text(path: Path, name: str) -> Iterator[Row | Refused]:
             yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
 
 
-def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
+def _parquet(path: Path, name: str) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
-    with _data_errors(path, name, "Parquet"), parquet.ParquetFile(path) as file:
-        yield from _table_rows(file.iter_batches(batch_size=_rows_at_once(file.metadata, name)), path, name)
+    with parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=_rows_at_once(file.metadata, name))
 
 
-def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
+def _arrow(path: Path) -> Iterator[Any]:
     import pyarrow as pa
 
-    with _data_errors(path, name, "Arrow"), pa.memory_map(str(path)) as file:
+    with pa.memory_map(str(path)) as file:
         if file.read(6) == b"ARROW1":
             table = pa.ipc.open_file(file)
             batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
         else:
             file.seek(0)
             batches = pa.ipc.open_stream(file)
-        yield from _table_rows((batch.validate(full=True) or batch for batch in batches), path, name)
+        yield from (batch.validate(full=True) or batch for batch in batches)
 
 
-@contextlib.contextmanager
-def _data_errors(path: Path, name: str, type_name: str) -> Iterator[None]:
+def _table(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
-    if not path.stat().st_size:
+    size, number, is_parquet = path.stat().st_size, 0, file_type(path) == ".parquet"
+    if not size:
         raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
+    left = _MOST_UNPACKED * size + _UNPACKED_BYTES
     try:
-        yield
+        for batch in _parquet(path, name) if is_parquet else _arrow(path):
+            if (left := left - batch.nbytes) < 0:
+                raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check what wrote it.")
+            for index in range(batch.num_rows):
+                number += 1
+                yield _table_row(batch.slice(index, 1), name, number)
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).split("\n")[0][:200]
+        reason = printable(str(error).split("\n")[0][:200], 200)
         raise DataError(
-            f"{name}: can't be read as {type_name}: {printable(reason, 200)}", "Check that it was downloaded completely."
+            f"{name}: can't be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}",
+            "Check that it was downloaded completely.",
         ) from None
-
-
-def _table_rows(batches: Iterable[Any], path: Path, name: str) -> Iterator[Row | Refused]:
-    number, left = 0, _MOST_UNPACKED * path.stat().st_size + _UNPACKED_BYTES
-    for batch in batches:
-        if (left := left - batch.nbytes) < 0:
-            raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check what wrote it.")
-        for index in range(batch.num_rows):
-            number += 1
-            yield _table_row(batch.slice(index, 1), name, number)
 
 
 def _rows_at_once(metadata: Any, name: str) -> int:
@@ -399,6 +391,6 @@ def drop_nulls(value: Any) -> Any:
 
 
 READERS = {
-    ".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _text, ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _text, ".parquet": _table,
+    ".arrow": _table,
 }  # fmt: skip

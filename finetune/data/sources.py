@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune import hub
 from finetune.data.data_files import FOLDER_TYPES, DataFiles
-from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
-from finetune.data.report import Refused, printable
+from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, drop_nulls, file_type, read_file
+from finetune.data.report import Refused, first_line, printable
 from finetune.errors import DataError
 from finetune.files import expanded, read_object
-from finetune.hub import HUB_ID
 
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 
+#: Readers of `datasets` that are allowed, out of some thirty: formats that are also read locally, never a dataset's code.
+_HUB_READERS = ("json", "csv", "parquet")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
@@ -44,8 +46,6 @@ class Source:
         """Read the rows, also unreadable ones. Raise DataError for the whole source."""
         if self.path is not None:
             return read_file(self.path, self.name, self.split if self.only_split else None, has_splits=self.has_splits)
-        from finetune.data.hub_datasets import read_hub
-
         return read_hub(self.name, self.config, self.split, self.revision)
 
 
@@ -195,7 +195,7 @@ def require_path_or_id(path_text: str) -> None:
     if _ADDRESS.match(path_text):
         raise DataError(f"{name}: is an address, which is not read", "Download it, and give the file's path.")
     # the path may be of another machine
-    if not (_looks_local(Path(path_text), path_text) or HUB_ID.fullmatch(path_text)):
+    if not (_looks_local(Path(path_text), path_text) or hub.HUB_ID.fullmatch(path_text)):
         raise DataError(
             f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."
         )
@@ -247,3 +247,45 @@ def _path_hint(path: Path) -> str:
         return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
     label = "this folder" if str(folder) == "." else printable(str(folder), 200)
     return f"In {label} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
+
+
+def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:
+    """Read the rows of one split, numbered from 1. Raise DataError."""
+    file = f"{name}:{split}"
+    for number, row in enumerate(_load(name, config, split, revision), 1):
+        yield Row(file, number, {key: drop_nulls(value) for key, value in row.items()})
+
+
+def _load(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    from datasets import load_dataset_builder
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    hub.is_reachable()
+    try:
+        builder = load_dataset_builder(name, config, revision=revision)
+        kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").split(".")[0]
+        if kind not in _HUB_READERS:
+            raise DataError(
+                f"{name}: is a dataset of kind {printable(kind)}, which is not supported",
+                f"Supported kinds: {', '.join(_HUB_READERS)}.",
+            )
+        builder.download_and_prepare()
+        # images are checked before anything is decoded
+        return builder.as_dataset(split=split).to_iterable_dataset().decode(False)
+    except DatasetNotFoundError as error:
+        raise DataError(
+            f"{name}: there is no such file, bundled dataset or dataset on the hub ({first_line(error)})",
+            "Check the spelling; for a private or gated dataset run  hf auth login",
+        ) from None
+    except ConnectionError as error:
+        raise DataError(
+            f"{name}: is not a local file, and the hub can't be reached: {first_line(error)}",
+            "Check the path or the network. For a dataset downloaded earlier set  HF_HUB_OFFLINE=1",
+        ) from None
+    except (DatasetsError, OSError, ValueError) as error:
+        fix = "Look at the dataset's page on the hub, or download its files and give their path."
+        if "split" in str(error):
+            fix = "Name a split with dataset.split, for example  dataset.split=train"
+        elif "onfig" in str(error):
+            fix = "Name a configuration with dataset.name."
+        raise DataError(f"{name}: can't be loaded from the hub: {first_line(error)}", fix) from None

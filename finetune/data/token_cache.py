@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from finetune.checksum import with_checksum
 from finetune.data.examples import SourceReader
-from finetune.data.pictures.reader import file_stat
+from finetune.data.pictures.reader import FileStat, file_stat
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
 from finetune.data.row_parser import ParsedBatch, RowParser
@@ -56,8 +56,7 @@ _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 class FileInfo:
     """A source file before it is read."""
 
-    #: Size, time and inode.
-    stat: tuple[int, ...] | None = None
+    stat: FileStat = None
     sha256: str = ""
     #: Approximate number of rows; None if a line is not a row.
     lines: int | None = None
@@ -69,7 +68,7 @@ class FileInfo:
         if path is None:
             return cls()
         try:
-            stat = _file_stat(path)
+            stat = file_stat(path)
             digest, lines = hashlib.sha256(), 0
             with path.open("rb", buffering=0) as file:
                 while chunk := file.read(2**22):
@@ -93,7 +92,7 @@ def tokenise_source(
     part = entry.read(source.name)
     if part is None:
         part = _fill_entry(entry, SourceReader(source, dataset, limit), encoder, progress)
-        if _file_stat(path) != info.stat:
+        if file_stat(path) != info.stat:
             entry.remove()
             raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
     progress(part.rows_read)
@@ -279,15 +278,11 @@ class CacheEntry:
 
 def _crc32(path: Path) -> int:
     value = 0
+    # a mapped file would count as memory of the process
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(2**22):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def _file_stat(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from finetune.errors import FinetuneError
 from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.data.preparation import PreparedData
+    from finetune.data.preparation import SelectedRows
 
 
-def example_spans(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
-    """Return sequence `index` as (text, is trained) spans. Raise FinetuneError."""
-    count = len(prepared.lengths)
-    if not count:
-        return []
-    if not 0 <= index < count:
-        raise FinetuneError(f"there is no training sequence {index}", f"The last one is {count - 1}; the first is 0.")
-    return decode_spans(*prepared.sequence(index), tokenizer)
+def example_spans(prepared: SelectedRows, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
+    """Return sequence `index` as (text, is trained) spans, empty without sequences."""
+    return decode_spans(*prepared.sequence(index), tokenizer) if prepared.lengths else []
 
 
 def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 
-from finetune.errors import FinetuneError, OutOfMemory
+from finetune.errors import OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds
 
 #: More processes don't help: one process reads and distributes the rows.
@@ -29,44 +29,41 @@ class Workers:
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
-        self._connections: list[Connection] = []
+        self._processes: dict[Connection, Any] = {}
         self._idle: list[Connection] = []
-        self._processes: list[Any] = []
         count = min(usable_cpus(), _MAX_PROCESSES)
         # macOS and Windows can't fork safely
         for _ in range(count if count > 1 and sys.platform == "linux" else 0):
             parent_end, child_end = get_context("fork").Pipe()
-            arguments = (child_end, [*self._connections, parent_end], work)
+            arguments = (child_end, [*self._processes, parent_end], work)
             process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
             # the fork lacks other threads, such as the status line's, and doesn't need them
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 process.start()
             child_end.close()
-            self._connections.append(parent_end)
+            self._processes[parent_end] = process
             self._idle.append(parent_end)
-            self._processes.append(process)
 
     def submit(self, *task: Any) -> Iterator[Any]:
         """Start a task, and yield results that are ready, in any order."""
-        if not self._connections:
+        if not self._processes:
             yield self._work(*task)
             return
         # waits only while all forks are busy
         yield from self._collect(0 if self._idle else None)
-        connection = self._idle.pop()
-        connection.send(task)
+        self._idle.pop().send(task)
 
     def remaining_results(self) -> Iterator[Any]:
-        while len(self._idle) < len(self._connections):
+        while len(self._idle) < len(self._processes):
             yield from self._collect(None)
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
             process.join()
 
     def _collect(self, timeout_s: float | None) -> Iterator[Any]:
-        busy = [connection for connection in self._connections if connection not in self._idle]
+        busy = [connection for connection in self._processes if connection not in self._idle]
         for connection in wait(busy, timeout_s) if busy else []:
             assert isinstance(connection, Connection)
             try:
@@ -77,13 +74,9 @@ class Workers:
                     "Run the command again: finished batches are kept.",
                 ) from None
             self._idle.append(connection)
-            if isinstance(result, _TaskError):
-                raise result.error if isinstance(result.error, Exception) else FinetuneError.from_json(result.error)
+            if isinstance(result, Exception):
+                raise result
             yield result
-
-
-class _TaskError(NamedTuple):
-    error: Any  # of this program as JSON values
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
@@ -107,4 +100,4 @@ def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., A
         except BrokenPipeError:
             return
         except Exception as error:  # noqa: BLE001 - raised again in the parent
-            tasks.send(_TaskError(error.as_json() if isinstance(error, FinetuneError) else error))
+            tasks.send(error)

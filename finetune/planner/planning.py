@@ -237,7 +237,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         selected.raise_problems()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
-    statistics = statistics_of(selected) if len(selected.lengths) else None
+    statistics = statistics_of(selected) if len(selected.splits[0].lengths) else None
     token_rows = selected.encoded.trained_embedding_rows
     return RowsRead(statistics, problem, tuple(selected.notes), selected.splits, token_rows)
 
@@ -246,9 +246,8 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     """Tokenise the recipe's rows."""
 
     say("reading the data")
-    from finetune.data.new_tokens import rows_of_tokens
     from finetune.data.preparation import encode, file_infos
-    from finetune.data.tokenizer import load_tokenizer
+    from finetune.data.tokenizer import load_tokenizer, rows_of_tokens
 
     recipe, _ = with_method(recipe)
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported

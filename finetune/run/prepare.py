@@ -27,7 +27,7 @@ from finetune.settings import AUTO, Recipe, resolved
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.data.preparation import PreparedData, SelectedRows
+    from finetune.data.preparation import SelectedRows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prepared:
 
     recipe: Recipe
     plan: Plan
-    data: PreparedData
+    data: SelectedRows
     tokenizer: Any
     pictures: Any = None  # the model's processor, for examples with images
 
@@ -67,9 +67,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     if not card.is_cpu and (lacking := triton_needs()):
         plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     encoder = rows.selected.encoded.encoder
-    return Prepared(
-        recipe, plan, prepared.prepared(), encoder.tokenizer, encoder.picture_processor if settings.vision else None
-    )
+    return Prepared(recipe, plan, prepared, encoder.tokenizer, encoder.picture_processor if settings.vision else None)
 
 
 class _Rows:

@@ -93,7 +93,7 @@ def prepare(recipe, tokenizer, *, max_length, progress=None, report_only=False):
     selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
     if not report_only:
         selected.raise_problems()
-    return selected.prepared()
+    return selected
 
 
 def talk(*turns: str, system: str | None = None) -> dict:

@@ -115,6 +115,7 @@ def test_mistrals_list_of_calls_is_read():
         ("qwen3_8", "I would call a <function>.", False),
         ("llama3_1", '{"city": "Bern"}', False),
         ("llama3_1", '{"name": "f", "parameters": {"a": 1}', True),
+        ("llama3_1", '{"name": "f", "parameters": {}}; {"a": 1}', True),
         ("lfm2_v2", "<|tool_call_start|>[f(x, 1)]<|tool_call_end|>", True),
         ("gemma4_v5", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', True),
     ],

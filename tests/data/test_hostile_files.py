@@ -17,7 +17,7 @@ from small_data import read_examples, recipe, talk
 
 from finetune.data.data_files import DataFiles
 from finetune.data.readers import read_file
-from finetune.data.sources import Source, find_sources
+from finetune.data.sources import Source, find_sources, read_hub
 from finetune.errors import DataError, FinetuneError
 
 GOOD = json.dumps(talk("Hi", "Hello")) + "\n"
@@ -34,13 +34,6 @@ def problem(path, **dataset) -> str:
     assert text.isprintable() or set(text) - {"\n"} == {letter for letter in text if letter.isprintable()}
     assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) < 500
     return text
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "csv.zst"])
-def test_a_pointer_of_git_lfs_is_called_one(write, suffix):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5135149\n"
-    text = problem(write(f"rows.{suffix}", pointer))
-    assert "is a pointer of git-lfs, not the file" in text and "git lfs pull" in text
 
 
 @pytest.mark.slow
@@ -67,32 +60,6 @@ def test_a_json_array_in_one_line_is_read_and_its_giant_row_refused(write):
     rows = read_examples(recipe(path).dataset).train
     assert time.process_time() - start < 60
     assert (len(rows.examples), rows.refused[0].row) == (1, 2)
-
-
-def test_a_file_of_another_kind_is_recognised(write):
-    assert "is a gzip file" in problem(write("rows.jsonl", gzip.compress(GOOD.encode())))
-    assert "is a zip or Excel file" in problem(write("rows.csv", b"PK\x03\x04 and so on"))
-    assert "can't be read as Parquet" in problem(write("rows.parquet", GOOD))
-    assert "only zero bytes" in problem(write("rows.jsonl", bytes(4096)))
-    assert "ends in .xlsx, which is not supported" in problem(write("rows.xlsx", "a"))
-    assert "has no extension" in problem(write("rows", "a"))
-
-
-def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
-    assert "In this folder there is no data file" in problem("typo.jsonl")
-    write("support.jsonl", GOOD)
-    assert "Did you mean" in problem(str(tmp_path / "suport.jsonl"))
-    assert "there is support.jsonl" in problem(str(tmp_path / "zzz.csv"))
-    assert "There is no folder" in problem(str(tmp_path / "no" / "rows.jsonl"))
-
-
-def test_a_directory_without_data_is_named_with_what_it_has(write, tmp_path):
-    assert "it has nothing" in problem(str(tmp_path))
-    write("notes.md", "about")
-    write("dataset_info.json", "{}")
-    assert "is a directory without data files" in problem(str(tmp_path)) and "notes.md" in problem(str(tmp_path))
-    write("state.json", "{}")
-    assert "was written by save_to_disk" in problem(str(tmp_path)) and "to_parquet" in problem(str(tmp_path))
 
 
 def test_links_that_lead_in_a_circle_pipes_and_impossible_names_are_errors(tmp_path):
@@ -148,8 +115,6 @@ def test_a_dataset_that_is_not_local_is_looked_for_on_the_hub_and_the_error_says
 
 
 def test_datasets_are_loaded_like_hub_ones_and_only_in_known_formats(tmp_path, monkeypatch):
-    from finetune.data.hub_datasets import read_hub
-
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "train.jsonl").write_text(GOOD * 2)

@@ -3,7 +3,7 @@
 import pytest
 from small_data import build_tokenizer, recipe
 
-from finetune.data.new_tokens import add_tokens, rows_of_tokens
+from finetune.data.tokenizer import add_tokens, rows_of_tokens
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, RecipeError
 

@@ -12,10 +12,10 @@ from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_toke
 from small_data import build_tokenizer, prepare, read_examples, recipe
 
 from app.views.data import marked
-from finetune.data import hub_datasets
 from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture
+from finetune.data.sources import read_hub
 from finetune.data.trained_spans import example_spans
 from finetune.errors import PackagesError, RecipeError
 
@@ -106,15 +106,16 @@ def test_parquet_rows_have_pictures_as_bytes(cats):
     assert [example.pictures[0].width for example in _read(cats / "rows.parquet")] == [8, 9]
 
 
-def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked():
+def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, monkeypatch):
     from datasets import Dataset, Features, Image, List, Value
 
     features = Features({"image": Image(), "images": List(Image()), "text": Value("string")})
     rows = {"image": [picture(8, 6)], "images": [[picture(9, 5)]], "text": ["a"]}
-    row = hub_datasets._undecoded(Dataset.from_dict(rows, features=features))[0]
-    assert isinstance(row["image"]["bytes"], bytes) and isinstance(row["images"][0]["bytes"], bytes)
-    texts = Dataset.from_dict({"text": ["a"]})
-    assert hub_datasets._undecoded(texts) is texts
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "rows" / "train.parquet"))
+    [row] = read_hub(str(tmp_path / "rows"), None, "train", None)
+    assert isinstance(row.values["image"]["bytes"], bytes) and isinstance(row.values["images"][0]["bytes"], bytes)
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ from finetune.compat.processors import (
     with_picture_texts,
 )
 from finetune.data.checks import BadRow
-from finetune.data.pictures.limits import MIN_SIDE
-from finetune.data.pictures.source import require_pillow
+from finetune.data.pictures.source import MIN_SIDE, require_pillow
 from finetune.data.report import first_line
 from finetune.errors import ModelError
 from finetune.settings.vision import pixel_limit
@@ -164,14 +163,8 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
     return PictureProcessor(processor, pixel_limit(recipe))
 
 
-# `_stat` makes the cache miss after a change
-@cache
-def _digest(path: Path, _stat: tuple[int, int]) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def processor_identity(folder: Path | str) -> list[str]:
     """Return digests of a folder's processor settings."""
     # a hub id's revision is known elsewhere
     paths = [Path(folder) / name for name in FILES] if isinstance(folder, Path) else []
-    return [_digest(path, (path.stat().st_size, path.stat().st_mtime_ns)) for path in paths if path.is_file()]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()]

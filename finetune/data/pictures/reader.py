@@ -15,8 +15,8 @@ from finetune.data.workers import usable_cpus
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
-#: Size and time of a file that was looked at; None if there was none.
-FileStat = tuple[int, int] | None
+#: Size, time and inode of a file that was looked at; None if there was none.
+FileStat = tuple[int, int, int] | None
 
 
 class PictureReader:
@@ -73,9 +73,9 @@ class PictureReader:
 
 
 def file_stat(path: Path) -> FileStat:
-    """Return size and modification time; None without the file."""
+    """Return size, modification time and inode; None without the file."""
     try:
         stat = path.stat()
     except (OSError, ValueError):
         return None
-    return stat.st_size, stat.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from finetune.data.checks import BadRow, Values, is_blank, parse_if_text, quoted, type_phrase
-from finetune.data.pictures.limits import MAX_FILE_BYTES
+from finetune.data.pictures.source import MAX_FILE_BYTES
 
 #: An image in a message's text: OBJECT REPLACEMENT CHARACTER.
 PICTURE_MARK = "\ufffc"
@@ -54,16 +54,12 @@ def picture_references(value: Any, field: str) -> list[PictureReference]:
 def picture_reference(value: Any, field: str) -> PictureReference:
     """Read a path, a data: URI, bytes, or an object with one of these. Raise BadRow."""
     # objects as OpenAI and `datasets` write them
-    return _from_object(value, field) if isinstance(value, dict) else _plain(value, field)
+    return _from_object(value, field, _OBJECT_KEYS) if isinstance(value, dict) else _plain(value, field)
 
 
 def _plain(value: Any, field: str) -> PictureReference:
-    # an object with a single text: `{"url": ...}`
     if isinstance(value, dict):
-        key = next((key for key in ("url", "path", "bytes", "data") if isinstance(value.get(key), (str, bytes))), None)
-        if key is None:
-            raise BadRow(field, "is an object without url, path, bytes or data; a picture has one of them")
-        return _from_base64(value[key], f"{field}.data") if key == "data" else _plain(value[key], f"{field}.{key}")
+        return _from_object(value, field, _INNER_KEYS)
     if isinstance(value, bytes):
         return PictureReference(field, content=value)
     if is_blank(value):
@@ -78,14 +74,14 @@ def part_reference(part: Values, path: str) -> PictureReference | None:
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
         raise BadRow(path, "is a picture without image_url" + ("; file_id is of OpenAI only" if part.get("file_id") else ""))
     filled = {key: value for key, value in part.items() if key in _OBJECT_KEYS and not is_blank(value)}
-    return _from_object(filled, path) if filled else None
+    return _from_object(filled, path, _OBJECT_KEYS) if filled else None
 
 
-def _from_object(value: Values, field: str) -> PictureReference:
-    for key, read in _OBJECT_KEYS.items():
+def _from_object(value: Values, field: str, keys: _Keys) -> PictureReference:
+    for key, read in keys.items():
         if not is_blank(value.get(key)):
             return read(value[key], f"{field}.{key}")
-    raise BadRow(field, f"is an object without {', '.join(_OBJECT_KEYS)}; a picture has one of them")
+    raise BadRow(field, f"is an object without {', '.join(keys)}; a picture has one of them")
 
 
 def _from_text(text: str, field: str) -> PictureReference:
@@ -124,8 +120,10 @@ def _from_bytes(value: Any, field: str) -> PictureReference:
     return PictureReference(field, content=value) if isinstance(value, bytes) else _from_base64(value, field)
 
 
-#: Keys of an object that is an image, in the order of search -> reader of the value.
-_OBJECT_KEYS: dict[str, Callable[[Any, str], PictureReference]] = {
+_Keys = dict[str, Callable[[Any, str], PictureReference]]
+#: Keys of an object that is an image, and of an object inside, such as `{"url": ...}`, in the order of search -> their reader.
+_INNER_KEYS: _Keys = {"url": _plain, "path": _plain, "bytes": _plain, "data": _from_base64}
+_OBJECT_KEYS: _Keys = {
     "bytes": _from_bytes, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
     "source": _plain,
 }  # fmt: skip

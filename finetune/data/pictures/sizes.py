@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from finetune.data.pictures.limits import MAX_ASPECT, MAX_PIXELS, MIN_SIDE
+from finetune.data.pictures.source import MAX_ASPECT, MAX_PIXELS, MIN_SIDE
 from finetune.errors import DiskFull
 from finetune.files import cache_dir, write_text
 from finetune.system import replace
