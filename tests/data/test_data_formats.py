@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from small_data import advised, read_examples, recipe, talk
+from small_data import advised, read_examples, recipe
 
 from finetune.errors import DataError
 
@@ -49,36 +49,6 @@ def test_conversations_in_any_format_become_the_same_example(write, row, name):
     assert only(rows).content() == {"messages": MESSAGES, "answers": (1,)}
 
 
-@pytest.mark.parametrize(
-    "columns", ["instruction,reasoning,output", "prompt,Complex_CoT,response", "query,chain-of-thought,answer"]
-)
-def test_question_reasoning_and_answer_in_columns_become_an_answer_with_reasoning(write, columns):
-    question, reasoning, answer = columns.split(",")
-    split = examples_of(
-        write("rows.jsonl", [{question: "1?", reasoning: "It is 1.", answer: "1."}, {question: "0?", answer: "0."}])
-    )
-    assert (split.format, split.unused_columns) == ("alpaca", ())
-    thinking, plain = (example.messages[1] for example in split.examples)
-    assert thinking == {"role": "assistant", "content": "1.", "reasoning_content": "It is 1."}
-    assert plain == {"role": "assistant", "content": "0."}
-
-
-def test_keys_of_messages_are_mapped_too(write):
-    turns = [{"speaker": "human", "said": "Where is my tea?"}, {"speaker": "model", "said": "On its way."}]
-    rows = examples_of(
-        write("rows.jsonl", [{"talk": turns}]), columns={"messages": "talk", "role": "speaker", "content": "said"}
-    )
-    assert only(rows).messages == MESSAGES
-
-
-def test_a_named_format_settles_columns_that_fit_two(write):
-    path = write("rows.jsonl", [{**talk("Hi", "Hello"), "prompt": "Hi", "completion": "Hello"}])
-    with pytest.raises(DataError, match="more than one format: messages and prompt_completion") as error:
-        examples_of(path)
-    assert "dataset.format=messages" in error.value.fix
-    assert only(examples_of(path, format="prompt_completion")).prompt == "Hi"
-
-
 def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(write):
     path = write("rows.jsonl", [{"conversation": list(MESSAGES), "id": 1}])
     with pytest.raises(DataError, match="conversation, id") as error:
@@ -86,15 +56,6 @@ def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(writ
     assert only(examples_of(path, **advised(error.value.fix)[0])).messages == MESSAGES
     for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "text"):
         assert f"{name}:" in error.value.fix
-
-
-@pytest.mark.parametrize(
-    "columns", ["question,answer", "query,response", "question,response", "prompt,response", "instruction,response"]
-)
-def test_a_question_and_its_answer_under_usual_names_are_a_conversation(write, columns):
-    rows = examples_of(write("rows.csv", f"{columns},id\nWhere is my tea?,On its way.,7\n"))
-    assert (rows.format, rows.columns) == ("alpaca", dict(zip(("instruction", "output"), columns.split(","), strict=True)))
-    assert only(rows).messages == MESSAGES
 
 
 def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
@@ -108,13 +69,6 @@ def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
     for file in [*files, str(tmp_path / "f.parquet")]:
         assert [example.content() for example in examples_of(file).examples] == rows, file
-
-
-def test_several_files_are_read_in_order_each_in_its_own_format(write):
-    first, second = write("a.jsonl", [talk("Hi", "Hello")]), write("b.csv", "instruction,output\nHi,Hello\n")
-    rows = examples_of([first, second])
-    assert [(example.file, example.row) for example in rows.examples] == [(first, 1), (second, 2)]
-    assert rows.format == "messages, alpaca"
 
 
 def test_max_rows_reads_only_the_first_rows_over_all_files(write):
@@ -143,12 +97,6 @@ def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_ex
         assert [example.content() for example in examples_of(path).examples] == rows, path
     text = examples_of(write("h.txt", "One line.\n\nAnother.\n"))
     assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
-
-
-def test_words_of_a_csv_are_text(write):
-    cells = ["nan", "NaN", "NA", "None", "null", "True", "01067", "1.50"]
-    rows = examples_of(write("rows.csv", "instruction,output\n" + "".join(f"Say it,{cell}\n" for cell in cells)))
-    assert [example.reference() for example in rows.examples] == cells
 
 
 def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write):

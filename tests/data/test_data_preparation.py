@@ -91,18 +91,6 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer
     assert len(split(4, 1)[2]) == 4
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "held_out"),
-    [(rows_of(*[1] * 50), {}, 5), (rows_of(*[1] * 49), {}, 0), (rows_of(*[1] * 50), {"test_split_size": 0}, 0),
-     ([talk("one prompt for all", f"answer {index}") for index in range(60)], {}, 0)],
-)  # fmt: skip
-def test_a_tenth_of_fifty_rows_is_held_out_unless_the_recipe_says_otherwise(write, tokenizer, rows, settings, held_out):
-    report = prepare(recipe(write("rows.jsonl", rows), **settings), tokenizer, max_length=None).report
-    assert report.rows_held_out == held_out
-    is_noted = "5 of 50 rows are held out; to train on all: dataset.test_split_size=0" in str(report.warnings)
-    assert is_noted == bool(held_out)
-
-
 def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_changes_tokens(write, tmp_path):
     path = write("rows.jsonl", rows_of(1, 2, 30))
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
@@ -135,19 +123,6 @@ def test_progress_ends_at_the_number_of_rows(write, tokenizer):
         progress=lambda count, total: reports.append((count, total)),
     )
     assert reports == [(256, 302), (300, 302), (302, 302)]
-
-
-def test_conversations_need_a_chat_template_and_the_error_says_what_else_can_be_done(write):
-    path = write("rows.jsonl", rows_of(1))
-    with pytest.raises(RecipeError, match="no chat template") as error:
-        prepare(recipe(path), build_tokenizer(None), max_length=None)
-    assert "chat_template" in error.value.fix and "prompt and completion" in error.value.fix
-    assert prepare(recipe(write("text.jsonl", [{"text": "a"}])), build_tokenizer(None), max_length=None).report.rows_used == 1
-
-
-def test_a_template_that_is_not_jinja_is_named_with_its_line(write):
-    with pytest.raises(RecipeError, match="not valid Jinja: line 2"):
-        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("ok\n{% for %}"), max_length=None)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 import itertools
 import json
 import random
-import shlex
 
 import pytest
-from small_data import advised, build_tokenizer, prepare, read_examples, recipe
+from small_data import advised, read_examples, recipe
 
 from finetune.errors import DataError
 
@@ -51,20 +50,6 @@ def test_a_folder_is_read_by_the_names_of_its_files(folder, pattern, held_out):
     assert files_read(path, eval_path=f"{path}/{test}") == ([train], [test])
 
 
-@pytest.mark.parametrize("pattern", ["{}.jsonl", "{}/rows.jsonl"])
-def test_what_the_names_decided_is_a_note(folder, pattern):
-    train, valid, test = (pattern.format(name) for name in ("train", "valid", "test"))
-    report = prepare(recipe(folder([train, valid, test])), build_tokenizer(), max_length=None).report
-    assert any(f"names: {train} to train on; {valid} held out; {test} not read" in note for note in report.warnings)
-
-
-def test_test_rows_are_left_alone_without_validation_rows(folder):
-    path = folder(["train.jsonl", "test.jsonl"])
-    assert files_read(path) == (["train.jsonl"], [])
-    with pytest.raises(DataError, match="no file's name says dev; there is test, train"):
-        files_read(path, eval_split="dev")
-
-
 @pytest.mark.parametrize(
     ("files", "trained", "held_out"),
     [
@@ -80,29 +65,6 @@ def test_names_that_do_not_say_it_are_asked_about_and_the_answer_works(folder, f
         files_read(path)
     [settings] = advised(error.value.fix)
     assert files_read(settings.pop("path"), **settings) == (trained, held_out)
-
-
-@pytest.mark.parametrize(
-    "files", [["a.jsonl", "b.jsonl"], ["train-0.jsonl", "train-1.jsonl"], ["latest.jsonl", "contest.jsonl"]]
-)
-def test_other_names_are_all_trained_on(folder, files):
-    assert files_read(folder(files)) == (sorted(files), [])
-
-
-def test_a_file_or_pattern_that_names_the_split_itself_is_what_is_meant(folder):
-    path = folder(["train.jsonl", "test.jsonl"])
-    assert files_read(f"{path}/test.jsonl") == files_read(f"{path}/test*.jsonl") == (["test.jsonl"], [])
-
-
-def test_hidden_files_and_descriptions_of_data_are_not_rows(folder):
-    path = folder(["rows.jsonl", "._rows.jsonl", ".hidden.jsonl", "dataset_infos.json", ".cache/rows.jsonl"])
-    assert files_read(path) == (["rows.jsonl"], [])
-
-
-def test_a_zip_is_refused_with_the_command_that_unpacks_it(write):
-    with pytest.raises(DataError, match="is a zip file") as error:
-        files_read(write("rows.zip", b"PK\x03\x04"))
-    assert "unzip" in error.value.fix and "dataset.path=rows" in shlex.split(error.value.fix)
 
 
 def test_no_mixture_of_names_trains_on_held_out_or_test_rows(folder, tmp_path):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from small_data import prepare, talk
 
-from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED
 from finetune.recipe import recipe_from
 
@@ -19,12 +18,6 @@ SHAPES = {
 
 def labelled(path, **more):
     return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path}, "method": "kto", **more})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_the_same_answer(shape):
-    example = parse(SHAPES[shape], "labelled", {}, "rows.jsonl", 1)
-    assert (example.question()[-1]["content"], example.reference(), example.desirable) == ("Hi", "Hello", True)
 
 
 def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(write, tokenizer):

@@ -9,7 +9,6 @@ from test_labels import SHAPES as LABELLED_SHAPES
 from test_labels import labelled
 from test_nothing_learnt_by_mistake import DPO
 
-from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError
 from finetune.recipe import recipe_from
@@ -33,13 +32,6 @@ SHAPES = {
 
 def pairs(path, **more):
     return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path, **more}, "method": "dpo"})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_the_same_pair(shape):
-    example = parse(SHAPES[shape], "preference", {}, "rows.jsonl", 1)
-    assert [answer.question()[-1]["content"] for answer in example.pair()] == ["Hi", "Hi"]
-    assert [answer.reference() for answer in example.pair()] == ["Hello", "Go."]
 
 
 @pytest.mark.parametrize("shape", ["implicit", "ranking-alpaca"])
@@ -66,13 +58,6 @@ def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, to
     assert "method=dpo" in error.value.fix
     with pytest.raises(DataError, match="chosen"):
         prepare(pairs(write("talks.jsonl", [talk("Hi", "Hello")])), tokenizer, max_length=None)
-
-
-def test_columns_by_other_names_are_mapped(write, tokenizer):
-    row = {"question": "Hi", "response_j": "Hello", "response_k": "Go."}
-    columns = {"instruction": "question", "chosen": "response_j", "rejected": "response_k"}
-    prepared = prepare(pairs(write("rows.jsonl", [row]), columns=columns), tokenizer, max_length=None)
-    assert prepared.examples[0].reference() == "Hello"
 
 
 def damaged(value, rng):

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_data import advised, read_examples, recipe, talk
 
-from finetune.errors import DataError, RecipeError
+from finetune.errors import DataError
 
 ROWS = [{"prompt": f"Question {n}", "completion": f"Answer {n}"} for n in range(7)]
 TRAIN, TEST = ROWS[:5], ROWS[5:]
@@ -93,16 +93,3 @@ def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write, hel
         prompts_of_splits(path)
     assert prompts_of_splits(path, **advised(error.value.fix)[0]) == EXPECTED_PROMPTS
     assert prompts_of_splits(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
-
-
-@pytest.mark.parametrize("split", ["train", "test", "a sentence"])
-def test_a_split_that_all_rows_have_stops_nothing(write, split):
-    path = write("rows.jsonl", [{**row, "split": split} for row in ROWS])
-    assert len(prompts_of_splits(path)[0]) == 7
-
-
-def test_a_split_that_a_file_without_splits_cannot_have_is_refused_but_train_is_the_whole(write):
-    path = write("rows.jsonl", ROWS)
-    assert len(prompts_of_splits(path, split="train")[0]) == 7
-    with pytest.raises(RecipeError, match="rows.jsonl has none"):
-        prompts_of_splits(path, eval_split="test")
