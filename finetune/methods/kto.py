@@ -69,10 +69,10 @@ class Kto(TrainingMethod):
         if kl_batch:
             # KTO's reference point is not trained: the mean log-ratio of the KL batch to the reference, at least 0
             kl_reference = self.reference_log_probs(model, kl_batch)
-            with torch.no_grad():
-                log_ratios = sequence_log_probs(model, kl_batch) - kl_reference
-            # a single row, which only the end of an epoch may have, has no other answer
-            kl = _mean_over_ranks(log_ratios.mean() if len(desirable) > 1 else kl).clamp(min=0)
+            if len(desirable) > 1:  # a single row, which only the end of an epoch may have, has no other answer
+                with torch.no_grad():
+                    kl = (sequence_log_probs(model, kl_batch) - kl_reference).mean()
+            kl = _mean_over_ranks(kl).clamp(min=0)
         outputs = forward(model, batch, routed=routed)
         log_ratios = outputs.log_probs.sum(dim=1) - reference
         beta = self.settings.beta or USUAL_BETA

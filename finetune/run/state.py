@@ -57,7 +57,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
     }  # fmt: skip
     alive = is_alive(run)
     if last and state in ENDED:
-        living = living_processes(run).values()
+        living = living_processes(run).values() if alive else ()
         if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else a resumed run without events yet
             return RunState(state, message, last.exit_code, **values)
     if alive:
