@@ -54,9 +54,9 @@ class Trackers:
         if isinstance(event, Start):
             self._start(event.step)
         elif isinstance(event, Step):
-            self._log(event.step, {**_renamed(_STEP_NAMES, event), **_prefixed("train", event.metrics), **self._forecast})
+            self._log(event.step, _values(event, _STEP_NAMES, "train") | self._forecast)
         elif isinstance(event, Evaluation):
-            self._log(event.step, {**_renamed(_EVAL_NAMES, event), **_prefixed("eval", event.metrics)})
+            self._log(event.step, _values(event, _EVAL_NAMES, "eval"))
 
     def close(self, code: int) -> None:
         for name, (_, close) in self._open.items():
@@ -84,12 +84,9 @@ class Trackers:
             self._events.warn(f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers")
 
 
-def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
-    return {name: getattr(event, field) for field, name in names.items() if getattr(event, field) is not None}
-
-
-def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+def _values(event: Step | Evaluation, names: dict[str, str], prefix: str) -> dict[str, float]:
+    fields = {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}
+    return fields | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
 
 
 @dataclass(frozen=True)
