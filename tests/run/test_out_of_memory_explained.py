@@ -93,10 +93,10 @@ def test_with_the_history_the_request_is_known_to_the_byte():
     assert described(snapshot(traces=traces[1:2])).asked_bytes == GIB and described({}, "CUDA error").asked_bytes is None
 
 
-@pytest.mark.parametrize(("reserved", "card_free", "room"), [(7, 5, 2), (7, 1, 1), (10, 4, 0), (7, None, 2)])
-def test_room_is_what_the_limit_and_the_card_both_leave(reserved, card_free, room):
+@pytest.mark.parametrize(("reserved", "card_free", "reservable"), [(7, 5, 2), (7, 1, 1), (10, 4, 0), (7, None, 2)])
+def test_room_is_what_the_limit_and_the_card_both_leave(reserved, card_free, reservable):
     card = {} if card_free is None else {"card_total_bytes": 24 * GIB, "card_used_bytes": (24 - card_free) * GIB}
-    assert described(FRAGMENTED, reserved=reserved * GIB, **card).room_bytes == room * GIB
+    assert described(FRAGMENTED, reserved=reserved * GIB, **card).room_bytes == reservable * GIB
 
 
 def out_of_memory(**more):

@@ -67,8 +67,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path, keep, best, removed):
     for step in (10, 20, 30, 40):
         sealed(tmp_path, step)
     assert [path.name for path in rotate(tmp_path, keep, best)] == [f"checkpoint-{step}" for step in removed]
-    kept = {f"checkpoint-{step}" for step in (10, 20, 30, 40) if step not in removed}
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == kept
+    remaining = {f"checkpoint-{step}" for step in (10, 20, 30, 40) if step not in removed}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == remaining
 
 
 def test_rotation_never_removes_the_only_good_one(tmp_path):
