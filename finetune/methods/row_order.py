@@ -23,11 +23,8 @@ def row_lengths(rows: Any) -> list[int]:
 
 def trained_counts(rows: Any) -> list[int]:
     """Return the tokens of each example that count in the loss, as a mean of several answers."""
-    return (
-        np.ceil(np.mean([_trained(labels.combine_chunks()) for labels in _columns(rows, "labels")], axis=0))
-        .astype(int)
-        .tolist()
-    )
+    means = np.mean([_trained(labels.combine_chunks()) for labels in _columns(rows, "labels")], axis=0)
+    return np.ceil(means).astype(int).tolist()
 
 
 def _columns(rows: Any, name: str) -> list[Any]:

@@ -54,13 +54,9 @@ class PeakMemory:
 
 
 def settings_for(model):
-    recipe = load_recipe(
-        "tiny-cpu",
-        [
-            "gpu=auto", f"model_name_or_path={model}", "per_device_train_batch_size=1", "launch.num_processes=2",
-            "launch.strategy=fsdp", "lora_r=4",  # small adapters: the memory is that of the weights
-        ],
-    )  # fmt: skip
+    launch = ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"]
+    # small adapters: the memory is that of the weights
+    recipe = load_recipe("tiny-cpu", [*launch, f"model_name_or_path={model}", "lora_r=4"])
     return resolved(
         recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16", activation_checkpointing=True,
         activation_checkpointing_every_n_layers=1, layer_offloading=False, lean_layers=False, torch_compile=False,
@@ -105,9 +101,8 @@ def loss_and_norm(model):
 
 
 dist.init_process_group("gloo")
-with_adapters(
-    build_base(settings := settings_for("tiny"), load_config(settings), device="cpu", weights=True)
-)  # imports and pools
+settings = settings_for("tiny")
+with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))  # imports and pools
 settings, messages = settings_for(sys.argv[1]), []
 with PeakMemory() as peak:
     model = sharded(with_adapters(sharded_base(settings, load_config(settings), "cpu", messages.append)))

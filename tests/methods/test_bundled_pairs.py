@@ -16,9 +16,8 @@ def train(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def trained(name, *overrides):
-        run = create_run(
-            prepare(load_recipe("tiny-cpu", [*overrides, "sample_answers=0", "eval_steps=0", f"output_dir={folder / name}"]))
-        )
+        overrides = [*overrides, "sample_answers=0", "eval_steps=0", f"output_dir={folder / name}"]
+        run = create_run(prepare(load_recipe("tiny-cpu", overrides)))
         assert Worker(run).main() == 0
         return run
 

@@ -110,13 +110,12 @@ def test_no_damage_to_a_file_raises(tmp_path):
     for event in (filled(kind) for kind in KINDS.values()):
         writer.emit(event)
     whole, chance = (tmp_path / "whole").read_bytes(), random.Random(3)
+    inserted = [b"", b"\n", b'"', b"{", b"]", b"9" * 400, b"-", b"\xff", b"null"]
     for _ in range(300):
         damaged = bytearray(whole)
         for _ in range(chance.randrange(1, 30)):
             offset = chance.randrange(len(damaged))
-            damaged[offset : offset + chance.randrange(3)] = chance.choice(
-                [b"", b"\n", b'"', b"{", b"]", b"9" * 400, b"-", b"\xff", b"null"]
-            )
+            damaged[offset : offset + chance.randrange(3)] = chance.choice(inserted)
         (tmp_path / "e").write_bytes(damaged)
         for event in read_events(tmp_path / "e"):
             json.dumps(event_json(event))

@@ -99,8 +99,9 @@ def test_room_is_what_the_limit_and_the_card_both_leave(reserved, card_free, res
     assert described(FRAGMENTED, reserved=reserved * GIB, **card).room_bytes == reservable * GIB
 
 
-def out_of_memory(**more):
-    free = dict.fromkeys(("free_bytes", "free_blocks", "largest_free_block_bytes", "largest_usable_block_bytes"), 0)
+def out_of_memory(free=0, usable=0, **more):
+    """A failed request of 1 GiB; `free`: bytes of the only free block, `usable`: bytes of it that may be used."""
+    free = {"free_bytes": free, "free_blocks": 1, "largest_free_block_bytes": free, "largest_usable_block_bytes": usable}
     return OutOfMemory(
         phase="train", asked_bytes=GIB, forecast_allocated_bytes=20 * GIB, forecast_reserved_bytes=21 * GIB,
         peak_allocated_bytes=20 * GIB, peak_reserved_bytes=22 * GIB, **{**free, "fragmented": False, **more},
@@ -120,21 +121,15 @@ def test_fragmentation_is_named_with_the_pieces():
 
 
 def test_more_than_forecast_and_too_little_altogether_are_distinguished_from_fragmentation():
-    message = explanation(
-        out_of_memory(free_bytes=MIB, free_blocks=1, largest_free_block_bytes=MIB, largest_usable_block_bytes=MIB)
-    )
+    message = explanation(out_of_memory(free=MIB, usable=MIB))
     assert "too little in total" in message and "Fragmentation" not in message
     assert "Fragmentation" not in explanation(out_of_memory()) and "No reserved memory is free" in explanation(out_of_memory())
     assert "more than forecast" in explanation(replace(out_of_memory(), peak_allocated_bytes=21 * GIB))
 
 
 def test_a_large_block_that_could_not_be_used_has_its_reason():
-    elsewhere = out_of_memory(free_bytes=4 * GIB, free_blocks=1, largest_free_block_bytes=4 * GIB)
-    assert "belongs to another stream or to small requests" in explanation(elsewhere)
-    since = out_of_memory(
-        free_bytes=4 * GIB, free_blocks=1, largest_free_block_bytes=4 * GIB, largest_usable_block_bytes=4 * GIB
-    )
-    assert "has freed its tensors" in explanation(since)
+    assert "belongs to another stream or to small requests" in explanation(out_of_memory(free=4 * GIB))
+    assert "has freed its tensors" in explanation(out_of_memory(free=4 * GIB, usable=4 * GIB))
 
 
 def test_nothing_but_the_error_is_known_on_a_cpu():
