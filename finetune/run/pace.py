@@ -18,11 +18,11 @@ _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
 _WARM_UP_STEPS, _LEAST_STEPS, _REPORTED_SHARE = 2, 5, 0.1
 #: Clauses about the time of a step.
 STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
-    "The GPU waited about {waited} of {step} ms a step for Python;",
-    "By the speed model, the GPU waited about {waited} of {step} ms a step for Python;",
+    "The GPU waited about {waited} ms of each {step} ms step for Python;",
+    "By the speed model, the GPU waited about {waited} ms of each {step} ms step for Python;",
     "compiled layers would save about {saved} ms (not compiled: {reason}).",
-    "longer rows or a larger micro-batch give it more to do.",
-    "The GPU is busy: at the end of a step of {step} ms, Python waited {wait} ms for it.",
+    "longer examples or a larger micro-batch would give the GPU more work.",
+    "The GPU is busy: at the end of a {step} ms step, Python waited {wait} ms for the GPU.",
 )
 
 

@@ -309,7 +309,7 @@ class Worker:
         rate = self.plan.settings.learning_rate
         overflows = self.plan.settings.dtype == "float16" and not collapsed_steps
         float16 = "float16, which holds at most 65,504 (try dtype=float32); " if overflows else ""
-        return f"{last} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or broken rows."
+        return f"{last} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or bad examples."
 
 
 _PREDECESSOR_S = 10.0  # time for a killed attempt to exit
@@ -334,7 +334,7 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
     reasons, world = [], plan.settings.launch.num_processes
     before = sealed.get("num_processes", world)
     if before != world:
-        reasons.append(f"the world size is {world}, not {before}: same rows, other random numbers")
+        reasons.append(f"the world size is {world}, not {before}: same examples, other random numbers")
     if world > 2:
         reasons.append("all-reduce may sum the gradients of more than two processes in another order")
     if not plan.card.is_cpu:

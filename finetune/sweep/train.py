@@ -144,7 +144,7 @@ def _follow(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
                 sweep.study.tell(trial, state=TrialState.PRUNED)
                 return f"dropped at step {sweep.study.trials[trial.number].last_step:,}"
         if (sweep.path / STOP).exists() and not has_ended:
-            raise FinetuneError("as asked")
+            raise FinetuneError("on request")
         time.sleep(_POLL_S)
     state, best = read_state(run), lowest(row_losses_of(run))
     if not _has_result(run):

@@ -121,7 +121,7 @@ def test_speed_is_shown_beside_its_forecast_and_where_the_time_of_a_step_goes_be
     live = follow(*(dataclasses.replace(step(number), tokens_per_s=3050.4, host_wait_s=0.2) for number in range(1, 6)))
     shown = figures(live.digest, live.plan())
     assert "<dd>3,050</dd><dd class='sub'>tokens/s, forecast 3,100</dd>" in shown
-    assert "The GPU is busy: at the end of a step of 500 ms, Python waited 200 ms for it." in shown
+    assert "The GPU is busy: at the end of a 500 ms step, Python waited 200 ms for the GPU." in shown
 
 
 def test_a_tick_sends_only_the_parts_that_the_browser_has_not(page):

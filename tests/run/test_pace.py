@@ -49,15 +49,15 @@ def sentence_of(step_s, wait_s, utilisation=None, *, steps=9, gpu_s=None, **sett
 
 def test_without_a_wait_for_the_gpu_python_is_the_limit():
     saves = "compiled layers would save about {} ms (not compiled: not tried)."
-    waited = "The GPU waited about 152 of 337 ms a step for Python; "
+    waited = "The GPU waited about 152 ms of each 337 ms step for Python; "
     assert sentence_of(0.337, 0.01, 0.55) == waited + saves.format(112)  # a third of the host's time
     assert sentence_of(0.337, 0.01, 0.8).endswith(saves.format(67))  # not more than the GPU waits
-    assert sentence_of(0.337, 0.01, 0.55, torch_compile=True).startswith(waited + "longer rows")
-    assert sentence_of(0.337, 0.01, gpu_s=0.178).startswith("By the speed model, the GPU waited about 159 of 337 ms")
+    assert sentence_of(0.337, 0.01, 0.55, torch_compile=True).startswith(waited + "longer examples")
+    assert sentence_of(0.337, 0.01, gpu_s=0.178).startswith("By the speed model, the GPU waited about 159 ms of each 337 ms")
 
 
 def test_with_a_wait_for_the_gpu_in_a_micro_batch_the_gpu_is_busy():
-    busy = "The GPU is busy: at the end of a step of {} ms, Python waited 60 ms for it."
+    busy = "The GPU is busy: at the end of a {} ms step, Python waited 60 ms for the GPU."
     assert sentence_of(0.178, 0.06, 0.97) == busy.format(178)
     assert sentence_of(1.424, 0.06, 0.97, gradient_accumulation_steps=8) == busy.format("1,424")
 
