@@ -56,7 +56,7 @@ class Forked:
 
 
 def supervise(run, fault, **environment):
-    """Start the supervisor of a run whose worker has one fault in it, see tests/run/faults.py."""
+    """Start the supervisor of a run whose worker has one fault in it, see child_faults.py."""
     with run.log.open("ab") as log:
         return Forked(lambda: _supervisor(run, fault), log, {**os.environ, **environment}, new_session=True)
 
