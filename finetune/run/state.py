@@ -89,14 +89,14 @@ def process_record(pid: int) -> dict[str, float]:
 
 def is_recorded_process(record: Any) -> bool:
     """Return whether the process of a record, which may be damaged, is alive and no zombie."""
-    try:
-        pid, started_s, ticks = record["pid"], float(record["started_s"]), record.get("started_ticks")
-        process = psutil.Process(int(pid))
-        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - started_s) < 0.05
-        return same_start and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's process has reused the id
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), (int, float)) for name in ("pid", "started_s")):
         return False
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):  # no record
+    try:
+        pid, ticks = int(record["pid"]), record.get("started_ticks")
+        process = psutil.Process(pid)
+        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
+        return same_start and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied, ValueError, OverflowError):  # reused by another user; no process id
         return False
 
 
