@@ -49,13 +49,13 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         elif name in _SHAPES and _comparable(recipe_value) != _comparable(value):
             problems[name] = f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}"
     if problems:
-        fix = f"Leave out {', '.join(problems)}: continued training uses the adapter's values."
+        fix = f"Leave out {', '.join(problems)}: the adapter's values are used."
         raise RecipeError(list(problems.values()), fix)
     try:
         resolved_recipe = resolved(recipe, **inherited)
     except ValueError as error:
         raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
-    return resolved_recipe, dict.fromkeys(inherited, "from the adapter that training continues")
+    return resolved_recipe, dict.fromkeys(inherited, "from the adapter to continue")
 
 
 def read_base_adapter(name: str) -> BaseAdapter:
@@ -87,7 +87,7 @@ def find_adapter(name: str) -> Path:
         if (run / "plan.json").is_file():
             raise RecipeError(f"adapter_name_or_path {name}: the run has no adapter yet", f"Finish it: finetune resume {run}")
     raise RecipeError(
-        f"adapter_name_or_path {name} is no run and no folder with {ADAPTER_CONFIG}",
+        f"adapter_name_or_path {name} is neither a run nor a folder with {ADAPTER_CONFIG}",
         "Give a run (`finetune runs` lists them), or an adapter's folder. From the hub: hf download NAME --local-dir FOLDER",
     )
 
@@ -103,7 +103,7 @@ def _of_peft(config: dict[str, Any], name: str) -> dict[str, Any]:
     if not targets or not isinstance(config.get("r"), int) or not config.get("lora_alpha"):
         odd.append("no r, lora_alpha or target_modules")
     if odd:
-        raise RecipeError(f"adapter_name_or_path {name}: training does not go on from an adapter with {', '.join(odd)}")
+        raise RecipeError(f"adapter_name_or_path {name}: finetune can't continue an adapter with {', '.join(odd)}")
     return {
         "lora_r": config["r"], "lora_alpha": float(config["lora_alpha"]), "target_modules": targets,
         "use_dora": bool(config.get("use_dora")), "use_rslora": bool(config.get("use_rslora")),

@@ -80,8 +80,8 @@ def choose_basics(
     choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
     """Resolve every setting that does not depend on memory."""
-    choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has a picture")
-    pixels = "pictures keep their size" if choices.value("vision") else "no row has a picture"
+    choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has an image")
+    pixels = "images keep their size" if choices.value("vision") else "no row has an image"
     choices = choices.choose("max_pixels", None, pixels)
     choices = choose_packing(choices, card, config, data, unpacked, shape.stateful)
     choices = _choose_adapter(choices, shape, data)
@@ -89,7 +89,7 @@ def choose_basics(
     choices = choices.choose("effective_batch_size", *_batch(choices, data))
     why = lean_layers_conflict(choices.recipe)
     saved = "about half the saved activations, for the same computation up to rounding"
-    choices = choices.choose("lean_layers", not why, f"they do not work with {why}" if why else saved)
+    choices = choices.choose("lean_layers", not why, f"not with {why}" if why else saved)
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
     # the search decides later, by forecasts of compiled layers
     choices = choices.choose("torch_compile", False, "not tried")
@@ -100,7 +100,7 @@ def choose_basics(
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
     # a digest and no date: the same recipe gives the same plan
     digest = hashlib.sha256(json.dumps(write_recipe(choices.recipe)).encode()).hexdigest()[:8]
-    why = "model name and digest of the recipe; plus a number if that exists"
+    why = "model name and digest of the recipe, and a number if that exists"
     return choices.choose("output_dir", f"runs/{model}-{digest}", why)
 
 
@@ -118,7 +118,7 @@ def choose_packing(
     problem = state or _varlen_conflict(config)
     packed, why = _packing(choices, card, problem, data)
     if packed and unpacked:
-        packed, why = False, "packed sequences do not fit on this card; single rows do"
+        packed, why = False, "packed sequences do not fit on this GPU; single rows do"
     choices = choices.choose("packing", packed, why)
     if choices.value("packing") and problem is None:
         return choices.choose("attn_implementation", VARLEN, "torch's varlen kernel: each packed row attends only to itself")
@@ -132,13 +132,13 @@ def _packing(choices: Choices, card: Card, problem: str | None, data: DataStatis
     if not METHODS[choices.recipe.method].packs:
         return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
-        return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0 or higher"
+        return False, "torch's varlen attention needs an NVIDIA GPU of compute capability 8.0 or higher"
     if problem:
         return False, f"torch's varlen attention can't be used: {problem}"
     if choices.is_set("attn_implementation") and choices.recipe.attn_implementation != VARLEN:
         return False, f"packing with attn_implementation {choices.recipe.attn_implementation} would need a dense mask"
     if any(map(choices.is_set, ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"))):
-        return False, "packing would change the rows per step, which the recipe sets"
+        return False, "packing would change the rows per step set in the recipe"
     if data is None or not data.lengths:
         return False, "the rows have not been read"
     length = choices.recipe.max_length if choices.is_set("max_length") else max(PACKED_LENGTH, data.lengths[-1])
@@ -157,9 +157,9 @@ def _varlen_conflict(config: dict[str, Any]) -> str | None:
     if text.get("attention_dropout"):
         return "the model has attention dropout"
     if not set(text.get("layer_types") or ()) <= _ATTENTION_LAYERS:
-        return "the model has other layers than full and sliding-window attention"
+        return "the model has layers other than full and sliding-window attention"
     if config.get("model_type") not in KEPT_APART:
-        return f"it is not known to keep the rows of {config.get('model_type')} models apart"
+        return f"it is not known to keep rows of {config.get('model_type')} models apart"
     if head > 256 or head % 8:
         return f"its head dimension is {head}; the kernel takes multiples of 8 up to 256"
     return None
@@ -169,8 +169,8 @@ def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
     if card.is_cpu:
         return "float32", "16-bit arithmetic is slow or missing on most CPUs"
     if card.supports_bf16:
-        return "bfloat16", "half the bytes of float32 with the same range; native on this card"
-    generation = "this card" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
+        return "bfloat16", "half the bytes of float32 with the same range; native on this GPU"
+    generation = "this GPU" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
     is_exceeded, why = float16_risk(config)
     if is_exceeded:
         return "float32", f"{generation} has no bfloat16; not float16, as {why}. Slower: float32 has no tensor cores"
@@ -195,29 +195,29 @@ def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     if data is not None and data.longest and not choices.value("packing"):
         longest = min(longest, data.longest)
     if longest <= LONG_ROW:
-        return 0, f"for rows of more than {LONG_ROW:,} tokens, where an MLP takes much of a recomputed layer's memory"
-    return TILE, f"rows of {longest:,} tokens: a recomputed layer keeps nothing of its MLP but a tile's"
+        return 0, f"only rows of more than {LONG_ROW:,} tokens need tiles"
+    return TILE, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
 
 
 def _precomputes(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
     recipe = choices.recipe
     if not METHODS[recipe.method].precomputes or recipe.launch.num_processes > 1:
         methods = " or ".join(name for name, method in METHODS.items() if method.precomputes)
-        return False, f"only method {methods} in one process can compute its reference before"
+        return False, f"only method {methods} in one process can precompute its reference"
     passes = recipe.num_train_epochs
     if recipe.max_steps is not None:
         if data is None:
             return False, "the rows have not been read"
         passes = recipe.max_steps * choices.value("effective_batch_size") / data.rows
     if passes <= 1:
-        return False, "no row is trained twice, so its reference is computed once in any case"
-    return True, f"rows are trained {passes:.3g} times, and the reference is computed once"
+        return False, "no row is trained twice, so each reference is computed once anyway"
+    return True, f"rows are trained {passes:.3g} times, but their reference is computed once"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
     why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
     if shape.targets != "all-linear":
-        why = f"attention: all-linear would put an adapter on each of the {shape.experts} experts of each layer, too"
+        why = f"attention only: all-linear would add an adapter to each of {shape.experts} experts per layer"
     choices = choices.choose("target_modules", shape.targets, why)
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
@@ -281,9 +281,9 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
         beside_pictures = sum(data.picture_tokens) + TEXT_BESIDE if data is not None else 0
         usual = max(USUAL_LENGTH, -(-beside_pictures // LENGTH_STEP) * LENGTH_STEP)
         length = min(usual, limit or usual)
-        why = "the pictures and their text" if usual > USUAL_LENGTH else "the default length"
+        why = "the images and their text" if usual > USUAL_LENGTH else "the default length"
         why = "the model's limit" if length < usual else why
-        why += "; the rows have not been read, so every row is assumed this long"
+        why += "; rows have not been read, so all are assumed this long"
     choices = choices.choose("max_length", length, why)
     if limit and choices.value("max_length") > limit:
         above = f"; above the {limit:,} positions the model was trained for"
@@ -350,7 +350,7 @@ def with_open_lengths(choices: Choices, data: DataStatistics | None) -> Iterator
             if lengths_known
             else "longer rows are dropped or truncated"
         )
-        yield choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
+        yield choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this GPU; {cost}")
 
 
 def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:

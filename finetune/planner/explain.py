@@ -55,13 +55,13 @@ def explain_strategy(
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
     reason = _explain_format(compare, job.card.is_cpu)
-    table = "needed only where little else fits" if job.shape.table else "the output layer shares its table"
+    table = "needed only if little else fits" if job.shape.table else "the output layer shares the embedding"
     reasons = {
         **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
-        "offload_embeddings": f"{compare.against(host_table=False)} vs a table on the card" if strategy.host_table else table,
+        "offload_embeddings": f"{compare.against(host_table=False)} vs keeping it on the GPU" if strategy.host_table else table,
         "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
         "per_device_train_batch_size": _explain_micro(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
@@ -78,7 +78,7 @@ def explain_strategy(
     samples: tuple[int, str] = USUAL_SAMPLES, "shows how answers change during training"
     # generation moves every offloaded layer for each token
     if compare.copies:
-        samples = 0, f"each token of an answer would move {compare.copies.summary_per_token}"
+        samples = 0, f"each token of an answer would copy {compare.copies.summary_per_token}"
     choices = choices.choose("sample_answers", *samples)
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
@@ -99,11 +99,11 @@ def _price_of_preference(compare: Comparison, fastest: Strategy) -> tuple[str, s
     saved = 1 - timing(fastest).step_s / timing(chosen).step_s
     faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"
     if fastest.offloaded and not chosen.offloaded:
-        return "layer_offloading", f"{faster}, but weights stay on the card where they fit"
-    least = f"it is chosen from {1 - chosen.price / fastest.price:.1%}"
+        return "layer_offloading", f"{faster}, but weights stay on the GPU if they fit"
+    least = f"chosen only from {1 - chosen.price / fastest.price:.1%}"
     if fastest.base is not chosen.base:
         return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {least}"
-    return "activation_checkpointing", f"{faster}, and takes more memory or more kinds of kernels: {least}"
+    return "activation_checkpointing", f"{faster}, but takes more memory or more kinds of kernels: {least}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
@@ -119,7 +119,7 @@ def _explain_optimizer(compare: Comparison) -> str:
 def _explain_checkpointing(compare: Comparison) -> str:
     strategy = compare.strategy
     if strategy.offloaded:
-        return f"{strategy.checkpointing_summary}: layer offloading fetches a layer again when it is recomputed"
+        return f"{strategy.checkpointing_summary}: layer offloading fetches each layer again to recompute it"
     if strategy.checkpointing is False:
         return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     none = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
@@ -133,11 +133,11 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
             return "the weights are in host memory"
         forecast = compare.chosen.forecast
         if forecast.at_limit or verdict_of(forecast, compare.search.budget_bytes).fits:
-            return "every layer's weights fit on the card"
+            return "the weights of all layers fit on the GPU"
         why = layer_offloading_conflict(recipe)
-        return f"does not work with {why}" if why else "too little would fit with it, too"
+        return f"does not work with {why}" if why else "it would not free enough memory either"
     where = "host memory" if strategy.offload_target == "cpu" else "a file"
-    return f"not every layer's weights fit on the card; from {where} it {copies.summary}"
+    return f"the weights of all layers do not fit on the GPU; from {where} it {copies.summary}"
 
 
 def _explain_count(compare: Comparison) -> str:
@@ -145,10 +145,8 @@ def _explain_count(compare: Comparison) -> str:
     if not strategy.offloaded:
         return "layer_offloading is false"
     if strategy.offloaded == layers:
-        return f"all layers; {BUFFERS} of them are on the card at a time"
-    return (
-        f"the other {layers - strategy.offloaded} layers fit on the card: {compare.against(offloaded=layers)} vs all {layers}"
-    )
+        return f"all layers; {BUFFERS} are on the GPU at a time"
+    return f"the other {layers - strategy.offloaded} layers fit on the GPU: {compare.against(offloaded=layers)} vs all {layers}"
 
 
 def _explain_micro(compare: Comparison) -> str:

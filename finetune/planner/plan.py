@@ -290,15 +290,15 @@ class LayerCopies:
         """E.g. `moves 256 GiB a step behind 124 s of arithmetic`, and how long the GPU waits."""
         moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
         if self.computing_s is None or self.waiting_s is None:
-            return f"{moved}; for how long the card waits is not known"
+            return f"{moved}; how long the GPU waits is unknown"
         moved = f"{moved} behind {format_seconds(self.computing_s)} of arithmetic"
         return moved if self.waiting_s < 0.01 * self.computing_s else f"{moved}, and {format_seconds(self.waiting_s)} beyond"
 
 
 @dataclass(frozen=True)
 class CardNeeds:
-    """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes`: allocated peaks.
-    `peak_high_bytes`: upper end for the whole card. `host_bytes`: per machine. None if the strategy can't be used; `cost` says
+    """Memory per GPU under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes`: allocated peaks.
+    `peak_high_bytes`: upper end for the whole GPU. `host_bytes`: per machine. None if the strategy can't be used; `cost` says
     why.
     """
 
@@ -314,7 +314,7 @@ class CardNeeds:
 
 @dataclass(frozen=True)
 class ManyCards:
-    """Memory per card on `cards` cards with `budget_bytes` each."""
+    """Memory per GPU on `cards` GPUs with `budget_bytes` each."""
 
     cards: int
     budget_bytes: int
@@ -341,7 +341,7 @@ class Plan:
     `budget_bytes`: GPU memory that the run may use. `headroom_bytes`: budget less the forecast's upper end, negative if the
     plan does not fit. `shortfall`: the missing bytes. `modelled_step_s`: step time before correction by earlier runs;
     `modelled_gpu_s`: the GPU's part. `length_costs`: costs of other max_lengths. `checks`: host memory and disk. `many_cards`:
-    memory per card, if one card is too small or the launch shards the model. `data_problem`: why a run would refuse the rows.
+    memory per GPU, if one GPU is too small or the launch shards the model. `data_problem`: why a run would refuse the rows.
     `layer_copies`: None without layer offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's
     rates are unknown. `run_time`: by earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute
     path of a local base model; `model_type` and `parameters` describe the base model.

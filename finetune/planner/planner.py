@@ -38,7 +38,7 @@ MATTERS, MOST_FASTER = 0.995, 3
 #: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
-AT_LIMIT = "by a replay of its allocator, torch stays within the budget by giving cached blocks back; each time the card waits"
+AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing cached blocks, which stalls the GPU each time"
 #: `make_forecast`, or a function with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -240,7 +240,7 @@ class _Planner:
         if knows_rates(self.card):
             sft_s = time_step(dataclasses.replace(job, method=METHODS["sft"]), chosen.strategy).step_s
             price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
-        return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"
+        return f"method {settings.method} takes {price} of method sft on the same number of equally long rows"
 
     def _compiled(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
@@ -318,9 +318,7 @@ class _Planner:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
         notes: list[str] = []
         if strategy.offload_target == "nvme":
-            notes.append(
-                f"a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s is assumed; a run measures it before it starts"
-            )
+            notes.append(f"assumes a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s; a run measures the drive first")
         if self.history.runs:
             notes.append(self.history.summary(self.card.name))
         if attempt.evaluated.forecast.at_limit:
@@ -413,7 +411,7 @@ class _Planner:
         wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
         if self.card.is_cpu or not wanted or settings.vision:
             return None
-        self.report_progress("forecasting several cards")
+        self.report_progress("forecasting several GPUs")
         width = min(settings.max_length, attempt.search.job.batches.longest)
         forecast = functools.partial(self._forecast, self.config, width=width)
         return needs_of_each_card(self.recipe, settings, self.budget, forecast)

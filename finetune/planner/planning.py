@@ -124,8 +124,8 @@ def plan_recipe(
         if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every image to one size
             break
         if plan_if_fits(smaller, card, smaller_read.statistics):
-            cost = f"{max(statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
-            reason = f"{cost}: at their full size, pictures do not fit here"
+            cost = f"{max(statistics.picture_tokens):,} tokens per image -> {max(tokens):,}, with less detail"
+            reason = f"{cost}: full-size images do not fit here"
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
     rows(recipe)  # callers use the rows that were read last
     return plan
@@ -138,11 +138,11 @@ def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
         rows = [size, size + len(recipe.new_tokens)]
     if rows and earlier and rows != earlier:
         raise RecipeError(
-            f"trained_embedding_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
-            "Leave it out. An adapter that training goes on from needs the same new tokens.",
+            f"trained_embedding_rows is {earlier}; the tokenizer gives the new tokens rows {rows}",
+            "Leave it out. An adapter to continue needs the same new tokens.",
         )
     if rows := rows or earlier:
-        new = f"{rows[1] - rows[0]:,} token(s) from {rows[0]:,} on are new to the model"
+        new = f"{rows[1] - rows[0]:,} new token(s) from row {rows[0]:,} on"
         reasons["trained_embedding_rows"] = f"{new}: their rows are trained"
         recipe = resolved(recipe, trained_embedding_rows=rows)
     recipe, vision_reasons = with_vision(recipe, has_pictures=read.has_pictures)
@@ -154,16 +154,14 @@ def _picture_note(plan: Plan) -> str:
         return ""
     tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
     rows = plan.settings.per_device_train_batch_size * plan.settings.gradient_accumulation_steps
-    return f"the largest step is planned with {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
+    return f"the largest step has {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     """Return the recipe with its model's full name and adapter settings, a note, and the reasons."""
     refuse_other_versions(LIBRARIES)
     if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
-        raise RecipeError(
-            "launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0"
-        )
+        raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
     recipe, renamed = named_model(recipe)
     recipe, reason = with_method(recipe)
     recipe, reasons = inherit_settings(recipe)
@@ -336,7 +334,7 @@ class Largest:
         value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (self.value, self.too_large))
         if not self.value:
             return f"{self.setting}: {too_large} does not fit either"
-        more = self.limit if too_large is None else f"{too_large} does not surely fit"
+        more = self.limit if too_large is None else f"{too_large} may not fit"
         return f"{self.setting}: {value} at most ({more})"
 
 
@@ -349,8 +347,8 @@ def plan_largest(
     if setting == "model":
         if read.has_pictures:
             raise RecipeError(
-                "--largest model: the rows have pictures, and models of the catalogue are searched for rows of text",
-                "Plan models of images and text one by one: finetune plan MODEL --images WIDTHxHEIGHT",
+                "--largest model searches text models, but the rows have images",
+                "Plan image-text models one by one: finetune plan MODEL --images WIDTHxHEIGHT",
             )
         return find_largest_model(recipe, card, progress=progress)
     recipe, more_reasons = for_rows(recipe, read)
@@ -374,9 +372,7 @@ def find_largest(
 ) -> Largest:  # fmt: skip
     """Bisect for the largest value that fits. Raises RecipeError."""
     if setting not in RANGES:
-        raise RecipeError(
-            f"--largest {setting}: the largest value is found of {', '.join(RANGES)}, model", "Name one of these."
-        )
+        raise RecipeError(f"--largest {setting}: not searchable; choose {', '.join(RANGES)} or model", "Name one of these.")
     step, most_of, limit = RANGES[setting]
     # max_length is planned for rows of max_length tokens, with the images of `data`
     data = data and data.only_pictures if setting == "max_length" else data

@@ -60,7 +60,7 @@ def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: 
     if recipe.activation_checkpointing != AUTO or host_free is None or needed_bytes <= host_free:
         return ""
     return (
-        f"activation_checkpointing=offload was left out: it pins {format_bytes(needed_bytes)} of host memory, "
+        f"activation_checkpointing=offload was not tried: it pins {format_bytes(needed_bytes)} of host memory, "
         f"{format_bytes(max(0, host_free))} are free for it"
     )
 
@@ -73,14 +73,14 @@ def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -
         return too_little_host_memory("cpu", count, count * least, host_free)
     return RecipeError(
         f"layer_offloading {recipe.layer_offloading}: the weights of {recipe.model_name_or_path} are stored in int8, "
-        "whose layers keep copies of them outside the buffers",
+        "and int8 layers keep copies outside the buffers",
         "Give a 16-bit or 4-bit model.",
     )
 
 
 def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> MachineError:
     """Return the error of a machine that can't hold the offloaded layers."""
-    instead = "Set layer_offloading=nvme, which reads them from a file; or close" if target == "cpu" else "Close"
+    instead = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
     return MachineError(
         f"layer_offloading {target}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
         f"{format_bytes(max(0, free))} are free for it",
@@ -105,6 +105,6 @@ def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
     if budget <= context:
         raise RecipeError(
             f"{named} on {card.name}, but the CUDA context alone may take {format_bytes(context)}",
-            "Raise memory_budget, or free memory on the card.",
+            "Raise memory_budget, or free GPU memory.",
         )
     return choices, budget

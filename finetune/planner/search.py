@@ -224,7 +224,7 @@ class Search:
         lean = self.high_bytes(strategy) if strategy.checkpointing in self._more_compiled else 0
         more = lean + self._more_compiled.get(strategy.checkpointing, 0) * strategy.micro - self.budget_bytes
         if not self._lean_because[strategy] and more > 0 and lean <= self.budget_bytes:
-            return f"compiled layers need {format_bytes(round(more))} more than there is"
+            return f"compiled layers need {format_bytes(round(more))} more than the budget"
         return self._lean_because[strategy]
 
     def rule_out_compiling(self, strategies: Iterable[Strategy], reason: str) -> None:
@@ -258,27 +258,27 @@ def why_lean(
     if recipe.torch_compile != AUTO:
         return AS_SET
     if card.is_cpu:
-        return "a processor computes most of a step in the same kernels"
+        return "on a CPU compiled layers run mostly the same kernels"
     if strategy.base is INT8:
         return compiling_conflict(resolved(recipe, load_in_8bit=True))
     if strategy.offload_target:
-        return "weights of layers that are moved have not been tried"
+        return "offloaded layers are untested"
     if strategy.checkpointing == "offload" and strategy.every_n > 1:
-        return "inputs of every layer or of none are offloaded"
+        return "compiled layers offload the inputs of all layers or none"
     if recipe.lora_dropout and strategy.checkpointing:
-        return "dropout in recomputed layers needs more than its forecast"
+        return "recomputed layers with dropout need more than their forecast"
     if card.capability is not None and card.capability < LEAST_CAPABILITY:
         return f"Triton has no kernels for compute capability {card.capability[0]}.{card.capability[1]}"
     if recipe.lean_layers is True or recipe.mlp_tile_tokens not in (AUTO, 0):
-        return "the recipe asks for lean layers"
+        return "the recipe sets lean layers"
     if recipe.launch.num_processes > 1:
-        return "several processes have not been tried"
+        return "several processes are untested"
     if (kind := (config.get("text_config") or config).get("model_type")) not in COMPILED_TYPES:
-        return f"layers of type {kind} have not been tried"
+        return f"layers of type {kind} are untested"
     if why := compiling_conflict(recipe):
         return why
     if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
-        return f"{strategy.optim} is taken where memory is too short for it"
+        return f"{strategy.optim} is chosen where memory is too short for compiling"
     # the number of steps depends on the micro-batch
     pays, reason = compiling_pays(job, strategy, steps_of(strategy.micro))
     return "" if pays else reason
@@ -288,9 +288,9 @@ def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[boo
     """Tell whether compiled layers save more time than compiling takes."""
     lean, compiled = (time_step(replace(job, compiled=on), strategy).step_s for on in (False, True))
     if compiled >= lean:
-        return False, "by the model of a step it saves no time"
+        return False, "by the speed model it saves no time"
     needed = math.ceil(COMPILE_S / (lean - compiled))
-    saved = f"by the model of a step it saves {1 - compiled / lean:.0%} of time; compiling takes about {COMPILE_S:.0f} s, which"
+    saved = f"by the speed model it saves {1 - compiled / lean:.0%} of time; compiling takes about {COMPILE_S:.0f} s, which"
     if steps is not None and steps < needed:
         return False, f"{saved} pays off after {needed:,} steps, and the run has {steps:,}"
     return True, f"{saved} pays off after {needed:,} steps"

@@ -1,4 +1,4 @@
-"""Advice when nothing fits: changes that save memory, smaller models, and memory per card under DDP, FSDP and ZeRO-3."""
+"""Advice when nothing fits: changes that save memory, smaller models, and memory per GPU under DDP, FSDP and ZeRO-3."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
             yield {"max_length": length, **drop}, _length_cost(length, data)
     if recipe.layer_offloading is False and not settings.vision:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
-        cost = "the layers' weights in host memory, copied to the card beside the computation"
+        cost = "layer weights in host memory, copied to the GPU during computation"
         yield {"layer_offloading": "cpu", **every}, cost
     if settings.lora_r > 8:
-        yield {"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data"
+        yield {"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less"
     if settings.dtype == "bfloat16" and settings.adapter_dtype == "float32":
         yield {"adapter_dtype": "bfloat16"}, "adapters are rounded to bf16 after each update, as in TRL with 4-bit weights"
     if settings.lora_dropout > 0:
@@ -135,7 +135,7 @@ def largest_model(
 def needs_of_each_card(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
 ) -> ManyCards | None:
-    """Return the bytes per card in each of STRATEGIES; None if the effective batch can't be divided."""
+    """Return the bytes per GPU in each of STRATEGIES; None if the effective batch can't be divided."""
     cards = settings.launch.num_processes
     if cards == 1:
         batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
@@ -151,8 +151,13 @@ def needs_of_each_card(
         typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
         row = CardNeeds(name, as_overrides(typed))
         try:
-            forecast = forecasts(resolved(settings, **changes))
-        except (FinetuneError, ValueError) as error:  # e.g. a method, or a checkpoint's format, that can't be sharded
+            changed = resolved(settings, **changes)
+        except ValueError as error:  # e.g. a method that can't be sharded
+            rows.append(replace(row, cost=str(error)))
+            continue
+        try:
+            forecast = forecasts(changed)
+        except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
             rows.append(replace(row, cost=str(error)))
             continue
         # other strategies' host_bytes count all ranks

@@ -196,7 +196,7 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
         if secret := load.secret_in(key, value):
             reason = f"secrets don't belong in a file: `hf auth login`, or set HF_TOKEN; remove '{secret}'"
         elif "${" in str(value):
-            reason = f"{key} has ${{...}}, which is not followed here; write the value out"
+            reason = f"{key} has ${{...}}, which finetune does not expand; write the value out"
         else:
             continue
         conversion.problems.append(f"{name}:{document.lines[key]}: {reason}")

@@ -104,7 +104,7 @@ def find_recipe(source: str | Path) -> Path:
         if path.is_file():
             if {suffix.lower() for suffix in path.suffixes} & _DATA_SUFFIXES:
                 argument = shlex.quote(f"dataset.path={path}")
-                fix = f"Name a recipe, and the data after it:  finetune run tiny-cpu {argument}"
+                fix = f"Name a recipe, then the data: finetune run tiny-cpu {argument}"
                 raise RecipeError(f"{path} is data, not a recipe", fix)
             return path
     except OSError as error:  # a name too long for the file system
@@ -158,7 +158,7 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
         if parent == "dataset" and isinstance(nested, (str, list)):  # a dataset may be just a path
             nested = target[parent] = {"path": nested}
         if not isinstance(nested, dict):
-            raise RecipeError(f"override {override}: '{parent}' has no settings of its own")
+            raise RecipeError(f"override {override}: '{parent}' has no nested settings")
         target = nested
     canonical = ALIASES.get(leaf, leaf)
     if not parents:  # or the recipe would have the setting twice

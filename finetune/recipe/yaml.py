@@ -69,9 +69,9 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
 
 def _refuse_command(text: str, name: str) -> None:
     if match := _TRAINING_COMMAND.search(text.replace("\\\n", " ")):
-        fix = "Write its options into a recipe: `finetune recipes show tiny-cpu` is one, `finetune recipes keys` lists them."
+        fix = "Write its options as a recipe: see `finetune recipes show tiny-cpu` and `finetune recipes keys`."
         if match[2]:
-            fix = f"Convert the file that it names: finetune convert {match[2]} -o recipe.yaml"
+            fix = f"Convert its file: finetune convert {match[2]} -o recipe.yaml"
         raise RecipeError(f"{name} is a command of another tool, {match[1]}, not a recipe", fix)
 
 

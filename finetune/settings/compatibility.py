@@ -70,13 +70,13 @@ def _method(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, setting) not in (None, False, AUTO):
             yield f"{setting} does not work with method {name}: {reason}"
     if (recipe.loss_type == "robust") != (recipe.label_smoothing is not None):
-        yield "loss_type robust and label_smoothing, the share of pairs in the wrong order, go together; one of them is missing"
+        yield "loss_type robust and label_smoothing (share of pairs in the wrong order) go together; set both or neither"
     yield from _min_rows(recipe)
     if recipe.precompute_ref_log_probs is True and not method.precomputes:
-        reason = "a KL batch's answers change with the order of the rows" if method.reference_passes else "it has no reference"
+        reason = "answers of a KL batch change with the order of rows" if method.reference_passes else "it has no reference"
         yield f"precompute_ref_log_probs does not work with method {name}: {reason}"
     if recipe.precompute_ref_log_probs is True and recipe.launch.num_processes > 1:
-        yield "precompute_ref_log_probs does not work with several processes yet; set it to false"
+        yield "precompute_ref_log_probs does not work with several processes; set it to false"
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
@@ -88,7 +88,7 @@ def _min_rows(recipe: Recipe) -> Iterator[str]:
     least, world_size = min_rows(recipe), recipe.launch.num_processes
     if least == 1:
         return
-    reason = "its KL term needs the answer to another prompt; or loss_type apo_zero_unpaired, which has none"
+    reason = "its KL term needs an answer to another prompt; loss_type apo_zero_unpaired has no KL term"
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         if (rows := getattr(recipe, name)) not in (AUTO, None) and rows < least:
             yield f"{name} {rows} is too small for method {recipe.method}, use {least} or more: {reason}"
@@ -113,13 +113,13 @@ def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
 def _new_tokens(recipe: Recipe) -> Iterator[str]:
     rows = recipe.trained_embedding_rows
     if rows and (len(rows) != 2 or rows[0] >= rows[1]):
-        yield f"trained_embedding_rows {rows} are no first and end; leave it out: the plan takes them from the tokenizer"
+        yield f"trained_embedding_rows {rows} are not a first and end row; leave it out: the plan reads them from the tokenizer"
     if not (recipe.new_tokens or rows):
         return
     if is_sharded(recipe.launch):
         yield f"new_tokens do not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
     if recipe.offload_embeddings is True:
-        yield "offload_embeddings does not work with new_tokens, whose rows of the table are trained; set it to auto or false"
+        yield "offload_embeddings does not work with new_tokens, which train rows of the embedding; set it to auto or false"
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:
@@ -159,13 +159,13 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 def compiling_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out compiled layers."""
     if recipe.int8_activations:
-        return "int8_activations: what a compiled layer saves can't be quantised"
+        return "int8_activations: saved activations of compiled layers can't be quantised"
     if base_format_of(recipe) is INT8:
-        return "load_in_8bit, at whose products the graphs break"
+        return "load_in_8bit: int8 products break the graph"
     if recipe.use_dora:
-        return "use_dora, at whose norms the graphs break"
+        return "use_dora: DoRA's norms break the graph"
     if recipe.attn_implementation == "flash_attention_2" and recipe.packing is not False:
-        return "packed rows with flash_attention_2, whose lengths would be constants of a graph; torch_varlen has them as sizes"
+        return "packing with flash_attention_2, which bakes row lengths into the graph; use torch_varlen"
     return ""
 
 
@@ -179,9 +179,9 @@ def padding_multiple(recipe: Recipe, rows: int) -> int:
 def lean_layers_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out lean layers."""
     if recipe.torch_compile is True:
-        return "torch_compile, which would have to break its graphs at each of them"
+        return "torch_compile: lean layers break its graphs"
     if is_zero3(recipe.launch):
-        return "DeepSpeed ZeRO-3, which gathers the weights by hooks of the modules that they replace"
+        return "DeepSpeed ZeRO-3, whose hooks are on the modules that lean layers replace"
     if recipe.use_dora:
         return "use_dora"
     return f"lora_dropout {recipe.lora_dropout:g}" if recipe.lora_dropout else ""
@@ -205,7 +205,7 @@ def layer_offloading_conflict(recipe: Recipe) -> str:
             f"recomputes the layer, so every layer must be; set {name} to auto or {'true' if checkpointing is False else 1}"
         )
     if recipe.torch_compile is True:
-        return "torch_compile: it has not been tested with weights that are moved; set torch_compile=auto"
+        return "torch_compile, which is untested with offloaded weights; set torch_compile=auto"
     if (base := base_format_of(recipe)).not_offloaded:
         return f"{base.setting}: {base.not_offloaded}; use {NF4.setting}, or neither"
     if is_sharded(recipe.launch):
@@ -228,7 +228,7 @@ def _layer_offloading(recipe: Recipe) -> Iterator[str]:
     if reason := layer_offloading_conflict(recipe):
         yield f"layer_offloading {target} does not work with {reason}"
     if count == 0:
-        yield f"offloaded_layers is 0, but layer_offloading is {target}; set it to how many are offloaded"
+        yield f"offloaded_layers is 0, but layer_offloading is {target}; set offloaded_layers to 1 or more"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:
@@ -240,7 +240,7 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
     if not (base := base_format_of(recipe)).shards:
         yield f"{base.setting} can't be sharded by launch.strategy {strategy}; use {NF4.setting}, or neither"
     if recipe.offload_embeddings is True:
-        yield f"offload_embeddings needs the whole table, which launch.strategy {strategy} shards; set it to auto or false"
+        yield f"offload_embeddings needs the whole embedding, but launch.strategy {strategy} shards it; set it to auto or false"
     if recipe.optim != AUTO and not OPTIMIZERS[recipe.optim].shards:
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
@@ -251,7 +251,7 @@ def _launch(recipe: Recipe) -> Iterator[str]:
     if processes % machines:
         yield f"launch.num_processes {processes} is not divisible by launch.num_machines {machines}"
     if launch.machine_rank >= machines:
-        yield f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it must be below {machines}"
+        yield f"launch.machine_rank is {launch.machine_rank}; it must be below launch.num_machines, {machines}"
     if launch.strategy == "fsdp" and processes == 1:
         yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
     if launch.offload != "none" and not is_sharded(launch):
@@ -266,11 +266,11 @@ def _launch(recipe: Recipe) -> Iterator[str]:
 
 def _run(recipe: Recipe) -> Iterator[str]:
     if recipe.early_stopping_patience and recipe.eval_steps == 0:
-        yield "early_stopping_patience counts evaluations, and eval_steps is 0; leave one of them out"
+        yield "early_stopping_patience needs evaluations, but eval_steps is 0; leave one of them out"
     if recipe.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", recipe.model_revision or ""):
         yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
     if any(len(name.encode("utf-8", "replace")) > 255 for name in recipe.output_dir.split("/")):
-        yield "output_dir has a name of more than 255 bytes, which no file system takes"
+        yield "output_dir has a name longer than 255 bytes; shorten it"
     for name in ("memory_budget", "host_memory"):
         size = getattr(recipe, name)
         if size not in (AUTO, None):

@@ -364,23 +364,19 @@ class Recipe(_Strict):
         return self
 
 
-#: Names of the same setting in other tools -> ours.
-ALIASES = {
-    "base_model": "model_name_or_path", "model": "model_name_or_path", "model_id": "model_name_or_path",
-    "revision": "model_revision", "torch_dtype": "dtype", "attn_impl": "attn_implementation",
-    "cutoff_len": "max_length", "sequence_len": "max_length", "max_seq_length": "max_length", "max_seq_len": "max_length",
-    "block_size": "max_length", "excess_length_strategy": "excess_length", "truncation_strategy": "excess_length",
-    "sample_packing": "packing",
-    "adapter": "adapter_name_or_path",
-    "lora_rank": "lora_r", "lora_target_modules": "target_modules", "lora_target": "target_modules",
-    "peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora",
-    "micro_batch_size": "per_device_train_batch_size", "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size", "global_batch_size": "effective_batch_size",
-    "gradient_accumulation": "gradient_accumulation_steps", "num_epochs": "num_train_epochs", "epochs": "num_train_epochs",
-    "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim",
-    "gradient_checkpointing": "activation_checkpointing", "out_dir": "output_dir",
-    "patience": "early_stopping_patience", "early_stopping_steps": "early_stopping_patience",
+#: Setting -> its names in other tools; and the reverse.
+_OTHER_NAMES = {
+    "model_name_or_path": "base_model model model_id", "model_revision": "revision", "dtype": "torch_dtype",
+    "attn_implementation": "attn_impl", "max_length": "cutoff_len sequence_len max_seq_length max_seq_len block_size",
+    "excess_length": "excess_length_strategy truncation_strategy", "packing": "sample_packing",
+    "adapter_name_or_path": "adapter", "lora_r": "lora_rank", "target_modules": "lora_target_modules lora_target",
+    "use_dora": "peft_use_dora", "use_rslora": "peft_use_rslora",
+    "per_device_train_batch_size": "micro_batch_size batch_size train_batch_size", "effective_batch_size": "global_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation", "num_train_epochs": "num_epochs epochs", "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler", "optim": "optimizer", "activation_checkpointing": "gradient_checkpointing",
+    "output_dir": "out_dir", "early_stopping_patience": "patience early_stopping_steps",
 }  # fmt: skip
+ALIASES = {alias: name for name, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 
 #: Switches of other tools that choose the dtype when they are true.
 SWITCHES = {"bf16": "bfloat16", "fp16": "float16"}

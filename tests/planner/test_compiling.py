@@ -31,16 +31,16 @@ def test_layers_are_compiled_where_that_pays_off_and_a_short_run_keeps_lean_ones
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"gpu": "cpu"}, "a processor computes most of a step in the same kernels"),
-        ({"int8_activations": True}, "what a compiled layer saves can't be quantised"),
-        ({"load_in_8bit": True}, "load_in_8bit, at whose products the graphs break"),
-        ({"use_dora": True}, "use_dora, at whose norms the graphs break"),
-        ({"layer_offloading": "cpu"}, "weights of layers that are moved have not been tried"),
-        ({"lora_dropout": 0.05, "activation_checkpointing": True}, "dropout in recomputed layers needs more than its forecast"),
-        ({"lean_layers": True}, "the recipe asks for lean layers"),
+        ({"gpu": "cpu"}, "on a CPU compiled layers run mostly the same kernels"),
+        ({"int8_activations": True}, "saved activations of compiled layers can't be quantised"),
+        ({"load_in_8bit": True}, "load_in_8bit: int8 products break the graph"),
+        ({"use_dora": True}, "use_dora: DoRA's norms break the graph"),
+        ({"layer_offloading": "cpu"}, "offloaded layers are untested"),
+        ({"lora_dropout": 0.05, "activation_checkpointing": True}, "layers with dropout need more than their forecast"),
+        ({"lean_layers": True}, "the recipe sets lean layers"),
         ({"torch_compile": False}, "as the recipe sets it"),
-        ({"launch": {"num_processes": 2}}, "several processes have not been tried"),
-        ({"model_name_or_path": "Qwen/Qwen3-30B-A3B", "gpu": "rtx-5090"}, "layers of type qwen3_moe have not been tried"),
+        ({"launch": {"num_processes": 2}}, "several processes are untested"),
+        ({"model_name_or_path": "Qwen/Qwen3-30B-A3B", "gpu": "rtx-5090"}, "layers of type qwen3_moe are untested"),
     ],
 )  # fmt: skip
 def test_lean_layers_stay_with_the_reason_where_compiled_ones_can_not_be(planned, more, why):
@@ -56,7 +56,7 @@ def test_compiled_layers_that_do_not_fit_are_left_out(new_forecaster, monkeypatc
         return dataclasses.replace(dry_run, peak_high_bytes=dry_run.peak_high_bytes + settings.torch_compile * 2**40)
 
     plan = make_plan(recipe_from({**RECIPE, "max_steps": 5000}), find_card("rtx-4090"), None, forecaster=forecast)
-    assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith("more than there is")
+    assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith("more than the budget")
 
 
 @pytest.mark.parametrize(

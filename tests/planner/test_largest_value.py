@@ -87,7 +87,7 @@ def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(new_fore
 
 
 def test_another_setting_is_refused_with_those_that_are_searched():
-    with pytest.raises(RecipeError, match="learning_rate: the largest value is found of max_length, lora_r, per_device"):
+    with pytest.raises(RecipeError, match="learning_rate: not searchable; choose max_length, lora_r, per_device"):
         find_largest(recipe(), find_card("rtx-4090"), "learning_rate")
 
 

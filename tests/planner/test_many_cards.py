@@ -63,6 +63,11 @@ def test_one_card_that_fits_has_no_table_and_one_that_does_not_is_compared_with_
     assert Plan.from_json(json.loads(json.dumps(small.as_json()))).many_cards == small.many_cards
 
 
+def test_a_method_that_can_not_be_sharded_says_so_in_the_table(new_forecaster):
+    small = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), method="dpo", layer_offloading=False)
+    assert by_name(small)["ddp"].train_bytes and "does not work with method dpo" in by_name(small)["fsdp"].cost
+
+
 @pytest.mark.parametrize(("micro", "steps", "cards"), [(1, 16, 2), (4, 1, 2), (3, 3, 3), (1, 5, 5), (1, 1, None)])
 def test_the_effective_batch_is_kept_on_every_number_of_cards(micro, steps, cards):
     recipe = recipe_from({**VALUES, "per_device_train_batch_size": "auto", "effective_batch_size": micro * steps})

@@ -137,14 +137,14 @@ def test_what_the_recipe_asks_for_is_kept(planned):
     plan = planned(QWEN_8B, "rtx-4090", "layer_offloading=nvme", "offloaded_layers=20", "per_device_train_batch_size=2")
     chosen = plan.settings
     assert (plan.verdict, chosen.layer_offloading, chosen.offloaded_layers) == ("fits, very slow", "nvme", 20)
-    assert plan.layer_copies.copied_bytes_per_s == 3e9 and "a drive that reads 3.0 GB/s is assumed" in plan.forecast.notes[-1]
+    assert plan.layer_copies.copied_bytes_per_s == 3e9 and "assumes a drive that reads 3.0 GB/s" in plan.forecast.notes[-1]
     with pytest.raises(RecipeError, match="offloaded_layers is 37, the model has 36 decoder layers"):
         planned(QWEN_8B, "rtx-4090", "layer_offloading=cpu", "offloaded_layers=37")
 
 
 def test_samples_are_off_by_default_and_their_cost_is_reported(planned):
     plan = planned(LLAMA_70B, "rtx-4090")
-    assert plan.settings.sample_answers == 0 and "each token of an answer would move 32." in plan.reasons["sample_answers"]
+    assert plan.settings.sample_answers == 0 and "each token of an answer would copy 32." in plan.reasons["sample_answers"]
     assert planned(LLAMA_70B, "rtx-4090", "sample_answers=2").settings.sample_answers == 2
     assert planned(QWEN_8B, "rtx-4090").settings.sample_answers == 3
 

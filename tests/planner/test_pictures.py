@@ -85,7 +85,7 @@ def test_the_largest_length_is_planned_with_the_pictures_and_no_model_of_text_is
     rows, card = rows_with_pictures(((112, 112),) * 2), find_card("rtx-4060")
     plan = plan_largest(small, card, rows, "max_length").plan
     assert plan.settings.vision and plan.settings.max_length == 2048 and plan.data.pictures == ((112, 112),) * 2
-    with pytest.raises(RecipeError, match="the rows have pictures"):
+    with pytest.raises(RecipeError, match="the rows have images"):
         plan_largest(small, card, rows, "model")
 
 
@@ -106,7 +106,7 @@ def test_the_planner_scales_pictures_down_just_where_they_do_not_fit_and_says_wh
     small, large = (plan_recipe(shallow(memory_budget=budget, **more), card, rows) for budget in ("2GiB", "7GiB"))
     assert small.verdict == large.verdict == Verdict.FITS
     assert large.settings.max_pixels is None and large.data.picture_tokens == (32 * 32,) * 3
-    assert small.settings.max_pixels < 1024 * 1024 and "1,024 tokens a picture -> " in small.reasons["max_pixels"]
+    assert small.settings.max_pixels < 1024 * 1024 and "1,024 tokens per image -> " in small.reasons["max_pixels"]
     assert small.forecast.peak_high_bytes <= small.budget_bytes
     assert any(f"{small.data.picture_tokens[0]:,} tokens" in note for note in small.forecast.notes)
 

@@ -11,7 +11,7 @@ REFUSED = {
     "torch_compile=true": "set torch_compile=auto",
     "load_in_8bit=true": "use load_in_4bit",
     "launch.num_processes=2": "set launch.num_processes=1",
-    "offloaded_layers=0": "set it to how many are offloaded",
+    "offloaded_layers=0": "set offloaded_layers to 1 or more",
 }
 
 
@@ -40,7 +40,7 @@ def problems_of(*overrides):
         ({"method": "dpo", "launch": {"num_processes": 2, "strategy": "fsdp"}}, "strategy fsdp does not work with method dpo"),
         ({"dataset": {"path": "rows.jsonl", "format": "preference"}}, "format preference is for method dpo; the method is sft"),
         ({"method": "dpo", "dataset": {"path": "rows.jsonl", "format": "alpaca"}}, "format alpaca is for method sft"),
-        ({"method": "dpo", "loss_type": "robust"}, "label_smoothing, the share of pairs in the wrong order, go together"),
+        ({"method": "dpo", "loss_type": "robust"}, r"label_smoothing \(share of pairs in the wrong order\) go together"),
         ({"method": "dpo", "loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing"),
         ({"method": "grpo"}, "method"),
         ({"method": "pretrain", "train_on_inputs": True}, "train_on_inputs does not work with method pretrain: plain text has"),
@@ -48,7 +48,7 @@ def problems_of(*overrides):
         ({"method": "pretrain", "dataset": {"path": "rows.jsonl", "format": "messages"}}, "format messages is for method sft"),
         ({"new_tokens": ["<a>"], "launch": {"num_processes": 2, "strategy": "fsdp"}}, "new_tokens do not work with launch.st"),
         ({"new_tokens": ["<a>"], "offload_embeddings": True}, "offload_embeddings does not work with new_tokens"),
-        ({"trained_embedding_rows": [7, 7]}, "are no first and end"),
+        ({"trained_embedding_rows": [7, 7]}, "are not a first and end row"),
         ({"method": "dpo", "loss_type": "orpo"}, "loss_type"),
         ({"method": "dpo", "beta": 0}, "beta"),
     ],

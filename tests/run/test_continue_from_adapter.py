@@ -71,7 +71,7 @@ def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_reporte
     [{"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}, {"r": None}],
 )
 def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
-    with pytest.raises(RecipeError, match="training does not go on from an adapter with"):
+    with pytest.raises(RecipeError, match="finetune can't continue an adapter with"):
         inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
 
 
