@@ -45,7 +45,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class History:
-    """Measurements of earlier runs on one card."""
+    """Measurements of earlier runs on one GPU."""
 
     runs: int = 0
     #: Median of measured / modelled step time; None if never measured.
@@ -104,7 +104,7 @@ def record_run(
 
 
 def read_history(card_name: str, rates_measured_at: str = "") -> History:
-    """Return earlier runs' measurements on this card."""
+    """Return earlier runs' measurements on this GPU."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
     # times count only with the same rates
     timed = [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at]

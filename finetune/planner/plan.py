@@ -96,11 +96,11 @@ class DataStatistics:
 
     @property
     def pictures_summary(self) -> str:
-        """E.g. `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
+        """E.g. `2 images of 1,024 x 1,024, 1,024 tokens each`."""
         kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))
         parts = []
         for ((width, height), tokens), count in kinds.items():
-            several = (f"{count} pictures", " each") if count > 1 else ("1 picture", "")
+            several = (f"{count} images", " each") if count > 1 else ("1 image", "")
             parts.append(f"{several[0]} of {width:,} x {height:,}, {tokens:,} tokens{several[1]}")
         return " and ".join(parts)
 

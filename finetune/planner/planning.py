@@ -94,7 +94,7 @@ def plan_recipe(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False,
     show: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
-    """Plan a recipe for a card. Raises PackagesError and RecipeError."""
+    """Plan a recipe for a GPU. Raises PackagesError and RecipeError."""
     recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe)  # after the cheaper checks
     recipe, more_reasons = for_rows(recipe, read)
