@@ -149,5 +149,5 @@ def test_patience_ends_the_run_and_the_best_step_is_the_same(overfitted, make, t
 def test_patience_without_held_out_rows_is_refused(make):
     with pytest.raises(RecipeError, match="needs held-out rows"):
         make("dataset.eval_path=null", "early_stopping_patience=2")
-    with pytest.raises(RecipeError, match="counts evaluations"):
+    with pytest.raises(RecipeError, match="needs evaluations"):
         load_recipe("tiny-cpu", ["patience=2", "eval_steps=0"])

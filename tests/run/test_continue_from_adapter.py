@@ -76,7 +76,7 @@ def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
 
 
 def test_what_is_no_adapter_is_named(foreign, tmp_path):
-    with pytest.raises(RecipeError, match="nowhere is no run and no folder"):
+    with pytest.raises(RecipeError, match="nowhere is neither a run nor a folder"):
         with_adapter_folder(load_recipe("tiny-cpu", ["adapter=nowhere"]))
     (foreign() / "adapter_config.json").write_text("{")
     with pytest.raises(RecipeError, match="can't be read"):

@@ -85,7 +85,7 @@ def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_pa
     ("packing", True), ("method", "dpo"), ("torch_compile", True), ("load_in_8bit", True), ("excess_length", "truncate"),
 ])  # fmt: skip
 def test_what_was_not_checked_with_pictures_is_refused_by_name(model, tmp_path, setting, value):
-    with pytest.raises(Exception, match="pictures"):
+    with pytest.raises(Exception, match="images"):
         recipe(model, tmp_path, vision=True, **{setting: value})
 
 
