@@ -84,7 +84,9 @@ class SplitLayers:
         try:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
                 split = split_by_compiler(call, parameter_indices, policy, FusedGraph)
-                split(*map(_example, inputs), *tensors)
+                # a trace keeps its inputs, so it is given others
+                examples = (x.new_empty_strided(x.shape, x.stride()).requires_grad_(x.requires_grad) for x in inputs)
+                split(*examples, *tensors)
         except Exception as error:  # noqa: BLE001 - the compiler leaves alone whatever it can't trace
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
@@ -130,8 +132,3 @@ def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
 def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
     for (owner, key), value in zip(slots, values, strict=True):
         owner[key] = value
-
-
-def _example(like: torch.Tensor) -> torch.Tensor:
-    # a trace keeps its inputs
-    return like.new_empty_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)

@@ -96,15 +96,12 @@ def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
-        first = next((start for start in range(lead, full) if _periodic(kinds, start, period)), full)
+        starts = range(lead, full - 3 * period + 1)
+        first = next((start for start in starts if kinds[start:-period] == kinds[start + period :]), full)
         few = first + 3 * period + (full - first) % period
         if few < fewest.run:
             fewest = Depth(full, few, first + period, period, (full - few) // period)
     return fewest
-
-
-def _periodic(kinds: list[str], start: int, period: int) -> bool:
-    return all(kinds[i] == kinds[i + period] for i in range(start, len(kinds) - period)) and start + 3 * period <= len(kinds)
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:

@@ -72,7 +72,9 @@ def make_forecast(
     """
     step = _largest_step(config, settings, card, rows)
     one_gpu = step.dry_run()
-    is_sharded, buckets = settings.launch.strategy != "ddp", _bucket_bytes(one_gpu, settings)
+    is_sharded = settings.launch.strategy != "ddp"
+    # DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)
+    buckets = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not is_sharded else 0
     run = one_gpu
     if is_sharded:
         run = shard(run, units_of(config, settings), settings)
@@ -248,12 +250,6 @@ def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) 
 
 def _with_replay_error(reserved: int) -> int:
     return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
-
-
-def _bucket_bytes(run: DryRun, settings: Settings) -> int:
-    """Return the bytes of DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)."""
-    is_ddp = settings.launch.num_processes > 1 and settings.launch.strategy == "ddp"
-    return run.parts["adapters"] if is_ddp else 0
 
 
 def _host_bytes(run: DryRun, training: int, settings: Settings) -> int:

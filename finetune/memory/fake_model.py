@@ -56,8 +56,8 @@ class _Loading:
                 self._offloading.finish()
 
     def create_adapters(self) -> None:
-        """Create the adapters as PEFT does: in the model's dtype, with DoRA's magnitudes, each cast to fp32 at the end."""
         self._tracker.phase = ADAPTERS
+        # PEFT creates adapters in the model's dtype, computes DoRA's magnitudes, and at the end casts each to fp32
         self._create_uncast()
         for path, module in self._model.named_modules():
             self._tracker.layer = layer_number(path)
@@ -66,7 +66,6 @@ class _Loading:
         self._tracker.layer = None
 
     def _fill(self, module: torch.nn.Module, name: str, part: str) -> bool:
-        """Replace a parameter that belongs to `part`; return whether it does."""
         parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not (part == "adapters"):
             return False

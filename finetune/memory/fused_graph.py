@@ -9,10 +9,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-#: aten operators that the compiler calls unfused, and parts of further operators' names. It fuses elementwise operators and
+#: aten operators that the compiler does not fuse, and parts of further operators' names. It fuses elementwise operators and
 #: reductions between them; a tensor that only a fused kernel reads is never in memory (torch/_inductor/scheduler.py).
-_CALLED = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "sort", "topk"}
-_CALLED_PARTS = ("attention", "attn")
+_UNFUSED = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "sort", "topk"}
+_UNFUSED_PARTS = ("attention", "attn")
 
 
 class FusedGraph:
@@ -50,7 +50,7 @@ class FusedGraph:
     @functools.cached_property
     def _steps(self) -> list[tuple[Any, list[Node]]]:
         """Fused kernels, as lists of written nodes, and called operators, each with the nodes that no later step reads."""
-        called = [node for node in self._nodes if node.op == "output" or _is_called(node)]
+        called = [node for node in self._nodes if node.op == "output" or _runs_unfused(node)]
         sources = {step: [_source(node) for node in step.all_input_nodes] for step in called}
         self._written = {node for nodes in sources.values() for node in nodes if _is_fused(node)}
         available = {node for node in self._nodes if node.op in ("placeholder", "get_attr")}
@@ -117,14 +117,14 @@ def _is_view(node: Node) -> bool:
     return schema is not None and any(value.alias_info and not value.alias_info.is_write for value in schema.returns)
 
 
-def _is_called(node: Node) -> bool:
+def _runs_unfused(node: Node) -> bool:
     if node.op != "call_function" or _is_part(node):
         return False
     # the compiler can't fuse operators of other namespaces
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    is_fused = getattr(node.target, "namespace", "") in ("aten", "prims") and name not in _CALLED
-    return not is_fused or any(part in name for part in _CALLED_PARTS)
+    is_fused = getattr(node.target, "namespace", "") in ("aten", "prims") and name not in _UNFUSED
+    return not is_fused or any(part in name for part in _UNFUSED_PARTS)
 
 
 def _is_fused(node: Node) -> bool:
-    return node.op == "call_function" and not (_is_called(node) or _is_view(node) or _is_part(node))
+    return node.op == "call_function" and not (_runs_unfused(node) or _is_view(node) or _is_part(node))

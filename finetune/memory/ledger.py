@@ -84,9 +84,9 @@ class DryRun:
 
 @dataclass(frozen=True)
 class LargestStep:
-    """A run's step with micro-batches of the longest `rows`. Its dry run and replays are cached on disk.
+    """A run's step with micro-batches of the longest `rows`; the dry run and replays are cached on disk.
 
-    `config` and `settings` are the model's and the run's. Raises RecipeError for a model that can't be built.
+    Raises RecipeError for a model that can't be built.
     """
 
     config: dict[str, Any]
@@ -96,9 +96,9 @@ class LargestStep:
     capability: tuple[int, int] | None = USUAL_CAPABILITY
 
     def dry_run(self) -> DryRun:
-        """Return the allocated bytes of the step."""
+        """Return the allocated bytes."""
 
-        def make() -> dict[str, Any]:
+        def simulated_parts() -> dict[str, Any]:
             from finetune.compat.imports import import_libraries
 
             import_libraries()
@@ -108,19 +108,16 @@ class LargestStep:
             parameters = count_parameters(self._model_config)
             return asdict(ledger_of(simulation, self.capability, parameters=parameters, method=method))
 
-        cached = cache.cached(self._key("dry run"), make)
+        cached = cache.cached(self._key("dry run"), simulated_parts)
         return DryRun(**{**cached, "notes": tuple(cached["notes"])})
 
     def replayed(self, *, expandable: bool, limit: int | None = None) -> Replay | None:
-        """Replay the dry run's events on torch's allocator.
-
-        Return None where events can't be replayed, or when `limit` (reserved bytes) is too low.
-        """
+        """Replay the events on torch's allocator; None where they can't be, or when `limit` (reserved bytes) is too low."""
         # copies run beside the computation, so the order of events is unknown
         if self.settings.activation_offloading or self.settings.activation_checkpointing == "offload":
             return None
 
-        def make() -> dict[str, Any] | None:
+        def replayed_peaks() -> dict[str, Any] | None:
             from finetune.memory.step import garbage_collection_paused
 
             # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end.
@@ -130,18 +127,15 @@ class LargestStep:
                 return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
             return None
 
-        cached = cache.cached(self._key("replay", expandable=expandable, limit=limit), make)
+        cached = cache.cached(self._key("replay", expandable=expandable, limit=limit), replayed_peaks)
         return Replay(**cached) if cached else None
 
     def reserved_over(self, lengths: Sequence[int], *, expandable: bool, seed: int = 0) -> int | None:
-        """Return the peak reserved bytes over steps of rows of these lengths, or None if there is no replay.
-
-        `seed` decides the row order.
-        """
+        """Return the peak reserved bytes over steps of rows of these lengths, or None; `seed` decides the row order."""
         micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
         widths = micro_batch_widths(lengths, micro, self.rows.tokens, accumulation, seed)
 
-        def make() -> int | None:
+        def reserved_by_steps() -> int | None:
             from finetune.memory.step import garbage_collection_paused
 
             # traces at two widths show how each size grows with the width
@@ -154,7 +148,9 @@ class LargestStep:
                     return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
             return None
 
-        return cache.cached(self._key("growth", expandable=expandable, widths=widths, accumulation=accumulation), make)
+        return cache.cached(
+            self._key("growth", expandable=expandable, widths=widths, accumulation=accumulation), reserved_by_steps
+        )
 
     def _key(self, kind: str, **more: Any) -> str:
         return cache.key_of(

@@ -27,11 +27,6 @@ MOST_LIVE = 10**9
 NVME_BUFFERS = 5 * 10**8
 
 
-def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
-    """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
-    return _apply(run, units, (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings), settings)
-
-
 @dataclass(frozen=True)
 class Sharded:
     """Memory of one rank, in bytes unless noted."""
@@ -54,6 +49,41 @@ class Sharded:
     starting: int = 0
 
 
+def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
+    """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
+    sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
+    full, shards = _full_bytes(units), sharded.resident
+    saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
+    # the dry run is the same for every strategy: take out sharded bytes, add gathered parameters and buffers
+    parts = dict(run.parts)
+    parts["weights"] -= sum(frozen for frozen, _ in saved.values())
+    parts["adapters"] -= sum(trained for _, trained in saved.values())
+    parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
+    passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
+    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # `passing` parts are empty at the start
+    # Bytes saved in every phase: each phase's peak falls by them.
+    saved_bytes = run.allocated_bytes - sum(parts.values())
+    peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
+    if peaks["eval"]:  # may save less than a step, so its start may be the peak
+        peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
+    # tables of 4-bit weights are no parameters, so not sharded
+    tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
+    loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
+    layers = {
+        name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
+    }
+    layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
+    launch = settings.launch
+    local_ranks = launch.num_processes // launch.num_machines
+    name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
+    offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
+    note = f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
+    return dataclasses.replace(
+        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
+        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, note),
+    )  # fmt: skip
+
+
 # tests/standin/test_ranks_peaks.py compares these rules with torch's allocator on stand-in GPUs; none was measured on real GPUs
 def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
@@ -73,7 +103,9 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
         loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
-        return Sharded(shards, _share(units, shards), 0, gathered, loading, 0, own_rows, starting)
+        full = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
+        share = min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
+        return Sharded(shards, share, 0, gathered, loading, 0, own_rows, starting)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
@@ -166,49 +198,11 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     )
 
 
-def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
-    full, shards = _full_bytes(units), sharded.resident
-    saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
-    # the dry run is the same for every strategy: take out sharded bytes, add gathered parameters and buffers
-    parts = dict(run.parts)
-    parts["weights"] -= sum(frozen for frozen, _ in saved.values())
-    parts["adapters"] -= sum(trained for _, trained in saved.values())
-    parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
-    passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
-    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # `passing` parts are empty at the start
-    # Bytes saved in every phase: each phase's peak falls by them.
-    saved_bytes = run.allocated_bytes - sum(parts.values())
-    peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
-    if peaks["eval"]:  # may save less than a step, so its start may be the peak
-        peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
-    # tables of 4-bit weights are no parameters, so not sharded
-    tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
-    loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
-    layers = {
-        name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
-    }
-    layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
-    launch = settings.launch
-    local_ranks = launch.num_processes // launch.num_machines
-    name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
-    offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
-    note = f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
-    return dataclasses.replace(
-        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
-        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, note),
-    )  # fmt: skip
-
-
 def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
     sums = [0, 0]
     for parameter in unit.parameters:
         sums[parameter.trained] += rounded(size(parameter))
     return sums[0], sums[1]
-
-
-def _share(units: tuple[Unit, ...], shards: dict[str, tuple[int, int]]) -> float:
-    full = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
-    return min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
 
 
 def _shard_rows(parameter: Parameter, cards: int) -> int:

@@ -153,7 +153,10 @@ def _run(
         batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
         return _forward(method, model, batch, batches[-1], tracker, "forward")
 
-    optimizer = _optimizer(settings, model)
+    # as transformers' Trainer creates it
+    kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
+    group = {"params": [parameter for _, parameter in trainable], "weight_decay": settings.weight_decay}
+    optimizer = kind([group], **arguments)
     take_step(model, optimizer, tracker, loss, settings, context=step_context(settings, "cpu"), on_cpu=on_cpu)
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
@@ -168,13 +171,6 @@ def _run(
         with torch.no_grad():
             tracker.phase = "eval"
             _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
-
-
-def _optimizer(settings: Settings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer that transformers' Trainer creates for these settings."""
-    kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
-    parameters = [parameter for _, parameter in trainable_parameters(model)]
-    return kind([{"params": parameters, "weight_decay": settings.weight_decay}], **arguments)
 
 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:

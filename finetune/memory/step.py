@@ -1,4 +1,4 @@
-"""An optimizer step on fake tensors: what forecasts from settings and forecasts of a trainer have in common."""
+"""An optimizer step on fake tensors, for forecasts from settings and of a trainer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Simulation:
 
 @contextmanager
 def step_tracker(capability: Capability | None, more_rules: Mapping[Any, Rule] = {}) -> Iterator[StorageTracker]:
-    """Yield a tracker for a step on a GPU of this compute capability, or on the CPU when None."""
+    """Yield a tracker; `capability`: None for the CPU."""
     rules, workspace_bytes = {**rules_for(capability), **more_rules}, cublas_workspace_bytes(capability)
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         yield StorageTracker(rules, workspace_bytes=workspace_bytes)
@@ -169,7 +169,7 @@ def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad:
 def first_step(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
 ) -> None:
-    """Run a step with zero gradients, which allocates the optimizer states, tagged by layer."""
+    """Allocate the optimizer states by a step with zero gradients."""
     tracker.recording.begin("first step")
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
     zero_gradients(model, tracker)

@@ -74,41 +74,17 @@ def test_a_process_that_plans_hides_every_card_from_cuda_alone(machine, setting)
     assert planning.stdout.split() == ["-1", OTHER, str(setting)]
 
 
-def test_hiding_every_card_is_an_error_that_names_them(machine):
-    machine("two-3090", CUDA_VISIBLE_DEVICES="")
-    with pytest.raises(RecipeError, match="hides every card") as error:
-        find_card("auto")
-    assert "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 (" in error.value.fix
-
-
 @pytest.mark.parametrize(("gpu", "uuid"), [("0", ON_DESKTOP), ("1", OTHER), (OTHER, OTHER), ("gpu-30900000", ON_DESKTOP)])
 def test_a_card_is_named_by_its_index_in_nvidia_smi_or_its_uuid(machine, gpu, uuid):
     machine("two-3090")
     assert find_card(gpu).uuid == find_card(gpu, here=True).uuid == uuid
 
 
-def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine):
-    machine("two-3090")
-    with pytest.raises(RecipeError, match=r"gpu: 2, but this machine has 0 \(NVIDIA GeForce RTX 3090"):
-        find_card("2")
-
-
-def test_an_index_that_is_hidden_is_reported_as_hidden(machine):
-    machine("two-3090", CUDA_VISIBLE_DEVICES=OTHER)
-    with pytest.raises(RecipeError, match="hides card 0"):
-        find_card("0")
-
-
 def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(machine):
-    machine("two-3090")
-    card = find_card("auto", processes=2)
+    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
+    card = find_card("auto", processes=2)  # of the first two
     assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
     assert "card 0 has the least free memory of the 2" in card.reason
-
-
-def test_a_run_of_several_takes_the_first(machine):
-    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
-    assert find_card("auto", processes=2).name == "NVIDIA GeForce RTX 3090"
     assert find_card("auto", processes=3).name == "Tesla T4"
 
 
@@ -153,28 +129,23 @@ def test_torch_without_cuda_is_reported_by_the_plan_and_refused_by_a_run(machine
         find_card("rtx-4090", here=True)
 
 
-def test_naming_the_card_off_the_bus_says_that_it_does_not_answer(machine):
-    machine("lost-card")
-    with pytest.raises(RecipeError, match=r"gpu: 0, but this machine has 1 \(.*\), 0, which can't be used \(gpu is lost\)"):
-        find_card("0")
-
-
-def test_a_card_split_by_mig_is_refused_with_the_command_that_joins_it(machine):
-    machine("t4", "mig = 1")
-    with pytest.raises(RecipeError, match=r"no GPU can be used: card 0 \(split by MIG, which is not supported\)") as error:
-        find_card("auto")
-    assert "sudo nvidia-smi -i 0 -mig 0" in error.value.fix
-
-
-def test_the_only_card_off_the_bus_is_an_error_that_says_so(machine):
-    machine("t4", "lost_after = 3")
-    with pytest.raises(RecipeError, match=r"no GPU can be used: card 0 \(gpu is lost\)") as error:
-        find_card("auto")
-    assert "Restart the machine" in error.value.fix
-
-
-def test_a_driver_updated_under_the_machine_asks_for_a_restart(machine):
-    machine("t4", "start = 18")
-    with pytest.raises(RecipeError, match="version mismatch") as error:
-        find_card("auto")
-    assert "restart the machine" in error.value.fix
+@pytest.mark.parametrize(
+    ("name", "more", "shown", "gpu", "problem", "fix"),
+    [
+        ("two-3090", [], "", "auto", "hides every card", "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 ("),
+        ("two-3090", [], None, "2", r"gpu: 2, but this machine has 0 \(NVIDIA GeForce RTX 3090", "gpu=auto"),
+        ("two-3090", [], OTHER, "0", "hides card 0", "This machine's cards"),
+        ("lost-card", [], None, "0", r"this machine has 1 \(.*\), 0, which can't be used \(gpu is lost\)", "gpu=auto"),
+        (
+            "t4", ["mig = 1"], None, "auto", r"no GPU can be used: card 0 \(split by MIG, which is not supported\)",
+            "sudo nvidia-smi -i 0 -mig 0",
+        ),
+        ("t4", ["lost_after = 3"], None, "auto", r"no GPU can be used: card 0 \(gpu is lost\)", "Restart the machine"),
+        ("t4", ["start = 18"], None, "auto", "version mismatch", "restart the machine"),
+    ],
+)  # fmt: skip
+def test_a_card_that_cannot_be_used_is_an_error_that_says_why(machine, name, more, shown, gpu, problem, fix):
+    machine(name, *more, **({} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}))
+    with pytest.raises(RecipeError, match=problem) as error:
+        find_card(gpu)
+    assert fix in error.value.fix

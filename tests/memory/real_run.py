@@ -2,7 +2,7 @@
 
 import json
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 
@@ -166,46 +166,51 @@ class RealTracker(StorageTracker):
             self.live_bytes += size
             self.live[tag] += size
 
-    @contextmanager
-    def making_host_memory(self):
-        """Inside, new tensors are never counted."""
-        self.on_host = True
-        try:
-            yield
-        finally:
-            self.on_host = False
+    def host_memory_of(self, function):
+        """The function, whose new tensors are never counted."""
+
+        @wraps(function)
+        def on_host(*arguments, **named):
+            before, self.on_host = self.on_host, True
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.on_host = before
+
+        return on_host
 
 
-@contextmanager
-def host_memory_apart(tracker: RealTracker):
-    """Inside, what is in host memory also when a card trains is not counted; on a CPU it can't be told from the rest.
+def separate_host_memory(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
+    """Don't count what is in host memory also when a card trains; on a CPU it can't be told from the rest.
 
     That is what the project moves there, the small values that layers are recognised by, and what bitsandbytes saves beside
-    each quantised weight.
+    each quantised weight. A batch with pictures counts once its step begins: on a GPU the next one waits in host memory, where
+    the pictures' values are counted, too.
     """
+    from finetune.run.picture_collator import PictureCollator
+    from finetune.run.training import RunTrainer
 
-    def on_host(function):
-        @wraps(function)
-        def tagged(*arguments, **named):
-            with tracker.making_host_memory():
-                return function(*arguments, **named)
+    for home, name in (
+        (finetune.layers.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+        (finetune.layers.host_memory, "host_empty"), (finetune.layers.host_memory, "host_buffer"),
+        (finetune.layers.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+        (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
+        (PictureCollator, "__call__"), (RunTrainer, "_get_train_sampler"),
+    ):  # fmt: skip
+        patch.setattr(home, name, tracker.host_memory_of(getattr(home, name)))
+    compute = RunTrainer.compute_loss
 
-        return tagged
+    def arriving(self, model, inputs, *arguments, **named):
+        for value in inputs.values():
+            if isinstance(value, torch.Tensor):
+                tracker.arrives(value)
+        return compute(self, model, inputs, *arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for home, name in (
-            (finetune.layers.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
-            (finetune.layers.host_memory, "host_empty"), (finetune.layers.host_memory, "host_buffer"),
-            (finetune.layers.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
-            (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
-        ):  # fmt: skip
-            patch.setattr(home, name, on_host(getattr(home, name)))
-        yield
+    patch.setattr(RunTrainer, "compute_loss", arriving)
 
 
-@contextmanager
-def weights_seen(tracker: RealTracker):
-    """Inside, the weights count from when they are loaded, also those that no operator has read yet."""
+def count_weights_when_loaded(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
+    """Also those that no operator has read yet."""
     loaded = finetune.model.build.build_base
 
     def build_base(*arguments, **named):
@@ -215,71 +220,40 @@ def weights_seen(tracker: RealTracker):
         tracker.record()
         return model
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune.model.build, "build_base", build_base)
-        yield
+    patch.setattr(finetune.model.build, "build_base", build_base)
 
 
-@contextmanager
-def waiting_pictures_apart(tracker: RealTracker):
-    """Inside, a batch with pictures counts once its step begins: on a GPU the next one waits in host memory, where the
-    pictures' values are counted, too."""
-    from finetune.run.picture_collator import PictureCollator
-    from finetune.run.training import RunTrainer
-
-    compute = RunTrainer.compute_loss
-
-    def on_host(method):
-        @wraps(method)
-        def made_on_host(self, rows):
-            with tracker.making_host_memory():
-                return method(self, rows)
-
-        return made_on_host
-
-    def arriving(self, model, inputs, *arguments, **named):
-        for value in inputs.values():
-            if isinstance(value, torch.Tensor):
-                tracker.arrives(value)
-        return compute(self, model, inputs, *arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PictureCollator, "__call__", on_host(PictureCollator.__call__))
-        patch.setattr(RunTrainer, "_get_train_sampler", on_host(RunTrainer._get_train_sampler))
-        patch.setattr(RunTrainer, "compute_loss", arriving)
-        yield
-
-
-@contextmanager
-def experts_merged_on_host(tracker: RealTracker):
-    """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
+def merge_experts_on_host(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
+    """Experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-    def on_host(convert):
-        @wraps(convert)
-        def converted(*arguments, **named):
-            with tracker.making_host_memory():
-                return convert(*arguments, **named)
+    quantise = Bnb4bitQuantize.convert
 
-        return converted
+    def convert(operation, values, *arguments, **named):
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and tracker.size_of(value) == 0:
+                values[name] = value.clone()
+        return quantise(operation, values, *arguments, **named)
 
-    def to_card(convert):
-        @wraps(convert)
-        def converted(operation, values, *arguments, **named):
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor) and tracker.size_of(value) == 0:
-                    values[name] = value.clone()
-            return convert(operation, values, *arguments, **named)
+    for kind in (Concatenate, MergeModulelist, Mxfp4Dequantize):
+        patch.setattr(kind, "convert", tracker.host_memory_of(kind.convert))
+    patch.setattr(Bnb4bitQuantize, "convert", convert)
 
-        return converted
 
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in (Concatenate, MergeModulelist, Mxfp4Dequantize):
-            patch.setattr(kind, "convert", on_host(kind.convert))
-        patch.setattr(Bnb4bitQuantize, "convert", to_card(Bnb4bitQuantize.convert))
-        yield
+def separate_reference(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
+    """A precomputed reference is a phase of its own; it is made while the trainer is built."""
+    computed = finetune.run.reference._computed
+
+    def apart(*arguments):
+        before, tracker.phase = tracker.phase, "reference"
+        try:
+            return computed(*arguments)
+        finally:
+            tracker.phase = before
+
+    patch.setattr(finetune.run.reference, "_computed", apart)
 
 
 def watch(trainer, tracker: RealTracker) -> None:
@@ -313,42 +287,21 @@ def watch(trainer, tracker: RealTracker) -> None:
     observe(trainer.model, tracker)
 
 
-@contextmanager
-def reference_apart(tracker):
-    """A precomputed reference as a phase of its own; it is made while the trainer is built."""
-    computed = finetune.run.reference._computed
-
-    def apart(*arguments):
-        before, tracker.phase = tracker.phase, "reference"
-        try:
-            return computed(*arguments)
-        finally:
-            tracker.phase = before
-
-    finetune.run.reference._computed = apart
-    try:
-        yield
-    finally:
-        finetune.run.reference._computed = computed
-
-
 def measured(run) -> dict[str, int]:
     """Peak bytes of each phase of a run that the worker makes in this process."""
     from finetune.run.worker import Worker
 
     tracker, handlers = RealTracker(), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
-        stack.enter_context(host_memory_apart(tracker))
-        stack.enter_context(weights_seen(tracker))
-        stack.enter_context(waiting_pictures_apart(tracker))
+        for change in (separate_host_memory, count_weights_when_loaded, separate_reference):
+            change(tracker, patch)
         stack.enter_context(tracker)
         worker = Worker(run)
-        stack.enter_context(reference_apart(tracker))
         if worker.plan.settings.load_in_4bit:
-            stack.enter_context(experts_merged_on_host(tracker))
-        trainer, callback = worker._build()
+            merge_experts_on_host(tracker, patch)
+        trainer, _ = worker._build()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             tracker.track(tensor)
         watch(trainer, tracker)

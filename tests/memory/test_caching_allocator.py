@@ -55,19 +55,17 @@ def assert_sound(allocator):
     assert all(pool.free == sorted(pool.free, key=lambda entry: entry[:2]) for pool in allocator.pools.values())
 
 
-def random_requests(allocator, seed, count=600, least=1):
-    """Sizes over five orders of magnitude, three streams, now and then an empty cache. Returns the names still live."""
-    rng, live, requested = random.Random(seed), [], {}
+def random_requests(allocator, seed, count=600, streams=(0, 0, 0, 1)):
+    """Sizes over five orders of magnitude, two streams, now and then an empty cache. Returns the names still live."""
+    rng, live = random.Random(seed), []
     for name in range(count):
         if live and rng.random() < 0.48:
             allocator.release(live.pop(rng.randrange(len(live))))
             continue
         size = int(10 ** rng.uniform(1, 7.9))
-        allocator.allocate(name, size, stream=rng.choice((0, 0, 0, 1)))
-        requested[name] = size
+        allocator.allocate(name, size, stream=rng.choice(streams))
         live.append(name)
-        block = allocator.live[name]
-        assert block.size >= size
+        assert allocator.live[name].size >= size
         if rng.random() < 0.01:
             allocator.empty_cache()
         if name % 20 == 0:
@@ -203,15 +201,8 @@ class Recorder(CachingAllocator):
 
 
 def noted_random(expandable, seed):
-    allocator, rng, live = Recorder(expandable=expandable), random.Random(seed), []
-    for name in range(2000):
-        if live and rng.random() < 0.48:
-            allocator.release(live.pop(rng.randrange(len(live))))
-        else:
-            allocator.allocate(name, int(10 ** rng.uniform(1, 7.9)))
-            live.append(name)
-        if rng.random() < 0.005:
-            allocator.empty_cache()
+    allocator = Recorder(expandable=expandable)
+    random_requests(allocator, seed, count=2000, streams=(0,))
     return allocator
 
 
