@@ -86,7 +86,7 @@ class MemoryCallback(TrainerCallback):
         allocated = format_bytes(torch.cuda.memory_allocated())
         return (
             f"out of memory: {allocated} allocated of {forecast} forecast for the step, {format_bytes(free)} free; "
-            f"other processes and the CUDA context take {others}. {advice}"
+            f"other processes and the CUDA context use {others}. {advice}"
         )
 
     def _say(self, state: Any, message: str) -> None:
@@ -102,4 +102,4 @@ def _memory_advice(args: Any) -> str:
         factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)
         steps = args.gradient_accumulation_steps * factor
         return f"Set per_device_train_batch_size={rows // factor} and gradient_accumulation_steps={steps}"
-    return "Shorten max_length, or take 4-bit weights"
+    return "Lower max_length, or use 4-bit weights"

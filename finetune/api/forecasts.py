@@ -72,7 +72,7 @@ def forecast(
 
     tokens = tokens or args.max_length
     if not tokens:
-        raise RecipeError("the length of the rows is not known: max_length is None", "Give tokens=.")
+        raise RecipeError("the row length is unknown: max_length is None", "Give tokens=.")
     card = find_card(gpu or "auto")
     trainer = sft_trainer(model, args, peft_config, tokens)
     return forecast_trainer(trainer, card, rows=rows, tokens=tokens)
@@ -107,5 +107,5 @@ def _refuse_what_is_not_simulated(trainer: Any) -> None:
     }  # fmt: skip
     if names := [name for name, is_on in settings.items() if is_on]:
         raise RecipeError(
-            f"a trainer's step with {', '.join(names)} is not forecast", "Turn it off, or plan a run: finetune plan RECIPE"
+            f"can't forecast a trainer's step with {', '.join(names)}", "Turn it off, or plan a run: finetune plan RECIPE"
         )

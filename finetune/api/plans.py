@@ -45,7 +45,7 @@ class Plan(plans.Plan):
         settings = self.settings
         _require_plain_trl(settings)
         if not (self.card.is_cpu or torch.cuda.is_available()):
-            raise NoCard(f"the plan is for {self.card.name}, and torch sees no GPU here", "Call to_trl() where it trains.")
+            raise NoCard(f"the plan is for {self.card.name}, but torch sees no GPU here", "Call to_trl() where you train.")
         tokenizer = load_tokenizer(settings)
         rows = encode(settings, tokenizer).select(settings, settings.max_length)
         rows.raise_problems()
@@ -91,7 +91,7 @@ def _require_plain_trl(settings: Settings) -> None:
     unsupported += [f"method={settings.method}"] if METHODS[settings.method].has_own_format else []
     unsupported += [] if settings.launch.num_processes == 1 else ["launch.num_processes"]
     if unsupported:
-        raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Plan without, or use `finetune run`.")
+        raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Drop them, or use `finetune run`.")
 
 
 def _adapted(settings: Settings, *, on_cpu: bool) -> Any:

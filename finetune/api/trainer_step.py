@@ -36,7 +36,7 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
     """Collate the longest rows, or rows of `tokens` tokens. Raises RecipeError."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise RecipeError(
-            "the dataset is streamed, so its longest rows are not known", "Give tokens=, or a dataset with a length."
+            "the dataset is streamed, so its longest rows are unknown", "Give tokens=, or a dataset with a length."
         )
     lengths = [max(len(value) for value in row.values() if isinstance(value, (list, torch.Tensor))) for row in dataset]
     longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-rows:]
@@ -87,7 +87,7 @@ def _on_meta(name: str, args: Any) -> Any:
     named = dict(args.model_init_kwargs or {})
     if "quantization_config" in named:
         raise RecipeError(
-            f"{name} is quantised when it is loaded, which a name alone can't show",
+            f"{name} is quantised while it loads, which its name does not tell",
             "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
         )
     dtype = named.get("dtype", "float32")
@@ -134,7 +134,7 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
     every_n_layers = arguments.pop("every_n_layers", 1)
     if arguments.pop("offload", False):
         raise RecipeError(
-            "activation_checkpointing_kwargs: offload is not forecast", "Leave it out, or plan a run: finetune plan RECIPE"
+            "offload in activation_checkpointing_kwargs can't be forecast", "Leave it out, or plan a run: finetune plan RECIPE"
         )
     model.activation_checkpointing_enable(arguments or None, every_n_layers)
 

@@ -11,7 +11,7 @@ from finetune.card.visible import usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
-_NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
+_NO_CARD = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 #: GPUs are equal above this share of the most free memory, and of the highest speed: clocks of one model differ slightly.
 SIMILAR = 0.9
 
@@ -41,17 +41,17 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD}" if in_container() else _NO_CARD
         wanted_gpu = f"this recipe is for {_with_article(name)}; " if name else f"gpu: {gpu}, but "
         raise NoCard(
-            f"{wanted_gpu}this machine has no NVIDIA GPU that can be used ({driver_message(error)})",
+            f"{wanted_gpu}this machine has no usable NVIDIA GPU ({driver_message(error)})",
             f"The driver was updated: restart the machine. {_NO_CARD}" if error.was_updated else fix,
         ) from None
     allowed = visible(devices)
     # `wanted` comes from the recipe's `gpu`; CUDA_VISIBLE_DEVICES may hide a GPU that would match
     candidates = [device for device in allowed if wanted is None or wanted(device)]
     if not devices and lost_cards:
-        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
-        raise NoCard(f"gpu: {gpu}, but no GPU can be used: {cards}", f"{lost_cards[0].fix} {_NO_CARD}")
+        cards = " or ".join(f"GPU {card.index} ({card.why})" for card in lost_cards)
+        raise NoCard(f"gpu: {gpu}, but no GPU is usable: {cards}", f"{lost_cards[0].fix} {_NO_CARD}")
     if not devices:
-        raise NoCard(f"gpu: {gpu}, but the driver sees no card", _NO_CARD)
+        raise NoCard(f"gpu: {gpu}, but the driver sees no GPU", _NO_CARD)
     if not candidates:
         described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
         machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
@@ -60,11 +60,11 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
             if name:
                 present = ", ".join(f"{_with_article(card.name)} ({format_bytes(card.total_bytes)})" for card in allowed)
                 raise NoCard(f"this recipe is for {_with_article(name)}; this machine has {present}", "")
-            fix = "Set gpu=auto, or the number of one of these cards."
+            fix = "Set gpu=auto, or the index of one of these GPUs."
             raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
-        hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
+        hidden_cards = f"GPU {hidden[0].index}" if hidden else "every GPU"
         setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
-        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}.")
+        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"GPUs of this machine: {machine_cards}.")
     least_free = SIMILAR * max(device.free_bytes for device in candidates)
     emptiest = [device for device in candidates if device.free_bytes >= least_free]
     fastest = max(device.speed for device in emptiest)
@@ -74,7 +74,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         used = allowed[:processes]
         # a run uses the first GPUs, and its plan must fit on each
         chosen = min(used, key=lambda device: device.free_bytes)
-        reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
+        reason = f"; GPU {chosen.index} has the least free memory of the run's {len(used)} GPUs"
     return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
 
 
@@ -90,9 +90,9 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         alternatives = ", ".join(
             f"gpu={device.index} is {device.name} with {format_bytes(device.free_bytes)} free" for device in others
         )
-        reason += f"; card {chosen.index} of {len(allowed)} ({alternatives})"
+        reason += f"; GPU {chosen.index}, chosen from {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
-        reason += f"; card {chosen.index}, as {nvidia.VISIBLE_VARIABLE} says"
+        reason += f"; GPU {chosen.index}, set by {nvidia.VISIBLE_VARIABLE}"
     return reason + "".join(f"; card {card.index} can't be used ({card.why})" for card in lost_cards)
 
 

@@ -53,7 +53,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
             except RecipeError as error:
                 if error.fix:
                     raise
-                fix = f"Add gpu=auto to train on what is here. To plan without training: finetune plan RECIPE --gpu {card.name}"
+                fix = f"Add gpu=auto to train on this machine's GPU. To plan only: finetune plan RECIPE --gpu {card.name}"
                 raise NoCard(error.problems, fix) from None
             card = _measured_card(choice)
     if here and card.problem:
@@ -90,7 +90,7 @@ def _from_entry(name: str) -> Card:
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
-    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
+    desktop = f", {format_bytes(used)} assumed in use by a desktop" if used else ""
     return Card(
         name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
@@ -144,12 +144,12 @@ def _catalogue_card(gpu: str) -> Card:
     counted, single = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
     count = int(counted[1] or counted[2]) if counted and single else 1
     if count > 1 and (name := _catalogue_name(single)):
-        raise NoCard(f"gpu: '{gpu}' is {count} cards", f"Name one and say how many: gpu={name} launch.num_processes={count}")
+        raise NoCard(f"gpu: '{gpu}' is {count} GPUs", f"Name one and set the count: gpu={name} launch.num_processes={count}")
     if other := why_unsupported(gpu):
         raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
     close = _close_names(gpu)
     fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
-    raise NoCard(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
+    raise NoCard(f"gpu: '{gpu}' is not in the GPU catalogue", fix)
 
 
 def _catalogue_name(typed: str) -> str | None:

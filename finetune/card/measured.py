@@ -87,7 +87,7 @@ def with_measured_rates(card: Card, device: Device | None = None) -> Card:
     """Apply rates measured under the same conditions."""
     rates, now = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
     if rates is None or rates.conditions != now:
-        why = f"measured with {rates.conditions}, now it has {now}: measure again" if rates else "not measured here"
+        why = f"measured with {rates.conditions}; now {now}: measure again" if rates else "not measured here"
         return replace(card, reason=f"{card.reason}; rates: {why}")
     return replace(
         card, bf16_flops=rates.flops, flops_share=1.0, attention_flops=rates.attention_flops, bandwidth_share=1.0,

@@ -17,7 +17,7 @@ from finetune.units import format_bytes
 #: Initial PID namespace of every Linux machine (include/linux/proc_ns.h); containers and WSL have other namespaces.
 FIRST_NAMESPACE = "pid:[4026531836]"
 WHEEL_FIX = (
-    "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
+    "Install the wheel for your GPU: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
     "https://pytorch.org/get-started/locally/"
 )
 
@@ -96,9 +96,9 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SEES_NONE = "-1"  # CUDA has no such device, and an empty value would unset the variable on Windows
 DRIVER_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # makes CUDA count GPUs as the driver does
 UUID_PREFIX = "GPU-"
-CONTAINER_FIX = "In a container: was it given the GPU (docker run --gpus all)?"
-DRIVER_FIX = "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
-LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
+CONTAINER_FIX = "In a container, pass the GPU through (docker run --gpus all)."
+DRIVER_FIX = "Install NVIDIA's driver and restart; in a container: docker run --gpus all, with the NVIDIA Container Toolkit."
+LOST_FIX = "Restart the machine; the kernel log shows the cause (sudo dmesg | grep -i xid): often power, heat or a loose GPU."
 
 
 @contextlib.contextmanager
@@ -154,16 +154,16 @@ def open_device(uuid: str) -> OpenDevice:
 def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None:
     """Return why torch can't use the driver, and the fix."""
     if build.hip:
-        return f"torch {build.version} is built for AMD cards (ROCm)", WHEEL_FIX
+        return f"torch {build.version} is built for AMD GPUs (ROCm)", WHEEL_FIX
     if build.cuda is None:
-        return f"torch {build.version} is a CPU-only build; the card is not used", WHEEL_FIX
+        return f"torch {build.version} is a CPU-only build; the GPU is not used", WHEEL_FIX
     major = int(build.cuda.split(".")[0])
     if driver is None or major <= driver[1][0]:
         return None
     newest, oldest = f"{driver[1][0]}.{driver[1][1]}", OLDEST_DRIVER.get(major)
     update = f"Update the driver{f' to {oldest} or newer' if oldest else ''}"
     return (
-        f"torch {build.version} is built for CUDA {build.cuda}, driver {driver[0]} supports CUDA up to {newest}",
+        f"torch {build.version} is built for CUDA {build.cuda}, but driver {driver[0]} supports CUDA up to {newest}",
         f"{update}, or install an older wheel. {WHEEL_FIX}",
     )
 
@@ -176,7 +176,7 @@ def capability_problem(build: Build, name: str, capability: tuple[int, int] | No
     if capability >= oldest:
         return None
     return (
-        f"{name} has compute capability {capability[0]}.{capability[1]}, CUDA {build.cuda} of torch {build.version} needs "
+        f"{name} has compute capability {capability[0]}.{capability[1]}, but CUDA {build.cuda} of torch {build.version} needs "
         f"{oldest[0]}.{oldest[1]} or later",
         "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
     )
@@ -279,7 +279,7 @@ def _value(ask: Callable[..., Any], *arguments: Any) -> Any:
 def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
     bytes_by_pid = memory_of_processes(handle)
     if bytes_by_pid is None:
-        hidden = ("programs that can't be named from here (a container, or WSL)",)
+        hidden = ("programs that can't be named in a container or WSL",)
         return hidden if in_container() and used_bytes else ()
     ranked = sorted(bytes_by_pid.items(), key=lambda item: (-(item[1] or 0), item[0]))
     return tuple(f"{_process(pid)} {format_bytes(count) if count else '(bytes unknown)'}" for pid, count in ranked)

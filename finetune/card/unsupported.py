@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 
-_TRY = "To see what an NVIDIA card would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
+_TRY = "To see what an NVIDIA GPU would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
 #: Pattern of a name, the reason, and advice besides `_TRY`.
 _OTHERS = (
     (
         r"gtx ?-?([79]|10)\d\d|^(7[4-8]|9[5-8]|10[1-8])0( ?-?(ti|m|max-?q|\d+ ?gb))*$|\b(p100|p40|p4|m40|m60|k80)\b|"
         r"quadro p\d|titan x",
-        "cards before Volta (GTX 10, Tesla P, Quadro P) have no tensor cores, and CUDA 13 no longer supports them",
+        "GPUs before Volta (GTX 10, Tesla P, Quadro P) have no tensor cores, and CUDA 13 no longer supports them",
         "Trained adapters still run on it.",
     ),
     (
         r"^(gtx ?-?)?16[356]0( ?-?(ti|super|s|d|m|max-?q))*$",
-        "GTX 16 cards have no tensor cores and are not in the catalogue",
-        "In that machine gpu=auto measures it; rtx-2060 has as much memory.",
+        "GTX 16 GPUs have no tensor cores and are not in the catalogue",
+        "On that machine, gpu=auto measures it; rtx-2060 has the same memory.",
     ),
     (
         r"\bamd\b|radeon|^[67]\d00 ?-?(xtx|xt|gre)$|^90[67]0 ?-?(xt|gre)$|\brx ?-?\d{4}|instinct|\bmi ?-?\d{3}|\bvega|ryzen",
-        "an AMD card needs torch's ROCm build, for which forecasts and kernels are not tested here",
+        "an AMD GPU needs torch's ROCm build; forecasts and kernels are not tested on it",
         "",
     ),
     (
@@ -30,16 +30,16 @@ _OTHERS = (
     ),
     (
         r"intel|\barc\b|iris|\b[ab](3[18]0|5[78]0|7[57]0)m?$",
-        "an Intel card needs torch's XPU build, which is not tested here",
+        "an Intel GPU needs torch's XPU build, which is not tested",
         "",
     ),
     (
         r"jetson|orin|xavier|gb10|dgx.?spark",
-        "its memory is shared between processor and card, which the forecast does not know",
+        "its memory is shared by CPU and GPU, which the forecast does not support",
         "",
     ),
     (r"\btpu\b|\bv[2-6]e?-\d+$|trillium", "a TPU has no CUDA, which 4-bit training and the forecast need", ""),
-    (r"colab|kaggle", "this is a service and not a card", "Its free card is a Tesla T4: gpu=t4."),
+    (r"colab|kaggle", "this is a service, not a GPU", "Its free GPU is a Tesla T4: gpu=t4."),
 )
 
 

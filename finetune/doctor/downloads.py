@@ -22,7 +22,7 @@ from finetune.settings import Recipe
 
 #: Seconds to wait for the hub.
 TIMEOUT_S = 4.0
-_OFFLINE_FIX = "Models and data that are in the cache, or in local folders, work without it: finetune doctor RECIPE says which."
+_OFFLINE_FIX = "Cached and local models and data work without it: finetune doctor RECIPE lists them."
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
 
 
@@ -37,7 +37,7 @@ def check_hub() -> Finding:
     status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
     host = constants.ENDPOINT.rpartition("@")[2].removeprefix("https://")  # without user name and password
     if status is None:
-        return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check network and proxy. {_OFFLINE_FIX}")
+        return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check the network and proxy. {_OFFLINE_FIX}")
     if status >= 400:
         return Finding("hub", "warn", f"{host} answers with status {status}", f"Try again later. {_OFFLINE_FIX}")
     answered_s = round(time.monotonic() - began, 3)
@@ -53,7 +53,7 @@ def check_login() -> Finding:
         return Finding("hub login", "skip", "not logged in; only gated and private models need it", "hf auth login")
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") else "hf auth login"
     if is_switched_off():
-        return Finding("hub login", "skip", f"a token from {source}; not tried in offline mode")
+        return Finding("hub login", "skip", f"a token from {source}, not checked in offline mode")
     status, problem = _get(f"{constants.ENDPOINT}/api/whoami-v2", token)
     if status == 200:
         return Finding("hub login", "ok", f"the hub accepts the token from {source}")
@@ -61,7 +61,7 @@ def check_login() -> Finding:
         fix = "Make a new token at https://huggingface.co/settings/tokens, then: hf auth login"
         return Finding("hub login", "fail", f"the hub rejects the token from {source} (status {status})", fix)
     reason = problem or f"status {status}"
-    return Finding("hub login", "warn", f"a token from {source}; could not be tried: {reason}", "See the line `hub`.")
+    return Finding("hub login", "warn", f"a token from {source} could not be checked: {reason}", "See the line `hub`.")
 
 
 def check_model(recipe: Recipe) -> Finding:
@@ -81,7 +81,7 @@ def check_model(recipe: Recipe) -> Finding:
         return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
     at = f" --revision {revision}" if revision else ""
     what = f"{name}: does not work offline: {_listed(missing)}"
-    return Finding("model", "warn", what, f"A run downloads what is missing; before that: hf download {source}{at}")
+    return Finding("model", "warn", what, f"A run downloads the missing files. To download them now: hf download {source}{at}")
 
 
 def check_data(recipe: Recipe) -> list[Finding]:
@@ -107,7 +107,7 @@ def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
     except OSError as error:
         return None, _reason(error)
     except ValueError:  # a line break in the token or address; the error's text would show it
-        return None, "the token or HF_ENDPOINT has characters that are not allowed in a request"
+        return None, "the token or HF_ENDPOINT contains characters that a request can't have"
 
 
 def _reason(error: OSError) -> str:
@@ -115,7 +115,7 @@ def _reason(error: OSError) -> str:
     if isinstance(reason, TimeoutError):
         return f"no answer within {TIMEOUT_S:g} s"
     if isinstance(reason, ssl.SSLError):
-        return f"TLS: {reason.reason or reason}; a company's proxy? set SSL_CERT_FILE to its certificate"
+        return f"TLS: {reason.reason or reason}; behind a company proxy, set SSL_CERT_FILE to its certificate"
     return str(getattr(reason, "strerror", None) or reason)
 
 

@@ -19,7 +19,7 @@ from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
 _NO_CARD_FIX = (
-    "Without a card: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
+    "Without a GPU: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
     "(finetune run tiny-cpu)."
 )
 _MAKERS = {"0x1002": "AMD", "0x8086": "Intel", "0x10de": "NVIDIA"}
@@ -41,14 +41,14 @@ def check_driver() -> Finding:
     except DriverError as error:
         reason = str(error).rstrip(".")
         if error.was_updated:
-            return Finding("driver", "fail", f"the driver was updated while it ran ({reason})", "Restart the machine.")
+            return Finding("driver", "fail", f"the driver was updated while in use ({reason})", "Restart the machine.")
         makers = _makers_of_cards() | ({"Apple"} if platform.system() == "Darwin" else set())
         if "NVIDIA" in makers:
-            what = f"there is an NVIDIA card, but its driver does not answer ({reason})"
+            what = f"there is an NVIDIA GPU, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
         because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
         because = because and f"; {because}"
-        return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason}){because}", fix)
+        return Finding("driver", "warn", f"no NVIDIA GPU in this machine ({reason}){because}", fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 
@@ -59,15 +59,15 @@ def check_cards() -> Iterator[Finding]:
         # allocates nothing on any GPU
         devices, unresponsive = nvidia.read_devices()
     except DriverError:
-        yield Finding("card memory", "skip", "no card")
+        yield Finding("card memory", "skip", "no GPU")
         return
     if not devices and not unresponsive:
-        yield Finding("card memory", "warn", "the driver sees no card", _NO_CARD_FIX)
+        yield Finding("card memory", "warn", "the driver sees no GPU", _NO_CARD_FIX)
     allowed = visible(devices)
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
     for card in unresponsive:
-        what = f"card {card.index} can't be used ({card.why})"
+        what = f"GPU {card.index} can't be used ({card.why})"
         yield Finding("card memory", "fail", what, card.fix, {"index": card.index})
 
 
@@ -83,7 +83,7 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
         return Finding("card memory", "skip", what, facts=facts)
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)
-    fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
+    fix = "Close programs on this GPU that you don't need: a plan uses only free memory."
     by = f" by {', '.join(device.holders[:6])}" if device.holders else ""
     return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{by}", fix, facts)
 
@@ -95,10 +95,10 @@ def check_memory() -> Finding:
     facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
     if host.free_bytes >= RECOMMENDED_MEMORY_BYTES:
         return Finding("host memory", "ok", what, facts=facts)
-    fix = "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. A container's limit can be raised."
+    fix = "Close other programs. WSL gets half the host memory: raise memory= in .wslconfig. In a container, raise its limit."
     if host.free_bytes >= MINIMUM_MEMORY_BYTES:
-        return Finding("host memory", "warn", f"{what}; loading a large model may be slow, or be killed", fix, facts)
-    return Finding("host memory", "fail", f"{what}; at least {format_bytes(MINIMUM_MEMORY_BYTES)} are needed", fix, facts)
+        return Finding("host memory", "warn", f"{what}; loading a large model may be slow or get killed", fix, facts)
+    return Finding("host memory", "fail", f"{what}; a run needs at least {format_bytes(MINIMUM_MEMORY_BYTES)}", fix, facts)
 
 
 def check_disk() -> Iterator[Finding]:
@@ -113,10 +113,10 @@ def check_disk() -> Iterator[Finding]:
             fix = f"Take ownership (sudo chown -R $USER {existing}), or choose another folder."
             yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts)
         elif free < MINIMUM_DISK_BYTES:
-            fix = "Free some space: old checkpoints in runs/, models you don't need with `hf cache ls` and `hf cache rm`."
+            fix = "Delete old checkpoints in runs/ and unused models (`hf cache ls`, `hf cache rm`)."
             yield Finding("disk", "fail", what, fix, facts)
         elif free < RECOMMENDED_DISK_BYTES:
-            fix = "The weights of a 7B model alone are 15 GB: free some space, or set output_dir and HF_HOME to another disk."
+            fix = "A 7B model's weights alone take 15 GB: free some space, or set output_dir and HF_HOME to another disk."
             yield Finding("disk", "warn", what, fix, facts)
         else:
             yield Finding("disk", "ok", what, facts=facts)
@@ -129,7 +129,7 @@ def check_port() -> Finding:
             probe.bind(("127.0.0.1", PORT))
         except OSError as error:
             what = f"{PORT} is in use or not allowed ({(error.strerror or str(error)).lower()})"
-            return Finding("port", "warn", what, f"Perhaps the page is already running. If not: finetune ui --port {PORT + 1}")
+            return Finding("port", "warn", what, f"The page may already be running. If not: finetune ui --port {PORT + 1}")
     return Finding("port", "ok", f"{PORT} is free for finetune ui")
 
 
@@ -139,15 +139,14 @@ def check_spill() -> Finding:
     # The driver's setting can't be read from here.
     wsl = "microsoft" in platform.release().lower()
     if platform.system() != "Windows" and not wsl:
-        return Finding(
-            "spill", "ok", f"{platform.system()}: a full card is an out-of-memory error, with no fallback to system memory"
-        )
+        what = f"{platform.system()}: a full GPU raises an out-of-memory error, without fallback to system memory"
+        return Finding("spill", "ok", what)
     where = "WSL: the Windows driver" if wsl else "Windows: the driver"
     fix = (
         "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
         f"{' (on Windows, for python)' if wsl else f', for {Path(sys.executable).name}'}."
     )
-    what = f"{where} may fall back to system memory when the card is full, 10 to 50 times slower"
+    what = f"{where} may fall back to system memory when the GPU is full, which is 10 to 50 times slower"
     return Finding("spill", "warn", what, fix)
 
 

@@ -39,7 +39,7 @@ def check_packages() -> Finding:
         every = packages(extra="ui")
     except PackageNotFoundError:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
-        return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
+        return Finding("packages", "warn", "finetune runs from its source, not installed, so versions are not checked", fix)
     # the page's dependencies count only where they are installed
     wanted = [package for package in every if package.installed or "extra" not in str(package.requirement.marker)]
     installed = {package.requirement.name: package.installed for package in wanted}
@@ -56,7 +56,7 @@ def check_packages() -> Finding:
 def check_compiler() -> Finding:
     """Compile an extension as Triton does."""
     if WINDOWS:
-        return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
+        return Finding("compiler", "skip", "only Triton needs a compiler, and torch for Windows comes without Triton")
     if problem := compiler_problem():
         what = f"{problem}; Triton needs one for fast kernels and torch_compile" if find_compiler() is None else problem
         return Finding("compiler", "warn", what, COMPILER_FIX)
@@ -79,7 +79,7 @@ def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:
-            yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
+            yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no GPU to compile for")
 
 
 def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str, bool]:
@@ -138,7 +138,7 @@ def cuda_finding(part: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
     if problem := nvidia.build_problem(build, driver):
         return Finding("cuda", "fail", *problem, facts)
     fix = f"Is {nvidia.VISIBLE_VARIABLE} set? {nvidia.CONTAINER_FIX}"
-    what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
+    what = f"{version} sees no GPU, although the driver answers: {part['cuda_error'] or 'none is visible'}"
     return Finding("cuda", "fail", what, fix, facts)
 
 
@@ -149,7 +149,7 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
     card = f"{device['name']} (compute capability {major}.{minor})"
     if nvidia.has_kernels((major, minor), part["architectures"]):
         kernels = "".join(reference_notes("qwen3_5", (major, minor))) or f"the kernels of {FLA.name}"
-        what = f"the torch wheel has kernels for {card}; Qwen3.5 and other delta nets take {kernels}"
+        what = f"the torch wheel has kernels for {card}; Qwen3.5 and other delta nets use {kernels}"
         return Finding("architecture", "ok", what, facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
@@ -157,7 +157,7 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
 
 
 def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:
-    where, error = "the card" if part["device"] == "cuda" else "the CPU", part["relative_error"]
+    where, error = "the GPU" if part["device"] == "cuda" else "the CPU", part["relative_error"]
     off_by = "is NaN" if error is None else f"is off by {error:.0%}"
     faults = {
         f"{part['weights']} weights take {part['stored_bytes']} bytes, not half as many":
@@ -176,7 +176,7 @@ def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:
 
 def _triton_findings(part: dict[str, Any]) -> Iterator[Finding]:
     if part["numbers_are_right"]:
-        yield Finding("triton", "ok", "compiles a kernel and runs it on the card")
+        yield Finding("triton", "ok", "compiles a kernel and runs it on the GPU")
     else:
         yield Finding("triton", "fail", "a compiled kernel gives wrong results", _FIXES["triton"])
 

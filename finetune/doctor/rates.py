@@ -27,7 +27,7 @@ from finetune.units import MIB, format_bytes
 MEASURED_S, OPERATORS = 1.5, 500
 #: Largest ratio of a measured to a catalogue rate, as clocks differ; largest utilisation by other programs, such as a desktop.
 MOST_OF_LISTED, MOST_BUSY = 1.1, 0.2
-_FIX = "Nothing is stored. A measurement needs an idle GPU and 1.5 GiB of its memory; finetune doctor tries everything else."
+_FIX = "Nothing is stored. A measurement needs an idle GPU with 1.5 GiB free; finetune doctor checks everything else."
 
 
 def measure_rates(progress: Progress) -> list[Finding]:
@@ -42,7 +42,7 @@ def measure_rates(progress: Progress) -> list[Finding]:
             continue
         try:
             if device and (busy := _utilisation(device)) > MOST_BUSY:
-                raise RuntimeError(f"programs keep it busy for {busy:.0%} of the time")
+                raise RuntimeError(f"other programs keep it busy {busy:.0%} of the time")
             findings.append(_measure(card, device, torch.device("cuda", number) if device else torch.device("cpu")))
         except (RuntimeError, OSError) as error:  # out of memory, a cache that can't be written
             message = str(error).partition("\n")[0]
@@ -77,10 +77,10 @@ def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
         attention = _attention_flops(where, dtype)
         rates = replace(rates, attention_flops=attention, pinned_bytes_s=pinned, pageable_bytes_s=pageable)
         if above := [name for name, share in _shares(rates, listed_card(device)).items() if share > MOST_OF_LISTED]:
-            what = f"{card.name} measured {', '.join(above)} above the catalogue's by more than a tenth: {_text(rates)}"
-            return Finding("rates", "warn", what, "Nothing is stored. Measure again while the GPU's clocks are its usual ones.")
+            what = f"{card.name}: {', '.join(above)} measured over 10 % above the catalogue: {_text(rates)}"
+            return Finding("rates", "warn", what, "Nothing is stored. Measure again at the GPU's usual clocks.")
     store_rates(card, rates)
-    return Finding("rates", "ok", f"{card.name}: {_text(rates)}; its plans use them", facts=to_json(rates))
+    return Finding("rates", "ok", f"{card.name}: {_text(rates)}; plans for it use these rates", facts=to_json(rates))
 
 
 def _shares(rates: Rates, listed: Card) -> dict[str, float]:
@@ -96,7 +96,7 @@ def _text(rates: Rates) -> str:
     moved = {"memory": rates.bandwidth_bytes_s, "pinned copies": rates.pinned_bytes_s, "pageable": rates.pageable_bytes_s}
     parts = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in flops.items() if rate]
     parts += [f"{name} {format_bytes(rate)}/s" for name, rate in moved.items() if rate]
-    return f"{', '.join(parts)}, {rates.launch_s * 1e6:.1f} us of host time an operator"
+    return f"{', '.join(parts)}, {rates.launch_s * 1e6:.1f} us of host time per operator"
 
 
 def _attention_flops(where: torch.device, dtype: torch.dtype) -> float:

@@ -41,7 +41,7 @@ class SplitLayers:
     def notes(self) -> tuple[str, ...]:
         if not self.problem:
             return ()
-        return (f"{UNCOMPILABLE} ({self.problem}); these bytes are of uncompiled layers",)
+        return (f"{UNCOMPILABLE} ({self.problem}); the forecast is for uncompiled layers",)
 
     def _run(self, layer: torch.nn.Module, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(layer).forward, layer)

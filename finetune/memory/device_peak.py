@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PAGES = 40 * MIB
 #: Largest share that torch reserved beyond the replay with expandable segments (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
-_SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
+_SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than allocated"
 #: Share that malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695
 #: MiB.
 MALLOC = (0.0, 0.16, 0.25)
@@ -211,14 +211,14 @@ def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
 
 
 def _growth_note(growth: float, share: float | None, *, expandable: bool, read: bool) -> str:
-    over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
+    over = "rows of uneven length, the longest in the first two steps: in a replay of more steps, torch's allocator reserves"
     more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
     if expandable:
-        return f"{over} {more} than for the longest alone, with expandable segments"
+        return f"{over} {more} than for the longest row alone, with expandable segments"
     packing = "; packing=true would avoid that" if growth > SMALL_GROWTH else ""
-    end = "" if share is None else f"; at most {share:.1%} more than is allocated, the upper end where segments can't expand"
-    unread = "" if read else "; the rows were not read, so those of every length were replayed"
-    return f"{over} {more} than for the longest alone{packing}{end}{unread}"
+    end = "" if share is None else f"; at most {share:.1%} more than allocated, the upper end where segments can't expand"
+    unread = "" if read else "; the rows were not read, so rows of every length were replayed"
+    return f"{over} {more} than for the longest row alone{packing}{end}{unread}"
 
 
 def _at_limit(run: LargestStep, unlimited: Replay, limit: int) -> bool:
@@ -284,5 +284,5 @@ def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, 
     # the replay repeats one micro-batch: it describes a run only if packing makes all rows equally long
     if replay is None or settings.packing is not True:
         return (_SEGMENTED_NOTE,)
-    share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
+    share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than allocated"
     return (f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator",)

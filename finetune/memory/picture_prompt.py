@@ -123,9 +123,9 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
     facts = _facts().get(str(values.get("model_type")))
     if facts is None or "vision_config" not in values:
         raise ModelError(
-            f"{recipe.model_name_or_path}: how many tokens a picture takes is not known here: its processor is not on this "
-            "machine, nor in the catalogue",
-            f"Load it once where the hub can be reached, or plan another one: {', '.join(sorted(_facts()))}.",
+            f"{recipe.model_name_or_path}: the tokens per image are unknown: the processor is neither on this machine "
+            "nor in the catalogue",
+            f"Load the model once while online, or plan another model type: {', '.join(sorted(_facts()))}.",
         )
     require_pillow()
     tokenizer = _tokenizer(tuple(facts["tokens"]), tuple(facts.get("attributes", {}).items()))

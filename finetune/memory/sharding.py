@@ -77,7 +77,7 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
     local_ranks = launch.num_processes // launch.num_machines
     name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
     offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
-    note = f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
+    note = f"memory on each of {launch.num_processes} GPUs under {name}{offload} is by rule, not measured on several GPUs"
     return dataclasses.replace(
         run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
         host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, note),

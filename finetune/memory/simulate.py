@@ -128,11 +128,11 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
             names |= {type(module).__name__} if name.rpartition(".")[2] not in read_names else set()
     if read_names:
-        yield f"these layers stay 16-bit, as other modules read or change their weights: {', '.join(read_names)}"
+        yield f"these layers stay 16-bit because other modules read or change their weights: {', '.join(read_names)}"
     if reason := why_experts_stay_16_bit(model, text_config(model.get_base_model().config), settings):  # type: ignore[operator]
         yield f"the experts stay 16-bit: {reason}"
     if names:
-        yield f"these layers stay 16-bit, bitsandbytes can't quantise them: {', '.join(sorted(names))}"
+        yield f"these layers stay 16-bit because bitsandbytes can't quantise them: {', '.join(sorted(names))}"
 
 
 def _run(

@@ -117,7 +117,7 @@ def test_a_model_is_forecast_by_its_name(tmp_path):
 
 
 def test_what_is_not_simulated_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="torch_compile, use_liger_kernel is not forecast"):
+    with pytest.raises(RecipeError, match="can't forecast a trainer's step with torch_compile, use_liger_kernel"):
         finetune.fits(trainer(tmp_path, torch_compile=True, use_liger_kernel=True), gpu="rtx-4090")
 
 

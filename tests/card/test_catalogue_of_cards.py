@@ -39,7 +39,7 @@ def test_a_card_is_found_by_its_names(typed, meant):
     [
         ("rtx-4900", "rtx-4090"), ("a100", "a100-80gb"), ("rtx 3069", "rtx-3060"), ("h100", "h100-80gb"),
         *(
-            (several, "Name one and say how many: gpu=rtx-3090 launch.num_processes=2")
+            (several, "Name one and set the count: gpu=rtx-3090 launch.num_processes=2")
             for several in ("2x3090", "3090 x2", "2 x RTX 3090", "2x rtx-3090")
         ),
         ("RTX 5070 Ti Ultra", "Did you mean rtx-5070-ti?"), ("24GB", "rtx-3090"), ("24GB", "rtx-4090"),
@@ -109,7 +109,7 @@ def test_a_context_that_includes_other_programs_or_is_empty_is_not_recorded():
         ("gtx-1080", "no tensor cores", "adapters"), ("1080", "CUDA 13 no longer", "adapters"), ("980ti", "GTX 10", "adapters"),
         ("1080 ti", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
         ("7900xtx", "ROCm", "gpu=cpu"), ("1660 super", "GTX 16", "gpu=auto"), ("tpu v3", "no CUDA", "gpu=cpu"),
-        ("colab", "not a card", "gpu=t4"), ("kaggle", "not a card", "gpu=t4"),
+        ("colab", "not a GPU", "gpu=t4"), ("kaggle", "not a GPU", "gpu=t4"),
         ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
     ],
 )  # fmt: skip
@@ -129,7 +129,7 @@ def test_this_machines_card_agrees_with_the_driver_or_says_why_there_is_none():
     try:
         card = find_card("auto")
     except RecipeError as error:
-        assert "no NVIDIA GPU" in str(error) and "--gpu" in error.fix
+        assert "no usable NVIDIA GPU" in str(error) and "--gpu" in error.fix
     else:
         assert card.source == "measured" and 0 < card.free_bytes <= card.total_bytes and card.capability >= (5, 0)
 

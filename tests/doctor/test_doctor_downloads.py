@@ -26,7 +26,7 @@ def test_a_hub_that_is_not_there_is_a_warning_that_says_what_still_works(hub):
     hub.shutdown()
     hub.server_close()
     finding = check_hub()
-    assert finding.state == "warn" and "refused" in finding.what and "cache" in finding.fix
+    assert finding.state == "warn" and "refused" in finding.what and "Cached and local models" in finding.fix
 
 
 def test_a_hub_that_is_switched_off_is_not_asked(hub, monkeypatch):

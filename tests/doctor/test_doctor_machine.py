@@ -19,7 +19,7 @@ def pci(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("vendor", "state", "reason", "fixes"),
     [
-        ("", "warn", "no NVIDIA card", ["--gpu rtx-4090", "tiny-cpu"]),
+        ("", "warn", "no NVIDIA GPU", ["--gpu rtx-4090", "tiny-cpu"]),
         ("0x10de", "fail", "its driver does not answer", ["Install NVIDIA's driver"]),
         ("0x1002", "warn", "AMD", ["--gpu rtx-3060"]),
         ("0x8086", "warn", "Intel", ["--gpu rtx-3060"]),

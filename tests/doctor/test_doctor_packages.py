@@ -136,9 +136,9 @@ def test_a_quantisation_that_gives_other_numbers_is_reported(broken):
         ({"devices": [CARD]}, ("570", (12, 8)), "ok", "RTX 3090"),
         ({}, None, "skip", "no driver"),
         ({"cuda": None}, None, "skip", "CPU-only build"),
-        ({"cuda": None}, ("570", (12, 8)), "fail", "the card is not used"),
+        ({"cuda": None}, ("570", (12, 8)), "fail", "the GPU is not used"),
         ({"cuda": "13.0"}, ("570", (12, 8)), "fail", "supports CUDA up to 12.8"),
-        ({"cuda": "12.9"}, ("570", (12, 8)), "fail", "sees no card"),  # a newer minor version would have run
+        ({"cuda": "12.9"}, ("570", (12, 8)), "fail", "sees no GPU"),  # a newer minor version would have run
         ({"cuda_error": "CUDA unknown error"}, ("570", (12, 8)), "fail", "CUDA unknown error"),
         ({"cuda": None, "hip": "6.4"}, None, "warn", "ROCm"),
     ],

@@ -40,7 +40,7 @@ def test_rates_measured_under_other_conditions_are_not_used_and_it_is_said(now):
     store_rates(CARD, RATES)
     card = with_measured_rates(CARD, now)
     assert card.bf16_flops == CARD.bf16_flops and card.rates_measured_at == ""
-    assert "driver 580.1, power limit 450 W, now it has" in card.reason and "measure again" in card.reason
+    assert "driver 580.1, power limit 450 W; now torch" in card.reason and "measure again" in card.reason
 
 
 def test_a_rate_above_the_catalogues_by_more_than_a_tenth_is_told_apart():

@@ -30,7 +30,7 @@ def test_a_card_off_the_bus_is_a_failure_beside_the_one_that_works(machine):
     machine("lost-card")
     working, failed = check_cards()
     assert (working.state, failed.state) == ("ok", "fail")
-    assert "card 0 can't be used (gpu is lost)" in failed.what and "dmesg" in failed.fix
+    assert "GPU 0 can't be used (gpu is lost)" in failed.what and "dmesg" in failed.fix
 
 
 def test_a_hidden_card_is_reported_as_hidden(machine):

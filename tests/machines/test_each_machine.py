@@ -35,14 +35,14 @@ TRAINS = {
     "3060-and-4090": ("GPU-40900000", 24564 - 452 - 100, ["RTX 3060: 11.7 GiB", "RTX 4090: 23.4 GiB"]),
     "t4": ("GPU-74000000", 15360 - 443, ["Tesla T4: 14.6 GiB of 14.6 GiB free"]),
     "h200": ("GPU-20000000", 143771 - 616, ["NVIDIA H200: 139.8 GiB of 139.8 GiB free"]),
-    "container": ("GPU-40900000", 24564 - 452 - 9000, ["8.79 GiB in use by programs that can't be named from here"]),
+    "container": ("GPU-40900000", 24564 - 452 - 9000, ["8.79 GiB in use by programs that can't be named in a container"]),
     "wsl": ("GPU-40700000", 12282 - 230 - 1400, ["10.4 GiB of 11.8 GiB free"]),
-    "lost-card": ("GPU-30900000", 24576 - 300, ["RTX 3090: 23.7 GiB", "card 0 can't be used (gpu is lost)"]),
+    "lost-card": ("GPU-30900000", 24576 - 300, ["RTX 3090: 23.7 GiB", "GPU 0 can't be used (gpu is lost)"]),
 }  # fmt: skip
 #: Machine -> words of the error with which plan and run end, and of its fix.
 REFUSED = {
     "old-driver": ("driver 470.256.02 supports CUDA up to 11.4", "Update the driver to 580"),
-    "gtx-1080-ti": ("compute capability 6.1, CUDA 13.0 of torch", "cu126"),
+    "gtx-1080-ti": ("compute capability 6.1, but CUDA 13.0 of torch", "cu126"),
 }
 ONE_STEP = [
     "gpu=auto", "max_steps=1", "save_steps=0", "eval_steps=0", "effective_batch_size=1", "per_device_train_batch_size=1",

@@ -28,7 +28,7 @@ def test_of_two_equal_cards_the_one_with_more_free_memory_is_taken(machine):
     machine("two-3090")
     card = find_card("auto")
     assert (card.uuid, card.free_bytes) == (OTHER, (24576 - 300 - 12) * MIB)
-    assert "card 1 of 2 (gpu=0 is NVIDIA GeForce RTX 3090 with 21.9 GiB free)" in card.reason
+    assert "GPU 1, chosen from 2 (gpu=0 is NVIDIA GeForce RTX 3090 with 21.9 GiB free)" in card.reason
 
 
 def test_a_fast_card_in_use_gives_way_to_a_free_one(machine):
@@ -58,7 +58,7 @@ def test_cuda_visible_devices_chooses_by_index_in_nvidia_smi_or_by_uuid(machine,
 
 def test_a_hidden_card_is_not_planned(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES=ON_DESKTOP)
-    assert find_card("auto").uuid == ON_DESKTOP and "as CUDA_VISIBLE_DEVICES says" in find_card("auto").reason
+    assert find_card("auto").uuid == ON_DESKTOP and "set by CUDA_VISIBLE_DEVICES" in find_card("auto").reason
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(
     machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
     card = find_card("auto", processes=2)  # of the first two
     assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
-    assert "card 0 has the least free memory of the 2" in card.reason
+    assert "GPU 0 has the least free memory of the run's 2 GPUs" in card.reason
     assert find_card("auto", processes=3).name == "Tesla T4"
 
 
@@ -132,15 +132,15 @@ def test_torch_without_cuda_is_reported_by_the_plan_and_refused_by_a_run(machine
 @pytest.mark.parametrize(
     ("name", "more", "shown", "gpu", "problem", "fix"),
     [
-        ("two-3090", [], "", "auto", "hides every card", "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 ("),
+        ("two-3090", [], "", "auto", "hides every GPU", "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 ("),
         ("two-3090", [], None, "2", r"gpu: 2, but this machine has 0 \(NVIDIA GeForce RTX 3090", "gpu=auto"),
-        ("two-3090", [], OTHER, "0", "hides card 0", "This machine's cards"),
+        ("two-3090", [], OTHER, "0", "hides GPU 0", "GPUs of this machine"),
         ("lost-card", [], None, "0", r"this machine has 1 \(.*\), 0, which can't be used \(gpu is lost\)", "gpu=auto"),
         (
-            "t4", ["mig = 1"], None, "auto", r"no GPU can be used: card 0 \(split by MIG, which is not supported\)",
+            "t4", ["mig = 1"], None, "auto", r"no GPU is usable: GPU 0 \(split by MIG, which is not supported\)",
             "sudo nvidia-smi -i 0 -mig 0",
         ),
-        ("t4", ["lost_after = 3"], None, "auto", r"no GPU can be used: card 0 \(gpu is lost\)", "Restart the machine"),
+        ("t4", ["lost_after = 3"], None, "auto", r"no GPU is usable: GPU 0 \(gpu is lost\)", "Restart the machine"),
         ("t4", ["start = 18"], None, "auto", "version mismatch", "restart the machine"),
     ],
 )  # fmt: skip

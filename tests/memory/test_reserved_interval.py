@@ -69,5 +69,5 @@ def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_s
     assert before.allocated_bytes < plan.forecast.allocated_bytes < 1.005 * before.allocated_bytes  # whole blocks
     assert before.peak_high_bytes - plan.forecast.peak_high_bytes > 1.5 * GIB
     assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes and plan.verdict == "fits"
-    (note,) = [note for note in plan.forecast.notes if "more than is allocated" in note]
+    (note,) = [note for note in plan.forecast.notes if "more than allocated" in note]
     assert text in note and "replay" in note and note in plan.as_json()["forecast"]["notes"]

@@ -122,7 +122,7 @@ def test_the_ledger_of_a_real_model_sums_to_the_peak_of_training(launch):
     assert sum(forecast.per_layer_bytes.values()) == forecast.allocated_bytes
     assert min(forecast.parts.values()) >= 0 and min(forecast.per_layer_bytes.values()) >= 0
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
-    assert any("not measured on several cards" in note for note in forecast.notes)
+    assert any("not measured on several GPUs" in note for note in forecast.notes)
 
 
 def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(home):

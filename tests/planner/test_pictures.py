@@ -53,7 +53,7 @@ def test_max_pixels_scales_the_pictures_of_a_plan():
 
 
 def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_are_known():
-    with pytest.raises(ModelError, match="tokens a picture takes is not known") as refused:
+    with pytest.raises(ModelError, match="tokens per image are unknown") as refused:
         picture_prompt(recipe("google/gemma-4-E4B-it"), ((1024, 1024),))
     assert "qwen3_vl" in refused.value.fix
 
