@@ -104,7 +104,7 @@ class LargestStep:
             import_libraries()
             from finetune.memory.depth import count_parameters
 
-            simulation, method = self._simulated()
+            simulation, method = self.simulated()
             parameters = count_parameters(self._model_config)
             return asdict(ledger_of(simulation, self.capability, parameters=parameters, method=method))
 
@@ -121,7 +121,7 @@ class LargestStep:
             from finetune.memory.step import garbage_collection_paused
 
             # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end.
-            simulation, _ = self._simulated(mixes=expandable)
+            simulation, _ = self.simulated(mixes=expandable)
             with garbage_collection_paused(), suppress(OutOfMemory):
                 trace = simulation.trace()
                 return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
@@ -142,7 +142,7 @@ class LargestStep:
             tokens, narrow = self.rows.tokens, self.rows.tokens // 2
             steps = self, replace(self, rows=replace(self.rows, tokens=narrow))
             with garbage_collection_paused(), suppress(NotRepeated):
-                wide, other = (step._simulated(mixes=False)[0].trace() for step in steps)
+                wide, other = (step.simulated(mixes=False)[0].trace() for step in steps)
                 if wide and other:
                     micro_batches = MicroBatchEvents(wide, tokens, other, narrow)
                     return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
@@ -167,7 +167,8 @@ class LargestStep:
     def _with(self, **changes: Any) -> LargestStep:
         return replace(self, settings=resolved(self.settings, **changes))
 
-    def _simulated(self, *, mixes: bool = True) -> tuple[Simulation, str]:
+    def simulated(self, *, mixes: bool = True) -> tuple[Simulation, str]:
+        """Return the simulation, and its method; `mixes`: it may be mixed from others."""
         from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
         from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
         from finetune.memory.simulate import Batch, simulate
@@ -176,7 +177,7 @@ class LargestStep:
         config, settings, every = self._model_config, self.settings, self.settings.activation_checkpointing_every_n_layers
         if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
             (recomputed, method), (uncheckpointed, _) = (
-                self._with(activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)._simulated()
+                self._with(activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1).simulated()
                 for all_layers in (True, False)
             )
             return mix_layers(recomputed, uncheckpointed, every), method
@@ -185,8 +186,8 @@ class LargestStep:
         if is_partial and has_identical_layers(config):
             from finetune.layers.layer_offloading import offloaded_numbers
 
-            offloaded, method = self._with(offloaded_layers=layers)._simulated()
-            resident, _ = self._with(layer_offloading=False, offloaded_layers=0)._simulated()
+            offloaded, method = self._with(offloaded_layers=layers).simulated()
+            resident, _ = self._with(layer_offloading=False, offloaded_layers=0).simulated()
             return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
         key = self._key("simulation")
         if key not in _SIMULATED:

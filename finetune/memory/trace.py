@@ -212,11 +212,10 @@ class _Deepening:
             if is_persistent:
                 self.persistent.add(copy)
                 continue
-            key = _AllocationKey(section, layer, chunk.run, nth)
-            nth += 1
-            numbers[key] = copy
+            numbers[_AllocationKey(section, layer, chunk.run, nth)] = copy
             if not first:
-                self._original_of[copy] = key._replace(layer=chunk.layer)
+                self._original_of[copy] = _AllocationKey(section, chunk.layer, chunk.run, nth)
+            nth += 1
 
     def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
         """Return the key of the allocation released when an event of `from_layer` is copied to `to_layer`."""
@@ -227,7 +226,7 @@ class _Deepening:
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
         source = self._depth.shallow_index(layer)
         nth = key.nth if source == key.layer else self._counterpart(key, source)
-        return key._replace(layer=layer, nth=nth)
+        return _AllocationKey(key.section, layer, key.run, nth)
 
     def _counterpart(self, key: _AllocationKey, source: int) -> int:
         """Return the number of the same allocation in layer `source`."""
@@ -259,7 +258,8 @@ class _Deepening:
     def _copies(self, number: int) -> Iterator[int]:
         key, depth = self._keys[number], self._depth
         for time in range(depth.times + 1 if key.layer in depth.middle else 1):
-            yield self._numbers_by_key[key._replace(layer=depth.full_index(key.layer) + time * depth.period)]
+            layer = depth.full_index(key.layer) + time * depth.period
+            yield self._numbers_by_key[_AllocationKey(key.section, layer, key.run, key.nth)]
 
 
 def _descends(before: list[_Chunk], middle: _Chunk, after: list[_Chunk]) -> bool:

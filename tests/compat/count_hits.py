@@ -67,10 +67,10 @@ def probe():
 
 
 def dry_runs():
-    from finetune.memory import simulate
+    from finetune.memory import step
     from finetune.memory.ledger import LargestStep
 
-    simulate._checkpointed = counted(CHECKPOINT, simulate._checkpointed)
+    step._checkpointed = counted(CHECKPOINT, step._checkpointed)
     small = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
