@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -139,15 +138,14 @@ class TiledMlp(torch.autograd.Function):
             rows = slice(start, start + ctx.tile)
             part = x[rows]
             outs, lora_acts = _gate_and_up(part, mlp, casts)
-            read_input = functools.partial(_identity, part)
-            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, read_input, needs_dx)
+            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, lambda x=part: x, needs_dx)
             if dx is not None and dx_part is not None:
                 dx[rows] = dx_part
             for total, grad_part in zip(sums, grads, strict=True) if sums else ():
                 if total is not None:
                     total.add_(grad_part)
             sums = sums or grads  # in the adapters' dtype, usually fp32
-            del outs, lora_acts, dx_part, grads, read_input
+            del outs, lora_acts, dx_part, grads
         return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
 
 
@@ -194,7 +192,7 @@ def _mlp_backward(
     # `TiledMlp` passes no `down_act`: recompute it
     if down_act is None and casts[-1][0] is not None:
         down_act = scaled_product(product, casts[-1][0].t(), down.scale)
-    _, *down_grads = backward_of(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
+    _, *down_grads = backward_of(grad, down, casts[-1], down_act, lambda: product, out=product)
     # separate gate and up: reuse `product` and `activated` for the gradients; fused: write both into halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
     d_gate, d_up = split_gate_up(d_outs, mlp.swapped)
@@ -324,10 +322,6 @@ def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
         return _flat(norm.output)
 
     return read_input
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:

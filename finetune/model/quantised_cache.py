@@ -283,7 +283,7 @@ def set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, 
 
 
 def parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
-    """Return a frozen parameter of the class of `old`, with bitsandbytes' `state` of a 4-bit weight."""
+    """Return a frozen parameter of the class of `old`."""
     from bitsandbytes.nn import Params4bit
 
     if not isinstance(old, Params4bit):

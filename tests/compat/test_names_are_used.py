@@ -44,25 +44,38 @@ def test_nothing_is_replaced_without_a_row(counted):
     assert counted["without_row"] == []
 
 
-@pytest.mark.slow
-def test_a_forecast_imports_no_compiler():
-    code = (
+#: What a new process finds.
+STARTS = {
+    "a forecast imports no compiler": (
         "import sys; from finetune.compat.bitsandbytes import import_without_compiler as imported; imported();"
         "import finetune.memory.simulate; sys.exit('torch._inductor.compile_fx' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.slow
-def test_trl_is_imported_without_listing_packages_and_still_knows_them():
-    code = (
+    ),
+    "TRL is imported without listing packages and still knows them": (
         "import importlib.metadata as metadata, sys; listed = []; list_all = metadata.packages_distributions;"
         "metadata.packages_distributions = lambda: listed.append(1) or list_all();"
         "from finetune.compat.trl import import_without_listing_packages as imported; imported();"
         "import trl.import_utils as utils; before = len(listed);"
         "distributions = [utils.PACKAGE_DISTRIBUTION_MAPPING[name] for name in ('torch', 'yaml')];"
         "sys.exit(before != 0 or distributions != [['torch'], ['PyYAML']])"
-    )
+    ),
+    "no packages for rows are read, transformers' files once, and both are still there": (
+        "import sys; from finetune.compat.imports import fused_lm_head, import_libraries;"
+        "import_libraries(); fused_lm_head();"
+        "assert not {'pandas', 'datasets', 'pyarrow'} & set(sys.modules);"
+        "import datasets, pandas; from transformers import models;"
+        "from transformers.utils import import_utils;"
+        "assert pandas.DataFrame({'a': [1]}).shape == datasets.Dataset.from_list([{'a': 1}]).shape == (1, 1);"
+        "scans = import_utils.create_import_structure_from_path; scans.cache_clear();"
+        "import_utils.define_import_structure.cache_clear(); again = import_utils.define_import_structure(models.__file__);"
+        "fresh = import_utils._LazyModule('fresh', models.__file__, again, module_spec=models.__spec__);"
+        "assert fresh._class_to_module == models._class_to_module"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", STARTS.values(), ids=STARTS)
+def test_a_cold_start(code):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -97,19 +110,3 @@ def test_a_schedule_is_logged_with_the_rates_it_was_given():
     optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == [0.25]
-
-
-@pytest.mark.slow
-def test_a_cold_start_reads_no_rows_packages_and_transformers_files_once_and_still_has_both():
-    code = (
-        "import sys; from finetune.compat.imports import fused_lm_head, import_libraries; import_libraries(); fused_lm_head();"
-        "assert not {'pandas', 'datasets', 'pyarrow'} & set(sys.modules);"
-        "import datasets, pandas; from transformers import models;"
-        "from transformers.utils import import_utils;"
-        "assert pandas.DataFrame({'a': [1]}).shape == datasets.Dataset.from_list([{'a': 1}]).shape == (1, 1);"
-        "scans = import_utils.create_import_structure_from_path; scans.cache_clear();"
-        "import_utils.define_import_structure.cache_clear(); again = import_utils.define_import_structure(models.__file__);"
-        "fresh = import_utils._LazyModule('fresh', models.__file__, again, module_spec=models.__spec__);"
-        "assert fresh._class_to_module == models._class_to_module"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
