@@ -75,7 +75,7 @@ class MachineError(RecipeError):
 class NoCard(RecipeError):
     """The GPU is missing, unknown or can't train."""
 
-    title = "There is no such card"
+    title = "There is no such GPU"
 
 
 class HubError(FinetuneError):
@@ -91,19 +91,19 @@ class PackagesError(RecipeError):
 
 
 class DoesNotFit(FinetuneError):
-    """The forecast says that the plan does not fit the card."""
+    """The forecast says that the plan does not fit the GPU."""
 
     exit_code = 3
-    cause = "card"
+    cause = "GPU"
     title = "This will not fit"
 
 
 class CardError(RecipeError):
-    """The planned card can't be used: its driver, its memory, or the installed torch."""
+    """The planned GPU can't be used: its driver, its memory, or the installed torch."""
 
     exit_code = 3
-    cause = "card"
-    title = "The card can't be used"
+    cause = "GPU"
+    title = "The GPU can't be used"
 
 
 class DataError(FinetuneError):

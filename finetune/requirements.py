@@ -56,7 +56,7 @@ def refuse_other_versions(names: Collection[str]) -> None:
     except metadata.PackageNotFoundError:  # a checkout without `pip install` has no bounds
         return
     if wrong:
-        fix = f"Forecasts are valid only for supported versions. Type: {how_to_install(wrong)}"
+        fix = f"Forecasts hold for supported versions only. Run: {how_to_install(wrong)}"
         raise PackagesError([str(package) for package in wrong], fix)
 
 

@@ -29,7 +29,7 @@ def offload_table(model: torch.nn.Module) -> None:
     embedding = input_table(model)
     if embedding is None:
         raise RecipeError(
-            "offload_embeddings: this model's input embedding is trained, or its output layer reads it, too, on the card",
+            "offload_embeddings: this model's input embedding is trained, or shared with the output layer",
             "Set offload_embeddings=false.",
         )
     # no parameter from here on: it stays where it is when the model is moved, and has no part in checkpoints

@@ -70,7 +70,7 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
             continue
         if parameter.dtype == torch.int8:
             raise RecipeError(
-                "layer_offloading does not work with int8 weights, of which bitsandbytes keeps copies",
+                "layer_offloading does not work with int8 weights, because bitsandbytes copies them",
                 "Set load_in_8bit=false load_in_4bit=true, or layer_offloading=false.",
             )
         yield name, parameter, "data"
@@ -189,7 +189,7 @@ class FileStorage:
         for span in self._spans[index]:
             read = read_at(span.file.fileno(), span.begin, host_memory.bytes_of(staging[span.start : span.start + span.size]))
             if read < span.size:
-                raise OSError(f"the file of the offloaded layers ends {span.size - read:,} bytes too early")
+                raise OSError(f"the offloaded layers' file ends {span.size - read:,} bytes too early")
         self._copied.append(copies.copy(into[:size], staging, after=free))
         return self._copied[-1]
 
@@ -320,12 +320,12 @@ class LayerOffloading:
     def _before_part(self, index: int, _part: Any, _inputs: Any) -> None:
         if torch.is_grad_enabled() and self._running != index:
             raise RuntimeError(
-                "an offloaded layer is not recomputed: its backward would read the weights of another one. Every layer needs "
-                "gradient checkpointing; where there is no backward, use torch.no_grad()"
+                "an offloaded layer is not recomputed: its backward would read another layer's weights. Turn on gradient "
+                "checkpointing for every layer, or use torch.no_grad() without a backward"
             )
         buffer_index = self._buffer_index(index)
         if self._buffered_layers[buffer_index] != index or buffer_index in self._arriving:
-            raise RuntimeError("a part of an offloaded layer runs by itself, without its weights: call the whole layer")
+            raise RuntimeError("a part of an offloaded layer ran alone, without its weights: call the whole layer")
 
 
 class QuantisedFileStorage(FileStorage):
@@ -348,7 +348,7 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
     """Offload layers of a model that is not loaded yet. Raises RecipeError for incompatible settings."""
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
-        raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
+        raise RecipeError(f"layer_offloading is untested with {other}", "Set layer_offloading=false.")
     layers, count = decoder_layers(model), settings.offloaded_layers
     # a forecast (no `weights`) takes host memory: the GPU allocates the same
     storage: HostStorage | FileStorage = HostStorage()

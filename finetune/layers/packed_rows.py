@@ -33,8 +33,8 @@ def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> No
     change, most = (changes[:_TOKENS].median(), MOST_SHARED_CHANGE) if shared else (changes.max(), MOST_CHANGE)
     if not change.item() <= most:
         raise RecipeError(
-            f"packing: a packed row sees the row before it in this {model.config.model_type} model "
-            f"(its hidden states change by {change:.2g} of their size with that row)",
+            f"packing: a packed example depends on the example before it in this {model.config.model_type} model "
+            f"(hidden states change by {change:.2g} of their size)",
             "Set packing=false.",
         )
 

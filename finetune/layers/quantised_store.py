@@ -165,7 +165,7 @@ class Store:
             row_bytes = tensor.size // tensor.shape[0] if tensor.shape else 0
             data = bytes_of(rows)
             if read_at(tensor.file.fileno(), tensor.begin + first * row_bytes, data) < len(data):
-                raise Damaged(f"{tensor.file.name} is cut off")
+                raise Damaged(f"{tensor.file.name} is truncated")
         return rows
 
     def quant_state(self, name: str, device: torch.device | str | int) -> Any:

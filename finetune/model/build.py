@@ -89,7 +89,7 @@ def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_inf
             some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise RecipeError(
                 f"model_name_or_path {settings.model_name_or_path}: {what} {some}",
-                "config.json and the weights are of different models, or files are missing: download the model again.",
+                "config.json and the weights belong to different models, or files are missing. Download the model again.",
             )
 
 
@@ -184,5 +184,5 @@ def load_errors(path: str) -> Iterator[None]:
             fix = "Set attn_implementation=eager."
         elif not isinstance(error, (ValueError, ImportError)):
             problem = f"its configurations or weights can't be loaded: {type(error).__name__}: {problem}"
-            fix = "They are of different models, or a file is damaged: download the model again."
+            fix = "They belong to different models, or a file is damaged. Download the model again."
         raise RecipeError(f"model_name_or_path {path}: {problem}", fix) from error

@@ -33,7 +33,7 @@ _CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _MOST = {"num_hidden_layers": 10_000, "num_labels": 100_000}
 #: Bytes read of a config.json or README.
 _MAX_BYTES = 4_000_000
-DOWNLOAD_AGAIN = f"Download the model again, or give another folder. (Files of git-lfs: {LFS_FIX})"
+DOWNLOAD_AGAIN = f"Download the model again, or give another folder. (Files from git-lfs: {LFS_FIX})"
 #: Fix for a model that is unknown here.
 FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/folder"
 
@@ -47,11 +47,11 @@ def resolve_model_path(settings: Recipe) -> str:
     if path.is_dir():
         return str(path)
     if name.startswith(("/", "./", "../", "~")) and not path.exists():
-        problem = f"the folder of the base model is missing: {path.absolute()}"
+        problem = f"the base model's folder is missing: {path.absolute()}"
         raise ModelError(problem, "Restore it, or give its new path: --model FOLDER")
     if not hub.HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
-            f"model_name_or_path {name} is not a model folder and not a hub id",
+            f"model_name_or_path {name} is neither a model folder nor a hub id",
             f"{_did_you_mean(name)}Give an id such as Qwen/Qwen3-8B, or {FROM_CONFIG}.",
         )
     return name
@@ -60,7 +60,7 @@ def resolve_model_path(settings: Recipe) -> str:
 def refuse_no_model(path: Path, name: str) -> None:
     """Raise ModelError for a path that can't be a model."""
     run = next((folder for folder in (path, path.parent) if (folder / "plan.json").is_file()), None)
-    fix = f"Make a model of it: finetune merge {run}. " if run else ""
+    fix = f"Merge its adapter: finetune merge {run}. " if run else ""
     if path.suffix.lower() == ".gguf":
         problem, fix = IS_GGUF, GGUF_FIX
     elif not path.is_dir() or (path / _CONFIG).is_file():
@@ -89,9 +89,9 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     models = catalogue()
     if path in models:
         return dict(models[path])
-    problem = f"{problem}, and it is not in the catalogue"
+    problem = f"{problem}, and not in the catalogue"
     if Path(path).parent.is_dir():  # the parent of a hub id is its owner
-        problem = f"there is no folder {Path(path).absolute()}, and as a hub id: {problem}"
+        problem = f"there is no folder {Path(path).absolute()}; as a hub id: {problem}"
     raise ModelError(
         f"model_name_or_path {path}: {problem}", f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
     )
@@ -176,9 +176,9 @@ def _fetch(repo: str, revision: str, name: str = _CONFIG) -> tuple[str | None, s
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():
-        return None, "not in the local cache and the hub is switched off (HF_HUB_OFFLINE)"
+        return None, "not in the local cache, with the hub switched off (HF_HUB_OFFLINE)"
     if not hub.is_reachable():
-        return None, "not in the local cache and the hub can't be reached"
+        return None, "not in the local cache, with the hub out of reach"
     # a file and no problem, or None and the problem; one attempt: the hub client's retries take 20 s without a network
     request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
     token = get_token()
@@ -190,10 +190,7 @@ def _fetch(repo: str, revision: str, name: str = _CONFIG) -> tuple[str | None, s
             return answer.read(_MAX_BYTES).decode("utf-8"), ""
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            return (
-                None,
-                "the hub does not show it to you (gated, private or misspelt); accept its terms and run `hf auth login`",
-            )
-        return None, f"the hub answers {error.code} for {revision}/{name}"
+            return None, "the hub denies access (gated, private or misspelt): accept the terms and run `hf auth login`"
+        return None, f"the hub returned {error.code} for {revision}/{name}"
     except (OSError, UnicodeDecodeError) as error:
         return None, f"the hub can't be reached ({getattr(error, 'reason', error)})"

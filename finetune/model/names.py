@@ -18,7 +18,7 @@ _PACKING = re.compile(
 #: Suggestions for a name.
 _MOST = 4
 #: Fix where the named model can't be trained at all.
-OTHER_MODELS = "Open models that are trained here: `finetune recipes`, or a model of the hub by its id."
+OTHER_MODELS = "Choose an open model: `finetune recipes` lists them. Or give a hub id."
 _OFFLINE = "is not in the offline catalogue"
 _LARGE = "has more than a hundred billion parameters and is not in the offline catalogue"
 #: Pattern of a name that the catalogue lacks, the reason, and its id on the hub, or another fix.
@@ -26,9 +26,9 @@ _OTHERS = (
     (r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
      "has no published weights", OTHER_MODELS),
     (r"^(.*/)?(distil|ro|de|al|modern)?berta?\b|electra|minilm|\bbge\b|\be5-",
-     "is an encoder, which writes no text", OTHER_MODELS),
+     "is an encoder and generates no text", OTHER_MODELS),
     (r"^(.*/)?(flan-?|m|by)?t5\b|\bm?bart\b|pegasus", "is an encoder with a decoder; finetune trains decoders", OTHER_MODELS),
-    (r"whisper|wav2vec|stable.?diffusion|\bsdxl\b|\bflux\b", "is not a model of text", OTHER_MODELS),
+    (r"whisper|wav2vec|stable.?diffusion|\bsdxl\b|\bflux\b", "is not a text model", OTHER_MODELS),
     (r"^gpt-?2\b", _OFFLINE, "openai-community/gpt2"),
     (r"llama[- ]?4(?![\d.b])", _OFFLINE, "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
     (r"deepseek[- ]?v[23](?!.*lite)", _OFFLINE, "deepseek-ai/DeepSeek-V3"),
@@ -49,13 +49,13 @@ _OTHERS = (
     (r"mistral[- ]?large[- ]?3", _LARGE, "mistralai/Mistral-Large-3-675B-Instruct-2512"),
     (r"glm[- ]?(5(\.[12])?|4\.[67])(?![.\d])(?!.*flash)", _LARGE, "zai-org/GLM-5.2"),
     (r"glm[- ]?5\.3[- ]?flash",
-     "is a glm5_next model, whose training step takes shapes from the values of tensors: its memory can't be forecast",
-     "A model of its kind that can be: zai-org/GLM-4.7-Flash."),
+     "is a glm5_next model; its memory can't be forecast, because tensor values decide shapes in its training step",
+     "Use a similar model: zai-org/GLM-4.7-Flash."),
     (r"gemma[- ]?3n",
-     "is a gemma3n model, which transformers builds only where the timm library is installed",
-     "pip install timm, and with the hub model_name_or_path=google/gemma-3n-E4B-it; or google/gemma-4-E4B-it without timm."),
+     "is a gemma3n model, which needs the timm package",
+     "Run `pip install timm` and set model_name_or_path=google/gemma-3n-E4B-it, or use google/gemma-4-E4B-it without timm."),
     (r"\bmimo[- ]?7b",
-     "is a mimo model: transformers lacks that type, so it needs code from its repository",
+     "is a mimo model, a type that transformers lacks: it needs code from its repository",
      "Read that code, then set trust_remote_code=true and model_revision to its full commit."),
 )  # fmt: skip
 
@@ -99,7 +99,7 @@ def why_unknown(typed: str) -> tuple[str, str] | None:
     for pattern, reason, fix in _OTHERS:
         if re.search(pattern, typed.strip().lower()):
             is_sentence = " " in fix
-            return reason, fix if is_sentence else f"With the hub it is read by its id: model_name_or_path={fix}."
+            return reason, fix if is_sentence else f"Read it from the hub: model_name_or_path={fix}."
     return None
 
 

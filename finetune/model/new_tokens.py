@@ -50,7 +50,7 @@ def _require_one_table(model: Any, embedding: Any) -> None:
     others = [part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not embedding]
     # per-layer embeddings by token, as in Gemma 3n
     if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
-        raise RecipeError(f"new_tokens: a {model.config.model_type} model looks its tokens up in several tables")
+        raise RecipeError(f"new_tokens: a {model.config.model_type} model has several embedding tables")
 
 
 def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[int]]:

@@ -27,7 +27,7 @@ def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(own, dict):
         raise RecipeError(
             f"model_name_or_path {name}: quantization_config in its config.json is {own!r}, not an object",
-            "Give the model as it was published.",
+            "Give the published model.",
         )
     method = own.get("quant_method")
     # bitsandbytes' first versions wrote no method

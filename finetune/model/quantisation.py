@@ -82,14 +82,14 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
         # transformers 5 fuses a mixture's experts into 3-D weights
         if fused_experts:
             raise RecipeError(
-                f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
-                "into transformers 5's fused experts",
-                f"Give {original_of(settings)}; load_in_4bit=true quantises its experts, too, while loading.",
+                f"model_name_or_path {name} is a mixture stored in {bits} with separate experts; transformers 5 "
+                "loads fused experts only",
+                f"Give {original_of(settings)}; load_in_4bit=true also quantises its experts while loading.",
             )
         if stored_in is NF4 and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                f"Give {original_of(settings)}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+                f"Give {original_of(settings)}; load_in_4bit=true quantises it while loading, so that it can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if stored_in is NF4 else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
@@ -102,6 +102,6 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
     stored = method or "an unknown quantisation"
     give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"
     raise RecipeError(
-        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
+        f"model_name_or_path {name} is stored as {stored}, which conflicts with this recipe's quantisation",
         f"{give} {original_of(settings)}; load_in_4bit=true quantises it while loading.",
     )

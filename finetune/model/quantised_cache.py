@@ -45,7 +45,7 @@ from finetune.system import rename, return_freed_memory, sync_folder, take_lock
 from finetune.units import format_bytes
 
 Device = torch.device | str | int
-_FREE_SPACE_HINT = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
+_FREE_SPACE_HINT = "run `finetune cache clear`, or set FINETUNE_CACHE to a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
@@ -64,12 +64,12 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
         except FileNotFoundError:
             pass
         except LayoutMismatch as error:
-            log(f"{error}; it is made again")
+            log(f"{error}; rebuilding it")
             delete(path)
         began = time.perf_counter()
         needed, free = needed_bytes(parts), free_disk_bytes(path.parent)
         if needed > free:
-            problem = f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there"
+            problem = f"{path} needs {format_bytes(needed)}, but only {format_bytes(free)} are free"
             raise DiskFull(problem, f"Free some space: {_FREE_SPACE_HINT}.")
         with _disk_errors(path), _unfinished(path) as writing:
             write_layer = _LayerWriter(writing, parts)
@@ -81,9 +81,9 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
             write_manifest(writing, {"facts": facts})
             rename(writing, path)
             sync_folder(path.parent)
-        took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
+        took = f"{time.perf_counter() - began:,.0f} s on the {'GPU' if torch.device(device).type == 'cuda' else 'CPU'}"
         size = format_bytes(sum(file.stat().st_size for file in path.iterdir()))
-        log(f"the weights were quantised in {took} and are kept for later starts: {path}, {size}")
+        log(f"quantised the weights in {took} and kept them for later starts: {path}, {size}")
         return _open(path, parts, is_verified=True)
 
 
@@ -101,7 +101,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
 def _open(path: Path, parts: Parts, *, is_verified: bool = False) -> Store:
     store = Store(path)
     if {part: set(names) for part, names in store.parts.items()} != {part: set(values) for part, values in parts.items()}:
-        raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
+        raise LayoutMismatch(f"{path} was written by other library versions")
     mark, about = path.with_name(f"{path.name}.checked"), (path / MANIFEST).stat()
     # all processes of a launch on this machine have the same parent: the first verifies the folder for all
     launch = f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
@@ -157,7 +157,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
     # transformers would report both as errors of the checkpoint
     except (KeyError, AttributeError) as error:
-        raise LayoutMismatch(f"this model can't be kept in {path}: {type(error).__name__}: {error}") from error
+        raise LayoutMismatch(f"{path} can't hold this model: {type(error).__name__}: {error}") from error
 
 
 class _LayerWriter:
@@ -211,7 +211,7 @@ def load_base(settings: Settings, config: PretrainedConfig, device: Device, log:
             return base_from(open_store(settings, config, device, log), settings, config, device)
         except (DiskFull, LayoutMismatch) as error:
             # the run is possible without the folder
-            log(f"{error}. Its weights are quantised again at every start instead.")
+            log(f"{error}. Every start will quantise the weights again instead.")
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
@@ -240,8 +240,8 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
             store.require_unchanged()
         except Damaged as error:
             raise FinetuneError(
-                f"{error}, while the run read it: what it has learnt since its last checkpoint is dropped",
-                "Resume it: the file is made again.",
+                f"{error} during the run; training since the last checkpoint is lost",
+                "Resume the run, which rebuilds the file.",
             ) from None
 
 

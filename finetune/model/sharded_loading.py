@@ -31,7 +31,7 @@ def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, l
         store = open_store(settings, config, device, log)
     except (DiskFull, LayoutMismatch) as error:
         # such as a full disk: the run is still possible
-        log(f"{error}. Every process loads the whole model before it is sharded instead.")
+        log(f"{error}. Every process will load the whole model before sharding instead.")
         return build_base(settings, config, device=device, weights=True)
     base = build_base(settings, config, device=device, weights=False)
     shard_with(Shards(base, store, device, offload=settings.launch.offload == "cpu").prepare)

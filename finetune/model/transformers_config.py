@@ -31,9 +31,7 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
     """
     name, kind = settings.model_name_or_path, values.get("model_type")
     if not isinstance(kind, str):
-        raise RecipeError(
-            f"model_name_or_path {name}: its config.json has no model_type", "Give a model of the transformers library."
-        )
+        raise RecipeError(f"model_name_or_path {name}: its config.json has no model_type", "Give a transformers model.")
     if kind not in CONFIG_MAPPING:
         return _remote_config(name, kind, values, settings)
     config_class = CONFIG_MAPPING[kind]
@@ -53,7 +51,7 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         raise RecipeError(
             f"model_name_or_path {name}: its config.json has num_hidden_layers {values['num_hidden_layers']}, "
             f"but describes {layers}",
-            "Correct num_hidden_layers, or the list or pattern of layers in it.",
+            "Correct num_hidden_layers, or the list or pattern of layers.",
         )
     return config
 
@@ -89,7 +87,7 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
         )
     if not settings.trust_remote_code:
         raise RecipeError(
-            f"model_name_or_path {name}: model_type {kind!r} needs code from the model's repository, which is not run",
+            f"model_name_or_path {name}: model_type {kind!r} needs code from the model's repository, which is not trusted",
             "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
         )
     path = resolve_model_path(settings)
@@ -112,7 +110,7 @@ def _refuse_missing(name: str, values: dict[str, Any], config_class: type[Pretra
             problems.append(f"model_name_or_path {name}: its config.json has no {key}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(
-                f"model_name_or_path {name}: {key} is {value!r} in its config.json; it should be a whole number above 0"
+                f"model_name_or_path {name}: {key} is {value!r} in its config.json; must be a positive whole number"
             )
     if problems:
-        raise RecipeError(problems, "Give a complete config.json; the model's size depends on these values.")
+        raise RecipeError(problems, "Give a complete config.json: these values decide the model's size.")

@@ -100,7 +100,7 @@ def _hash(path: Path, reread: bool) -> str:
     digest = sha256_of(path)
     if is_of_hub:
         if digest != path.name:
-            raise ModelError(f"{path} is damaged: its content is not what the hub has sent", f"Delete it. {DOWNLOAD_AGAIN}")
+            raise ModelError(f"{path} is damaged: its content differs from the hub's file", f"Delete it. {DOWNLOAD_AGAIN}")
         return digest
     with contextlib.suppress(OSError):  # without a cache it is hashed again
         cache_file.parent.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ def find_base(run: RunDirectory, name: str | None = None) -> None:
     folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
     if (name or folder.is_absolute()) and not folder.is_dir():
         raise ModelError(
-            f"the folder of the base model is missing: {folder.absolute()}",
+            f"the base model's folder is missing: {folder.absolute()}",
             f"If it has moved, give its new path once: finetune {'chat' if run.adapter.is_dir() else 'resume'} {run.path} "
             "--model FOLDER",
         )

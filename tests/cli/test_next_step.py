@@ -120,7 +120,7 @@ def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, finetune):
 @pytest.mark.parametrize(
     ("arguments", "title"),
     [
-        (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such card"),
+        (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such GPU"),
         (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
         (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
         (["train", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),  # another word for run

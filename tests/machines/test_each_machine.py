@@ -106,7 +106,7 @@ def test_a_run_on_a_card_that_cannot_be_used_ends_with_exit_3_and_the_fix(machin
     assert main() == 3
     shown = capsys.readouterr()
     output = " ".join((shown.out + shown.err).split())
-    assert output.startswith("The card can't be used") and problem in output and fix in output
+    assert output.startswith("The GPU can't be used") and problem in output and fix in output
     assert not (home / "runs").exists()
 
 

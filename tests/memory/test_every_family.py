@@ -107,6 +107,6 @@ def test_a_run_whose_packed_rows_see_each_other_ends_before_its_first_step(tmp_p
     model_of("falcon", "sdpa").to(torch.bfloat16).save_pretrained(tmp_path / "model")
     bundled_tokenizer().save_pretrained(tmp_path / "model")
     run, _ = planned(str(tmp_path / "model"), tmp_path, dataset={"path": str(row), "eval_path": str(row)}, packing=True)
-    with pytest.raises(RecipeError, match="sees the row before it in this falcon model") as caught:
+    with pytest.raises(RecipeError, match="depends on the example before it in this falcon model") as caught:
         Worker(run)._train()
     assert caught.value.fix == "Set packing=false."

@@ -49,7 +49,7 @@ def test_rows_that_are_kept_apart_do_not_change_at_all(monkeypatch, dtype):
 @pytest.mark.parametrize("decay", [-3, 1.5])
 def test_a_state_or_a_convolution_that_crosses_a_rows_end_is_found(monkeypatch, leaking, decay):
     model = toy(monkeypatch, decay, leaking)
-    with pytest.raises(RecipeError, match="sees the row before it in this qwen3_5_text model"):
+    with pytest.raises(RecipeError, match="depends on the example before it in this qwen3_5_text model"):
         require_isolated_rows(model, PACK)
     if (leaking, decay) == ("state", 1.5):  # the median over a row's tokens would not show it
         assert changes_with_other_row(model.get_base_model(), PACK)[:16].median() < MOST_SHARED_CHANGE / 1000

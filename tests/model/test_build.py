@@ -160,8 +160,8 @@ def test_resolve_model_path(folder, tmp_path):
         (tmp_path / "gguf" / "x.gguf", "is a GGUF file, which can't be trained"),
         (tmp_path / "empty", "has no config.json"),
         (tmp_path / "adapter", "holds an adapter"),
-        (tmp_path / "nothing", f"folder of the base model is missing: {tmp_path}/nothing"),
-        ("two words", "is not a model folder and not a hub id"),
+        (tmp_path / "nothing", f"base model's folder is missing: {tmp_path}/nothing"),
+        ("two words", "is neither a model folder nor a hub id"),
     ):
         with pytest.raises(RecipeError, match=problem):
             resolve_model_path(settings(name))

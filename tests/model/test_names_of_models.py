@@ -74,7 +74,7 @@ REFUSED = {
     "nobody/nothing": "hub id in full",
     "llama 4 scout": "Llama-4-Scout", "deepseek v3": "deepseek-ai/DeepSeek-V3", "gpt2": "openai-community/gpt2",
     "gpt-4o": "no published weights", "claude": "no published weights", "bert-base-uncased": "encoder",
-    "t5-small": "encoder with a decoder", "whisper large": "not a model of text", "llava 1.5 7b": "llava-hf/llava-1.5-7b-hf",
+    "t5-small": "encoder with a decoder", "whisper large": "not a text model", "llava 1.5 7b": "llava-hf/llava-1.5-7b-hf",
 }  # fmt: skip
 
 
@@ -110,10 +110,10 @@ def test_a_model_that_cannot_be_planned_is_refused_with_the_reason_and_the_way_o
     with pytest.raises(RecipeError) as error:
         recipe, _ = named_model(recipe_of(typed, []))
         read_config(recipe)
-    known = why_unknown(typed)
-    way_on = OTHER_MODELS if known and known[1] == OTHER_MODELS else FROM_CONFIG
+    unavailable = why_unknown(typed)
+    way_on = OTHER_MODELS if unavailable and unavailable[1] == OTHER_MODELS else FROM_CONFIG
     assert reason in f"{error.value} {error.value.fix}" and way_on in str(error.value.fix)
-    assert not (known and suggestions(typed))
+    assert not (unavailable and suggestions(typed))
 
 
 def test_a_name_that_only_resembles_another_kind_of_model_is_suggested():

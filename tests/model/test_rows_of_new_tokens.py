@@ -120,7 +120,7 @@ def test_the_adapter_has_the_rows_and_not_the_tables(tmp_path):
     [
         ({"model_type": "phi", "vocab_size": 5, **SMALL}, "can't be trained alone"),  # its output layer has a bias
         ({"model_type": "gemma3n_text", "vocab_size": 5, "vocab_size_per_layer_input": 5, "num_kv_shared_layers": 0, **SMALL},
-         "several tables"),
+         "several embedding tables"),
     ],
 )  # fmt: skip
 def test_models_that_new_tokens_do_not_fit_are_refused(values, reason):

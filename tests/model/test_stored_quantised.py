@@ -111,7 +111,7 @@ GIVE = "Give {}; load_in_4bit=true quantises it while loading."
         ("/models/Qwen3-8B-gptq", TINY, {"quant_method": "gptq"}, 4, "gptq", GIVE.format("Qwen/Qwen3-8B")),
         ("/models/Qwen3-8B-awq", TINY, {"quant_method": "awq"}, 16, "awq", GIVE.format("Qwen/Qwen3-8B")),
         ("/models/Qwen3-8B-packed", TINY, {"quant_method": "hqq"}, 4, "hqq", GIVE.format("the 16-bit model")),
-        ("unsloth/Qwen3-30B-A3B-bnb-4bit", MIXTURE, NF4, 4, "each expert by itself", "Give Qwen/Qwen3-30B-A3B; load_in_4bit"),
+        ("unsloth/Qwen3-30B-A3B-bnb-4bit", MIXTURE, NF4, 4, "with separate experts", "Give Qwen/Qwen3-30B-A3B; load_in_4bit"),
         ("some/model", TINY, NF4, 16, "stored in 4bit", "Set load_in_4bit=true, or give the 16-bit model."),
     ],
 )

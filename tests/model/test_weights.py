@@ -71,7 +71,7 @@ def test_a_tensor_that_the_weights_lack_is_not_made_up(folder, more):
     tensors["other.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     check_weights(folder)
-    with pytest.raises(RecipeError, match="of different models") as caught:
+    with pytest.raises(RecipeError, match="different models") as caught:
         load(folder, **more)
     assert "model_name_or_path" in caught.value.problems[0]
 

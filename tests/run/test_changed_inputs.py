@@ -146,7 +146,7 @@ def test_a_damaged_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
     (tmp_path / "base" / "config.json").write_text("{}")
     (tmp_path / "base" / "model.safetensors").symlink_to(blob)
     settings = load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path / 'base'}"])
-    with pytest.raises(ModelError, match="not what the hub has sent"):
+    with pytest.raises(ModelError, match="differs from the hub's file"):
         weights_fingerprint(settings, reread=True)
 
 

@@ -74,7 +74,7 @@ def test_a_missing_base_is_a_missing_folder_and_the_command_for_its_new_path(pro
     run = project("stopped" if command == "resume" else "finished")
     shutil.rmtree(home / "project" / "mymodel")
     code, output = finetune(command, run.path)
-    missing = f"the folder of the base model is missing: {home}/project/mymodel"
+    missing = f"the base model's folder is missing: {home}/project/mymodel"
     assert code == 2 and missing in output and "--model FOLDER" in output and "hub" not in output
 
 
