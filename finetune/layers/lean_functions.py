@@ -138,7 +138,7 @@ class TiledMlp(torch.autograd.Function):
             rows = slice(start, start + ctx.tile)
             part = x[rows]
             outs, lora_acts = _gate_and_up(part, mlp, casts)
-            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, lambda x=part: x, needs_dx)
+            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, lambda: part, needs_dx)  # noqa: B023
             if dx is not None and dx_part is not None:
                 dx[rows] = dx_part
             for total, grad_part in zip(sums, grads, strict=True) if sums else ():
