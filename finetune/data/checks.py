@@ -19,8 +19,8 @@ SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
 #: Problem and fix of rows of tokens.
 TOKENISED = (
-    "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
-    "Name the file of texts that they were made from as dataset.path.",
+    "the rows are already tokenised (input_ids) for one model; finetune tokenises text itself",
+    "Set dataset.path to the file of texts that they were made from.",
 )
 
 

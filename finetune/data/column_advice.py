@@ -116,7 +116,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
 def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
     """Return settings that use, or leave out, columns that stop a run."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
-    leave_out = f"To leave it out on purpose:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
+    leave_out = f"To leave it out:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
     suggestions = _unused_columns(columns, parser, [row.values for row in rows])
     return [*_lines(suggestions, rows, parser.file, dataset), leave_out]
 
@@ -167,7 +167,7 @@ def _unknown_columns(rows: list[Values]) -> Iterator[Suggestion]:
     yield from _questions(parts)
     texts = [name for part, names in parts.items() if part != "other" for name in names]
     if len(texts) == 1 and not transcripts(rows, texts):
-        yield f"To learn {printable(texts[0])} as plain text", {"format": "text", "columns": {"text": texts[0]}}
+        yield f"To train on {printable(texts[0])} as plain text", {"format": "text", "columns": {"text": texts[0]}}
 
 
 def _by_part(columns: Iterable[str], rows: list[Values]) -> Parts:

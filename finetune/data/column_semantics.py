@@ -12,16 +12,16 @@ from finetune.data.checks import SPLITS, TOKENISED, BadRow, Values, is_blank, pa
 from finetune.data.report import printable
 from finetune.errors import DataError
 
-_PREFERENCE = "which of two answers is better (for DPO)"
-_LABEL = "whether an answer is good (for KTO), or a class"
-_PICTURE = "pictures, and no column of them is named"
-_MEDIA = "sound, video or processed pictures, and only text and pictures are trained on here"
+_PREFERENCE = "a choice between two answers (for DPO)"
+_LABEL = "a good or bad label (for KTO), or a class"
+_PICTURE = "images, but no column is mapped to them"
+_MEDIA = "audio, video or processed images; only text and images can be trained on"
 REASONING = "the reasoning before an answer"
-_WEIGHT = "how much a row or message counts"
-_SCORE = "how good an answer is"
-CONTEXT = "a part of the prompt"
-_TOOLS = "tools or calls of them"
-_SPLIT = "which rows are held out"
+_WEIGHT = "a weight of the row or message"
+_SCORE = "a quality score"
+CONTEXT = "part of the prompt"
+_TOOLS = "tools or tool calls"
+_SPLIT = "a split of the rows"
 
 #: Column name in lower case without marks between its words -> meaning of the values. Columns that are read are not looked up.
 _MEANINGS = {
@@ -73,15 +73,15 @@ def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
 
 #: What to do about a column or field, by its meaning.
 FIXES = {
-    _PICTURE: "To train on the pictures:  dataset.columns={images: NAME}  (beside the fields that are named already)",
-    _LABEL: "To learn from good and from bad answers:  method=kto\n"
+    _PICTURE: "To train on the images:  dataset.columns={images: NAME}  (in addition to the columns already mapped)",
+    _LABEL: "To train on good and bad answers:  method=kto\n"
     "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
-    REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
-    "or as reasoning_content in the messages.",
-    _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",
-    _SCORE: "Keep the rows that are good enough, then leave the score out.",
-    _SPLIT: "To hold rows out:  dataset.eval_split=SPLIT  (the others are those of dataset.split, train)",
-    _TOOLS: "Tools are a column `tools` beside messages or conversations; calls are `tool_calls` of an assistant's message.",
+    REASONING: "To train on it, put it before the answer in the model's format, for example <think>...</think>, "
+    "or in reasoning_content of the message.",
+    _WEIGHT: "A message can have train: true or false, or weight: 0 or 1. Rows can't be weighted: repeat or remove them.",
+    _SCORE: "Filter the rows by it, then leave the column out.",
+    _SPLIT: "To hold rows out:  dataset.eval_split=SPLIT  (training uses dataset.split, train)",
+    _TOOLS: "Put tools in a column `tools` next to the conversation, and calls in `tool_calls` of an assistant message.",
 }
 
 
@@ -89,7 +89,7 @@ def check_placeholders(row: Values, texts: Iterable[str]) -> None:
     """Raise BadRow for a text with a tag for media that is left out."""
     tags = (tag for text in texts for tag in MEDIA_TAGS if tag in text)
     if any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(row[name]) for name in row) and (tag := next(tags, None)):
-        raise BadRow(None, f"has {tag} in its text, in the place of what is left out")
+        raise BadRow(None, f"has {tag} in its text, but the media column is left out")
 
 
 def without_columns(row: Values, ignored: Iterable[str]) -> Values:
@@ -121,7 +121,7 @@ class PreferenceData(DataError):
 
     def __init__(self, file: str, chosen: str, rejected: str) -> None:
         super().__init__(
-            f"{file}: this is preference data ({chosen}/{rejected}), for DPO; method sft trains on one answer to a prompt",
+            f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt",
             "To learn to prefer the chosen answers:  method=dpo",
         )
         self.chosen, self.rejected = chosen, rejected
@@ -156,16 +156,16 @@ def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
 def transcript_error(file: str, column: str) -> DataError:
     """Return the error for a column of whole conversations."""
     return DataError(
-        f"{file}: '{printable(column)}' is a transcript: a whole conversation in one text, with marks such as USER: and "
-        "ASSISTANT:, and the user's part would be trained on, too",
+        f"{file}: '{printable(column)}' is a transcript: a conversation in one text (USER: ... ASSISTANT: ...), "
+        "so the user's turns would be trained on, too",
         'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
     )
 
 
 _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
     ("turns", "category"): (
-        "this is a list of questions to evaluate with (MT-Bench: turns, category); it has no answers to train on",
-        "Name a file with answers as dataset.path.",
+        "these are evaluation questions (MT-Bench: turns, category) without answers to train on",
+        "Set dataset.path to a file with answers.",
     ),
     ("instruction", "instances"): (
         "these are seed tasks (self-instruct: instruction, instances); the answers are inside instances",

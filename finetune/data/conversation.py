@@ -79,7 +79,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     speaker = {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"])
     # a user must speak before the last message; the chat template checks the rest of the order
     if speaker and (speaker == "a tool" or "user" not in [message["role"] for message in messages[:-1]]):
-        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and no user asks anything")
+        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and there is no user message to answer")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
@@ -146,7 +146,7 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     if reasoning := list(dict.fromkeys(source[key] for key in REASONING if source.get(key) and not is_missing(source[key]))):
         message["reasoning_content"] = valid_text(reasoning[0], f"{path}.{REASONING[0]}")
         if len(reasoning) > 1:
-            raise BadRow(path, "has two different texts of reasoning")
+            raise BadRow(path, "has two different reasoning texts")
     if not _is_trained(source, path, message["role"]):
         message["weight"] = 0
     return message
@@ -161,13 +161,13 @@ def _is_trained(source: Values, path: str, role: str) -> bool:
         value = value.strip().lower() if isinstance(value, str) else value
         flag = next((flag for flag, spellings in _FLAG_SPELLINGS.items() if value in spellings), None)
         if flag is None:
-            reason = f"is {type_phrase(source[key])}; a message is trained on or not: 1 or 0, true or false"
+            reason = f"is {type_phrase(source[key])}; write 1 or 0, or true or false"
             raise BadRow(f"{path}.{key}", reason)
         flags[key] = flag
     # a weight of 1 is the usual value
     wanted = next((key for key in _TRAIN_KEYS[:4] if flags.get(key)), None)
     if role != "assistant" and wanted:
-        raise BadRow(f"{path}.{wanted}", f"is true on a message of the {role}; only the assistant's can be trained on")
+        raise BadRow(f"{path}.{wanted}", f"is true on a {role} message; only assistant messages can be trained on")
     return role != "assistant" or all(flags.values())
 
 
@@ -211,4 +211,4 @@ def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -
         pictures.append(part_reference(part, path) or (index if isinstance(index, int) else None))
         return PICTURE_MARK
     description = f"a part of type {quoted(kind)}" if isinstance(kind, str) else type_phrase(part)
-    raise BadRow(path, f"is {description}; only text and pictures can be trained on")
+    raise BadRow(path, f"is {description}; only text and images can be trained on")

@@ -52,7 +52,7 @@ class DataFiles:
                 root = Path(*path.parts[:fixed])
                 if "**" in path.parts and root in (Path(path.anchor), Path.home()):
                     raise DataError(
-                        f"{printable(path_text, 200)}: searches the whole of {root}", "Name the folder with the data."
+                        f"{printable(path_text, 200)}: would search all of {root}", "Name the folder with the data."
                     )
                 matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
                 files = [file for file in matches if file.is_file() and _is_named_as_data(file)]
@@ -79,7 +79,7 @@ class DataFiles:
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
             raise DataError(
-                f"{printable(self.path, 200)}: no file's name says {printable(name)}; there is {names}", "Name one of them."
+                f"{printable(self.path, 200)}: no file is named for {printable(name)}; it has {names}", "Name one of them."
             )
         return files
 
@@ -89,9 +89,9 @@ class DataFiles:
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
             if not files:
-                problem = f"{label}: by their names its files are not for training: {self.names(list(self.splits))}"
+                problem = f"{label}: no file is named for training: {self.names(list(self.splits))}"
             else:
-                problem = f"{label}: some of its files are named for a split, and these are not: {self.names(unclear)}"
+                problem = f"{label}: some files are named for a split, but not these: {self.names(unclear)}"
             raise DataError(problem, self._explicit(files or unclear or list(self.splits)))
         return files
 
@@ -119,7 +119,7 @@ class DataFiles:
             if files
         }
         arguments = (shlex.quote(f"dataset.{name}={value}") for name, value in values.items())
-        return f"Name those to train on and those to hold out:  {'  '.join(arguments)}"
+        return f"Name the files to train on and to hold out:  {'  '.join(arguments)}"
 
 
 def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) -> str:
@@ -127,7 +127,7 @@ def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) ->
     uses = [(trained, "to train on"), (held_out, "held out"), (set(files.splits) - trained - held_out, "not read")]
     named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
     parts = [f"{names} {use}" for names, use in named if names]
-    return f"files of {printable(files.path, 200)} are read by their names: {'; '.join(parts)}"
+    return f"files of {printable(files.path, 200)} are used by name: {'; '.join(parts)}"
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -54,7 +54,7 @@ class SpecialTokenEscaper:
         if match is None:
             return message
         if not self._can_split() or self._placeholder_pattern.search(message["content"]):
-            raise BadRow(path, f"has {quoted(match[0])}, a special token of the model; remove it, or write it in another way")
+            raise BadRow(path, f"has {quoted(match[0])}, a special token of the model; remove it or rewrite it")
         text = self._special_pattern.sub(lambda token: _placeholder(self._special_tokens.index(token[0])), message["content"])
         return {**message, "content": text}
 

@@ -26,39 +26,39 @@ _MAX_COMPARED = 20_000
 _BALANCE = 1.0, 4 / 3
 #: Note on a tokenised row -> its description and fix.
 _NOTES = {
-    "unrolled": ("the chat template changes answers as the conversation continues, so each is its own sequence, in {rows}", ""),
+    "unrolled": ("the chat template rewrites earlier answers, so each answer is its own sequence, in {rows}", ""),
     "unprompted": (
-        "the generation prompt has text, such as <think>, that is not in the training text, in {rows}",
+        "the generation prompt adds text, such as <think>, that the training text lacks, in {rows}",
         "Write the reasoning before the answers, or use a chat_template without it.",
     ),
     "altered": ("the chat template leaves out or changes text, in {rows}", "Look at the example: finetune data RECIPE"),
     "trimmed": (
-        "the chat template removes spaces at the beginning or end of answers, so they are not learnt, in {rows}",
-        "It matters for code that is inserted as it is: use a model whose template writes answers as they are.",
+        "the chat template strips spaces around answers, so the model does not learn them, in {rows}",
+        "This matters for code completion: use a model whose template keeps answers unchanged.",
     ),
     "unthinking": (
-        "the model can think before it answers, and there is no thought: it learns to answer without one, in {rows}",
-        "To keep it thinking, add reasoning_content to the answers.",
+        "the model can reason before it answers, but the answers have no reasoning, so it learns to skip it, in {rows}",
+        "To keep the reasoning, add reasoning_content to the answers.",
     ),
     "endless": (
         "the chat template has no EOS after assistant turns; only the last answer teaches the model to stop, in {rows}",
         "Set chat_template to one that ends each answer with the EOS token.",
     ),
-    "ended": ("the chat template ends the last answer with no token, so the EOS token is added there, in {rows}", ""),
+    "ended": ("the chat template writes no token after the last answer, so the EOS token is added, in {rows}", ""),
     "literal": (
-        "a user's text contains special tokens of the model; they are read as plain text, never as those tokens, in {rows}",
+        "user texts contain special tokens of the model, which are tokenised as plain text, in {rows}",
         "Remove them if they are left over from a chat template.",
     ),
     "control": (
-        "answers, system prompts or plain texts contain special tokens of the model, and they are tokenised as such, in {rows}",
+        "answers, system prompts or plain texts contain special tokens of the model, which stay special tokens, in {rows}",
         "Remove those that the chat template writes itself, such as the EOS token.",
     ),
     "placeholder": (
-        "names in double braces, such as {{{{name}}}}, are learnt as they are written, in {rows}",
-        "Fill them in, unless they are meant, as in rows about templates.",
+        "placeholders such as {{{{name}}}} are trained on literally, in {rows}",
+        "Fill them in, unless the rows are about templates.",
     ),
     "media": (
-        "<image>, <video> or <audio> is learnt as text, and there is no column with such files, in {rows}",
+        "<image>, <video> or <audio> is trained on as text, and no column has such files, in {rows}",
         "Leave those rows out if they ask about a file.",
     ),
     "unknown": (
@@ -86,27 +86,27 @@ def find_problems(
     """Yield the findings of one split."""
     finding = partial(_finding, stored)
     if leaked[0]:
-        text = "{rows} that are held out have the prompt of a training row; their scores say little"
-        fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
+        text = "{rows} held out have the prompt of a training row, so their scores say little"
+        fix = "Remove them from one of the files, or hold rows out with dataset.test_split_size."
         # blocks where the evaluation measures, or the data teaches, next to nothing
         blocks = leaked[0] == held_out_rows >= _MIN_ROWS
         yield Finding("leak", text, leaked[0], (format_locations(leaked[1]),), fix, blocks)
     if len(duplicates):
         text = "{rows} are duplicates; they are kept, so they count more than once"
-        yield finding("duplicates", text, duplicates, "Remove them if that isn't meant.")
+        yield finding("duplicates", text, duplicates, "Remove them unless that is intended.")
     if truncated.any() and truncated.sum() > _TRUNCATED_SHARE * used.sum():
-        text = f"{{rows}} of {used.sum():,} are cut at max_length, and their end is not learnt"
+        text = f"{{rows}} of {used.sum():,} are cut at max_length, so the model never sees their end"
         answers = used & (stored.has("conversation") | stored.has("pair"))
         no_end = bool(answers.sum() >= _MIN_ROWS) and not (answers & ~truncated).any()
         fix = "Raise max_length, or leave them out: excess_length=drop"
         yield finding("truncated", text, truncated, fix, blocks=no_end)
     if (rows := used & stored.has("replaced")).any():
-        text = "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded"
-        fix = "Make the file again from its source with the right encoding."
+        text = "{rows} have U+FFFD, the mark for characters lost in decoding"
+        fix = "Regenerate the file with the right encoding."
         yield finding("replaced", text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
     answers, counts = np.unique(stored.answer_digests[used & (stored.answer_digests != 0)], return_counts=True)
     if len(counts) and counts.max() >= _MIN_ROWS and counts.max() >= _SAME_ANSWER_SHARE * counts.sum():
-        text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
+        text = f"{{rows}} of {counts.sum():,} have the same answer, so the model will give it to any prompt"
         same_answer = used & (stored.answer_digests == answers[counts.argmax()])
         yield finding("same answer", text, same_answer, "Add rows with other answers.")
     if stored.are_pairs:
@@ -115,9 +115,9 @@ def find_problems(
         yield from _label_findings(stored, used, label_weights)
     if other_scripts := _other_scripts(stored, used):
         text, rows = other_scripts
-        yield finding("languages", text, rows, "The model will mix them; leave the others out if that isn't meant.")
+        yield finding("languages", text, rows, "The model will mix them; remove the other rows unless that is intended.")
     if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
-        text = "the system prompt of {rows} is learnt, too: the model will write it itself"
+        text = "the system prompt of {rows} is trained on, too, so the model will generate it"
         yield finding("system", text, rows, "Set train_on_inputs=false.")
     if encoder.template is not None and is_replaced(encoder.tokenizer):
         text = "chat_template is not the template that the base model was trained with, in {rows}"
@@ -126,7 +126,7 @@ def find_problems(
         if (rows := used & (stored.sequence_counts > 1 + stored.are_pairs if note == "unrolled" else stored.has(note))).any():
             yield finding(note, text, rows, fix)
     if encoder.template is not None and encoder.template.writes_today:
-        text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
+        text = "the chat template writes today's date into every row, so the tokens change every day"
         yield Finding("today", text, int(used.sum()), (), "")
 
 
@@ -137,7 +137,7 @@ def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.n
     if counts.total() - main_count <= _OTHER_SCRIPT_SHARE * counts.total():
         return None
     listing = ", ".join(f"{count:,} in {name}" for name, count in others)
-    text = f"answers are in several scripts, most ({main_count:,}) in {main_script}: {listing}; that is {{rows}}"
+    text = f"answers are in several scripts, most ({main_count:,}) in {main_script}; {{rows}} are not: {listing}"
     return text, np.logical_or.reduce([used_mask & stored.has(name) for name, _ in others])
 
 
@@ -147,13 +147,13 @@ def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
     longer = pairs[stored.trained_counts[first] > stored.trained_counts[first + 1]]
     if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs):
         share = f"{len(longer) / len(pairs):.0%}"
-        text = f"the chosen answer is the longer one in {{rows}} of {len(pairs):,} pairs ({share}): the model may learn length"
-        fix = "Add pairs whose better answer is the shorter one, or leave some out."
+        text = f"the chosen answer is longer in {{rows}} of {len(pairs):,} pairs ({share}), so the model may learn length"
+        fix = "Add pairs with a shorter chosen answer, or remove some."
         yield _finding(stored, "length bias", text, longer, fix)
     if len(swapped := _swapped(stored, pairs)):
-        text = "{rows} have the answers of another row in the other order: what one prefers the other rejects"
+        text = "{rows} contradict another row: it rejects the answer that they prefer"
         blocks = 2 * len(swapped) > len(pairs)
-        yield _finding(stored, "contradictions", text, swapped, "Keep the right one of each two.", blocks=blocks)
+        yield _finding(stored, "contradictions", text, swapped, "Keep the correct row of each pair.", blocks=blocks)
 
 
 def _swapped(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
@@ -170,14 +170,14 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
     good = used & ~bad
     n_good, n_bad = int(good.sum()), int(bad.sum())
     if not n_good or not n_bad:
-        text = f"{{rows}} are all marked {'good' if n_good else 'bad'}: nothing says what the other kind is"
-        fix = "Add answers of the other kind. Good answers alone are learnt by  method=sft"
+        text = f"{{rows}} are all marked {'good' if n_good else 'bad'}, so there is nothing to compare them with"
+        fix = "Add answers of the other kind, or train on good answers alone with  method=sft"
         yield _finding(stored, "one label", text, used, fix, blocks=bool(used.any()))
         return
     ratio = weights[0] * n_good / (weights[1] * n_bad)
     if n_good + n_bad >= _MIN_ROWS and not _BALANCE[0] * 0.99 <= ratio <= _BALANCE[1] * 1.01:
         text = (
-            f"{n_good:,} answers are good and {n_bad:,} bad, which together count {ratio:.2g} to 1; KTO's paper advises "
+            f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; the KTO paper advises "
             f"{_BALANCE[0]:g} to {_BALANCE[1]:.2f}"
         )
         balanced = weights[1] * n_bad / n_good
@@ -189,7 +189,7 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
     both = rows[np.array([labelled.issuperset(((key, True), (key, False))) for key in keys], dtype=bool)]
     if len(both):
         blocks = 2 * len(both) > len(rows)
-        text = "{rows} have an answer that is marked good and bad"
+        text = "{rows} have an answer marked both good and bad"
         yield _finding(stored, "contradictions", text, both, "Keep one.", blocks=blocks)
 
 

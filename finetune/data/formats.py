@@ -304,7 +304,7 @@ def reasoning_column(rows: list[Values], file: str, format_name: str, columns: C
         if "reasoning" in columns:
             raise DataError(
                 f"{file}: is read as {format_name}, which has no field reasoning",
-                "Name the question's and answer's columns as instruction and output; in messages it is reasoning_content.",
+                "Map the question and answer columns to instruction and output; in messages use reasoning_content.",
             )
         return {}
     texts = [
@@ -314,7 +314,7 @@ def reasoning_column(rows: list[Values], file: str, format_name: str, columns: C
     if "reasoning" in named and "reasoning" not in texts:
         raise DataError(
             f"{file}: '{columns.get('reasoning', 'reasoning')}' has no texts, so it isn't the reasoning before the answers",
-            "To leave it out on purpose:  dataset.ignore_columns=[reasoning_content]",
+            "To leave it out:  dataset.ignore_columns=[reasoning_content]",
         )
     return {"reasoning": texts[0]} if len(texts) == 1 and "reasoning" not in named else {}
 
@@ -395,6 +395,6 @@ def _column_list(rows: list[Values]) -> str:
 
 
 _FORMATS_HINT = "\n".join([
-    "Rows look like one of these, or name your own columns with dataset.columns (field: your column):",
+    "Write rows like one of these, or map your columns with dataset.columns (field: your column):",
     *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items()),
 ])  # fmt: skip

@@ -199,7 +199,7 @@ class SelectedRows:
         blocking = [finding for finding in self.findings[0] if finding.blocks and finding.kind not in accepted]
         if blocking:
             kinds = ", ".join(finding.kind for finding in blocking)
-            raise DataError(list(map(str, blocking)), f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
+            raise DataError(list(map(str, blocking)), f"To train on it anyway:  dataset.accept_findings=[{kinds}]")
 
     @cached_property
     def fingerprint(self) -> str:

@@ -55,7 +55,7 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
     count = 0
     try:
         if is_lfs_pointer(path):
-            raise DataError(f"{name}: {IS_LFS_POINTER}", f"Fetch the file, in its folder:  {LFS_FIX}")
+            raise DataError(f"{name}: {IS_LFS_POINTER}", f"Fetch the file from its folder:  {LFS_FIX}")
         if file_type(path) not in TABLES:
             _check_text(path, name)
         reader = READERS[file_type(path)]
@@ -84,8 +84,8 @@ def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[R
             # a file without splits is read whole for any split
             if has_splits:
                 raise RecipeError(
-                    f"dataset.eval_split names a split of a hub dataset, of a folder of save_to_disk, or of rows with a column "
-                    f"'split'; {name} has none",
+                    f"dataset.eval_split needs a hub dataset, a folder of save_to_disk or rows with a column 'split'; "
+                    f"{name} has no splits",
                     "Use dataset.eval_path, or hold rows out with dataset.test_split_size.",
                 )
             yield row
@@ -166,7 +166,7 @@ def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
         if len(line) > LINE_LIMIT:
             raise DataError(f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", fix)
         if (n_blank := 0 if line.strip() else n_blank + 1) > _MAX_BLANK_LINES:
-            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
+            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check its source.")
         yield line
 
 
@@ -222,7 +222,7 @@ def _json_content(path: Path, name: str) -> Any:
         data = file.read(JSON_LIMIT + 1)
     if len(data) > JSON_LIMIT:
         raise DataError(
-            f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of a file that is read whole",
+            f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value",
             f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl",
         )
     text = data.decode("utf-8-sig", "surrogateescape")
@@ -306,7 +306,7 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
 
 def _header(cells: list[str], name: str) -> list[str]:
     if len(cells) > _MAX_COLUMNS:
-        raise DataError(f"{name}: line 1: the header has {len(cells):,} columns", "Keep those with prompts and answers.")
+        raise DataError(f"{name}: line 1: the header has {len(cells):,} columns", "Keep the columns with prompts and answers.")
     column_names = [cell.strip() for cell in cells]
     duplicates = sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1)
     if duplicates:
@@ -353,7 +353,7 @@ def _table(path: Path, name: str) -> Iterator[Row | Refused]:
     try:
         for batch in _parquet(path, name) if is_parquet else _arrow(path):
             if (left := left - batch.nbytes) < 0:
-                raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check what wrote it.")
+                raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check its source.")
             for index in range(batch.num_rows):
                 number += 1
                 yield _table_row(batch.slice(index, 1), name, number)
@@ -371,7 +371,7 @@ def _rows_at_once(metadata: Any, name: str) -> int:
     values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
     # a small file's rows could fill the memory
     if values > _MAX_VALUES:
-        raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check what wrote it: no row of text is so long.")
+        raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check its source: no text row is that long.")
     row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
     return max(1, min(256, int(_MAX_VALUES / max(1, values)), int(_BATCH_BYTES / max(1, row_bytes))))
 

@@ -141,8 +141,8 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
     if not files or len(files) != len(names):
         code = f"from datasets import load_from_disk; load_from_disk({path_text!r}).to_parquet('train.parquet')"
         raise DataError(
-            f"{label}: was written by save_to_disk, and its state.json doesn't name its data files, or one is missing",
-            f"Save it again, or where datasets reads it, write a file:  python -c {shlex.quote(code)}",
+            f"{label}: was written by save_to_disk, but its state.json names no data files, or one is missing",
+            f"Save it again, or write a file where datasets can read it:  python -c {shlex.quote(code)}",
         )
     return files
 
@@ -193,7 +193,7 @@ def require_path_or_id(path_text: str) -> None:
     """Raise DataError for text that is neither a path nor a hub id."""
     name = printable(path_text, 200)
     if _ADDRESS.match(path_text):
-        raise DataError(f"{name}: is an address, which is not read", "Download it, and give the file's path.")
+        raise DataError(f"{name}: is a URL, which is not supported", "Download it, and give the file's path.")
     # the path may be of another machine
     if not (_looks_local(Path(path_text), path_text) or hub.HUB_ID.fullmatch(path_text)):
         raise DataError(
@@ -204,7 +204,7 @@ def require_path_or_id(path_text: str) -> None:
 def _file_source(path: Path, name: str) -> Source:
     if path.suffix.lower() == ".zip":
         raise DataError(
-            f"{name}: is a zip file, which is not read",
+            f"{name}: is a zip file, which is not supported",
             f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(path.stem)}  and use  "
             + shlex.quote(f"dataset.path={path.stem}"),
         )

@@ -265,8 +265,8 @@ class Template:
         # True == 1, and their texts differ
         if calls != calls_read or (calls and json.dumps(calls, sort_keys=True) != json.dumps(calls_read, sort_keys=True)):
             name = printable(calls[0]["name"]) if calls else ""
-            problem = f"the chat template changes its call of the tool {name}: it parses back to other arguments"
-            raise BadRow(path, problem if calls else "is read back as a call of a tool, which a program would run")
+            problem = f"the chat template changes its call of tool {name}: it parses back to other arguments"
+            raise BadRow(path, problem if calls else "is read back as a tool call, which a program would run")
         thought, text = (self.format.without_special_tokens(part) for part in thought_and_text(message))
         if (thought, text) == (answer.thought, answer.text):
             return set()
@@ -343,7 +343,7 @@ def _require_written(message: Message, path: str, trained: str) -> None:
         raise BadRow(path, "the chat template leaves this answer out or changes its text")
     for call in message.get("tool_calls") or ():
         if call["function"]["name"] not in trained:
-            raise BadRow(path, f"the chat template leaves out its call of the tool {printable(call['function']['name'])}")
+            raise BadRow(path, f"the chat template leaves out its call of tool {printable(call['function']['name'])}")
     if not _has(trained, thought):
         has_field = "reasoning_content" in message
         way_out = "leave it out: dataset.ignore_columns=[reasoning_content]" if has_field else "take it out of the rows"

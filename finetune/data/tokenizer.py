@@ -135,7 +135,7 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
     files = path_or_id.iterdir() if isinstance(path_or_id, Path) else ()
     texts = (file for file in files if file.suffix in _SUFFIXES and file.is_file())
     if pointers := [f"{printable(str(file), 200)} {IS_LFS_POINTER}" for file in texts if is_lfs_pointer(file)]:
-        raise ModelError(pointers, f"Download the tokenizer again, or where the folder was cloned: {LFS_FIX}")
+        raise ModelError(pointers, f"Download the tokenizer again, or in the cloned folder: {LFS_FIX}")
     is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -188,12 +188,12 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     }
     model = recipe.model_name_or_path
     if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
-        raise RecipeError(_first(problems), "Leave out what the model has.")
+        raise RecipeError(_first(problems), "Leave out the model's own tokens.")
     # ordinary tokens, which answers show
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
     vocabulary = tokenizer.get_vocab()
     split_up = [name for name, ids in zip(names, _ids(tokenizer, names), strict=True) if vocabulary[name] not in ids]
-    if problems := [f"new_tokens: {printable(name)} is several tokens to this tokenizer all the same" for name in split_up]:
+    if problems := [f"new_tokens: {printable(name)} is still several tokens to this tokenizer" for name in split_up]:
         raise RecipeError(_first(problems), "Give other tokens, for example <|name|>.")
 
 
@@ -221,6 +221,6 @@ def rows_of_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_row
             f"the rows have the token {highest} and the tokenizer {token_id} "
             f"({printable(str(tokenizer.convert_ids_to_tokens(token_id)))}), and {recipe.model_name_or_path} has "
             f"{model_rows:,} tokens",
-            "Its tokenizer is of another model: put back the base model's own tokenizer files.",
+            "The tokenizer belongs to another model: restore the base model's tokenizer files.",
         )
     return [min(first, model_rows), end]

@@ -129,9 +129,9 @@ class Encoder:
     def _require_pictures(self) -> None:
         if self.template is None or not self.template.reads_pictures:
             raise RecipeError(
-                "the rows have pictures, and the model reads text only: its chat template writes nothing for a picture",
-                "Choose a model that reads pictures, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
-                "or leave the pictures out:  'dataset.ignore_columns=[images, image]'",
+                "the rows have images, and the model reads text only: its chat template writes nothing for an image",
+                "Choose a model that reads images, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
+                "or leave the images out:  'dataset.ignore_columns=[images, image]'",
             )
         self.picture_processor  # noqa: B018 - a model without one is refused before rows are read
 
@@ -139,7 +139,7 @@ class Encoder:
     def picture_processor(self) -> PictureProcessor:
         """Return the model's processor. Raise RecipeError without one."""
         if self._pictures is None:
-            raise RecipeError("there are pictures, and this command reads text only", "Leave the pictures out.")
+            raise RecipeError("there are images, and this command reads text only", "Leave the images out.")
         return self._pictures(self.tokenizer)
 
     def prompt_ids(
@@ -181,7 +181,7 @@ class Encoder:
             if isinstance(sequences, BadRow):
                 return sequences
             if len(sequences) != 1:
-                return BadRow(name, "has several answers, of which the chat template rewrites the earlier ones")
+                return BadRow(name, "has several answers, and the chat template rewrites earlier ones")
             rendered += sequences
         return rendered
 
@@ -332,9 +332,9 @@ def _renderings(rendered: list[Rendered] | BadRow) -> list[Rendered]:
 
 def _or_bad_row(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
     if example.desirable is not None and len(sequences) != 1:
-        return BadRow("completion", "has several answers, of which the chat template rewrites the earlier ones")
+        return BadRow("completion", "has several answers, and the chat template rewrites earlier ones")
     if example.is_pair and len({sequence.labels[sequence.first_trained :].tobytes() for sequence in sequences}) == 1:
-        return BadRow("chosen", "and rejected are the same tokens as far as they are trained; there is nothing to prefer")
+        return BadRow("chosen", "and rejected have the same trained tokens; there is nothing to prefer")
     if all(sequence.trained_count for sequence in sequences):
         return sequences
     return BadRow("messages" if example.messages else None, "has no token to train on")

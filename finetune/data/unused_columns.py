@@ -119,15 +119,15 @@ class UnusedColumns:
     def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
         """Return a line for each known name, and a line for all unknown names."""
         lines = [
-            f"{self.file}: '{printable(name)}' isn't used, and it says {meaning_of(name)}: {use.count:,} row(s), the first "
+            f"{self.file}: '{printable(name)}' is not used, and it looks like {meaning_of(name)}: {use.count:,} row(s), first "
             f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
             for name, use in asked.items()
             if name in self.meanings
         ]
-        for owner, uses in (("columns", self.columns), ("fields of messages", self.fields)):
+        for owner, uses in (("columns", self.columns), ("message fields", self.fields)):
             described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in asked.items() if uses.get(name) is use]
             if described:
-                lines.append(f"{self.file}: {owner} that aren't used may change what is learnt: {', '.join(described)}")
+                lines.append(f"{self.file}: unused {owner} may change what the model learns: {', '.join(described)}")
         return lines
 
 

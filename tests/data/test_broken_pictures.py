@@ -29,8 +29,8 @@ def _files():
     """Name -> the bytes of a picture that can't be trained on, and what is said of it."""
     for kind in KINDS:
         content = WHOLE[kind]
-        yield f"{kind} cut in half", content[: len(content) // 2], "truncated|damaged|not a picture|is empty"
-        yield f"{kind} without its beginning", content[9:], "not a picture|damaged"
+        yield f"{kind} cut in half", content[: len(content) // 2], "truncated|damaged|not an image|is empty"
+        yield f"{kind} without its beginning", content[9:], "not an image|damaged"
     for width, height in ((50_000, 50_000), (8001, 8000), (2**31 - 1, 2**31 - 1), (1, 10**9)):
         yield f"PNG that claims {width} x {height}", png_of_size(width, height), "megapixels|pixels"
     for width, height in ((1, 9), (3, 3), (800, 4), (4, 801)):
@@ -40,11 +40,11 @@ def _files():
     for name, image in (("32 bit floats", FLOAT), ("32 bit integers", INTEGER)):
         yield name, encoded(image, "TIFF"), "mode [FI]"
     yield "PNG with too few pixels", png_of_size(900, 900), "damaged|truncated"
-    yield "PNG with a wrong checksum", WHOLE["PNG"][:29] + b"\0\0\0\0" + WHOLE["PNG"][33:], "damaged|not a picture"
-    yield "TIFF whose directory leads to itself", b"II*\0\x08\0\0\0\x00\x00\x08\0\0\0", "damaged|not a picture"
+    yield "PNG with a wrong checksum", WHOLE["PNG"][:29] + b"\0\0\0\0" + WHOLE["PNG"][33:], "damaged|not an image"
+    yield "TIFF whose directory leads to itself", b"II*\0\x08\0\0\0\x00\x00\x08\0\0\0", "damaged|not an image"
     lfs = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
     for name, content in (("nothing", b""), ("zeros", bytes(500)), ("LFS", lfs), ("icon", encoded(kind="ICO"))):
-        yield name, content, "not a picture|is empty|damaged"
+        yield name, content, "not an image|is empty|damaged"
 
 
 def _values():

@@ -37,7 +37,7 @@ def test_rows_of_another_machine_are_planned_without_them(recipe, path):
 def test_a_plan_lists_unused_columns_and_files_chosen_by_their_names(recipe):
     names, columns = read_rows(recipe()).notes
     assert columns == "columns not used: id, source"
-    assert names.endswith("are read by their names: train.jsonl to train on; valid.jsonl held out; test.jsonl not read")
+    assert names.endswith("are used by name: train.jsonl to train on; valid.jsonl held out; test.jsonl not read")
 
 
 def test_a_plan_says_that_rows_were_not_read_for_lack_of_a_tokenizer(recipe):

@@ -76,12 +76,12 @@ class PictureSummary:
         most = f", at most {self.most_in_a_row} in one" if self.most_in_a_row > 1 else ""
         sizes = (("smallest", self.smallest), ("median", self.median), ("largest", self.largest))
         return [
-            ("pictures", f"{self.pictures:,} in {self.rows:,} row(s){most}"),
+            ("images", f"{self.pictures:,} in {self.rows:,} row(s){most}"),
             *(
-                (f"picture, {name}", f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels")
+                (f"image, {name}", f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels")
                 for name, (width, height) in sizes
             ),
-            ("pictures together", f"{self.megapixels:,.1f} megapixels"),
+            ("images together", f"{self.megapixels:,.1f} megapixels"),
         ]
 
 

@@ -21,7 +21,7 @@ PICTURE_COLUMNS = ("images", "image")
 _METADATA_COLUMNS = ("file_name", "file_names")
 # In an Example an image is U+FFFC (Unicode's character for embedded objects) in a message's text. The message counts its
 # images in `pictures`, and the Example has them in order. So code that reads texts works on rows with images, too.
-_LITERAL_MARK = "has the character U+FFFC in its text, which stands for a picture; remove it"
+_LITERAL_MARK = "has the character U+FFFC in its text, which stands for an image; remove it"
 _METADATA_FILE = re.compile(r"metadata\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 
 
@@ -71,7 +71,7 @@ def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[Pic
         return row, None
     filled = [name for name in present if not is_blank(row[name])]
     if len(filled) > 1:
-        raise BadRow(filled[1], f"has pictures, and {filled[0]} has some, too; leave one out with dataset.ignore_columns")
+        raise BadRow(filled[1], f"has images, and so does column {filled[0]}; leave one out with dataset.ignore_columns")
     references = picture_references(row[filled[0]], filled[0]) if filled else []
     return {name: value for name, value in row.items() if name not in present}, references
 
@@ -87,7 +87,7 @@ def place_pictures(
         # `expects_pictures`: other rows of the file have images
         tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if expects_pictures else 0
         if tags:
-            raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no picture")
+            raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no image")
         return example, []
     example = _as_conversation(example)
     if parts:
@@ -98,7 +98,7 @@ def place_pictures(
         messages = _with_marks(example.messages, len(references), expects_tags=expects_tags)
     for index in example.answers:
         if PICTURE_MARK in messages[index]["content"]:
-            raise BadRow(f"messages[{index}]", "the assistant's answer has a picture; answers are text")
+            raise BadRow(f"messages[{index}]", "the assistant's answer has an image; answers are text")
     return replace(example, messages=tuple(map(_with_count, messages))), references
 
 
@@ -113,16 +113,16 @@ def _fill_parts(
 ) -> list[PictureReference]:  # fmt: skip
     texts = example.texts()
     if any(IMAGE_TAG in text for text in texts):
-        raise BadRow(None, f"has pictures as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
+        raise BadRow(None, f"has images as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
     if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
         raise BadRow(None, _LITERAL_MARK)
     # a part has an image, the index of an image in the column, or takes the column's next image
     open_parts = [part for part in parts if not isinstance(part, PictureReference)]
     if len(open_parts) != len(column):
-        raise BadRow(None, f"has {len(open_parts)} image part(s) without a picture of their own and {len(column)} picture(s)")
+        raise BadRow(None, f"has {len(open_parts)} image part(s) without an image of their own and {len(column)} image(s)")
     order = [index if part is None else part for index, part in enumerate(open_parts)]
     if sorted(order) != list(range(len(column))):
-        raise BadRow(None, f"has image parts with the index {', '.join(map(str, order))} for {len(column)} picture(s)")
+        raise BadRow(None, f"has image parts with the index {', '.join(map(str, order))} for {len(column)} image(s)")
     following = map(column.__getitem__, order)
     return [part if isinstance(part, PictureReference) else next(following) for part in parts]
 
@@ -132,20 +132,20 @@ def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool
         raise BadRow(None, _LITERAL_MARK)
     tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
     if tags != count and (tags or expects_tags):
-        raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} picture(s)")
+        raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} image(s)")
     if tags:
         return tuple({**message, "content": message["content"].replace(IMAGE_TAG, PICTURE_MARK)} for message in messages)
     # in a file without tags, images stand before the first user's text, as in TRL
     first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first_user is None:
-        raise BadRow(None, "has pictures and no message of a user, where they would stand")
+        raise BadRow(None, "has images and no user message to put them in")
     marked = {**messages[first_user], "content": PICTURE_MARK * count + messages[first_user]["content"]}
     return (*messages[:first_user], marked, *messages[first_user + 1 :])
 
 
 def _as_conversation(example: Example) -> Example:
     if example.is_pair or example.desirable is not None:
-        raise BadRow(None, "has pictures; pairs and labelled answers with pictures can't be trained on")
+        raise BadRow(None, "has images; pairs and labelled answers with images can't be trained on")
     if example.messages:
         return example
     answer = example.text if example.text is not None else example.completion

@@ -85,7 +85,7 @@ class PictureProcessor:
         texts = [self.text_of(picture.width, picture.height) for picture in pictures]
         count = rendered.text.count(self.processor.image_token)
         if count != len(texts):
-            raise BadRow("messages", f"the chat template writes {count} picture tokens for {len(texts)} picture(s)")
+            raise BadRow("messages", f"the chat template writes {count} image tokens for {len(texts)} image(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
         spans, escaped_spans = _moved(rendered.spans, moves), _moved(rendered.escaped_spans, moves)
         return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
@@ -157,7 +157,7 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
         processor = load_processor(str(folder), tokenizer, revision=revision)
     except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
         raise ModelError(
-            f"the rows have pictures, and the processor of {name} can't be used: {first_line(error)}",
+            f"the rows have images, and the processor of {name} can't be used: {first_line(error)}",
             "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
         ) from None
     return PictureProcessor(processor, pixel_limit(recipe))

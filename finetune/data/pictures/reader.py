@@ -62,12 +62,12 @@ class PictureReader:
     def _path(self, reference: PictureReference) -> Path:
         text = reference.path or ""
         if not self._folders:
-            problem = "is a path, and the rows come from no folder; the picture's bytes must be in the row"
+            problem = "is a path, but the rows have no folder; put the image's bytes in the row"
             raise BadRow(reference.field, f"{problem}{reference.label}")
         candidates = [Path(os.path.abspath(folder / text)) for folder in self._folders]  # noqa: PTH100
         allowed = [path for path in candidates if any(map(path.is_relative_to, self._folders))]
         if not allowed:
-            problem = f"is outside of the data's folder; if it is meant:  dataset.image_folder={candidates[0].parent}"
+            problem = f"is outside the data folder; to allow it:  dataset.image_folder={candidates[0].parent}"
             raise BadRow(reference.field, f"{problem}{reference.label}")
         return next((path for path in allowed if file_stat(path)), allowed[0])
 

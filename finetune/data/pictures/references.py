@@ -65,14 +65,14 @@ def _plain(value: Any, field: str) -> PictureReference:
     if is_blank(value):
         raise BadRow(field, "is empty" if isinstance(value, (str, list)) else f"is {type_phrase(value)}")
     if not isinstance(value, str):
-        raise BadRow(field, f"is {type_phrase(value)}, not a picture's path, bytes or data: address")
+        raise BadRow(field, f"is {type_phrase(value)}, not an image's path, bytes or data: URL")
     return _from_text(value, field)
 
 
 def part_reference(part: Values, path: str) -> PictureReference | None:
     """Return a content part's image; None to take the column's next image. Raise BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
-        raise BadRow(path, "is a picture without image_url" + ("; file_id is of OpenAI only" if part.get("file_id") else ""))
+        raise BadRow(path, "is an image without image_url" + ("; file_id works only at OpenAI" if part.get("file_id") else ""))
     filled = {key: value for key, value in part.items() if key in _OBJECT_KEYS and not is_blank(value)}
     return _from_object(filled, path, _OBJECT_KEYS) if filled else None
 
@@ -81,23 +81,23 @@ def _from_object(value: Values, field: str, keys: _Keys) -> PictureReference:
     for key, read in keys.items():
         if not is_blank(value.get(key)):
             return read(value[key], f"{field}.{key}")
-    raise BadRow(field, f"is an object without {', '.join(keys)}; a picture has one of them")
+    raise BadRow(field, f"is an object without {', '.join(keys)}; an image has one of them")
 
 
 def _from_text(text: str, field: str) -> PictureReference:
     text = text.strip()
     if match := _DATA_URI.match(text):
         if ";base64" not in match["options"].lower():
-            raise BadRow(field, "is a data: address without base64")
+            raise BadRow(field, "is a data: URL without base64")
         if match["type"] and not match["type"].lower().startswith(("image/", "application/octet-stream")):
-            raise BadRow(field, f"is a data: address of {quoted(match['type'])}, not of a picture")
+            raise BadRow(field, f"is a data: URL of {quoted(match['type'])}, not of an image")
         return _from_base64(text[match.end() :], field)
     if text[:5].lower() == "data:":
-        raise BadRow(field, "is a data: address without a comma before its content")
+        raise BadRow(field, "is a data: URL without a comma before its content")
     if scheme := _SCHEME.match(text):
         if scheme["scheme"].lower() == "file" and text[5:7] == "//":
             return PictureReference(field, path=unquote(text[7:]))
-        problem = "is an address, and pictures are not fetched from a network; download it, and give its path"
+        problem = "is a URL, and images are not downloaded; download it, and give its path"
         raise BadRow(field, f"{problem}: {quoted(text, _SHOWN_PATH)}")
     # base64 without data:, which has no dots
     if len(text) > _MIN_BASE64 and text.startswith(_BASE64_BEGINNINGS) and "." not in text[:_MIN_BASE64]:
@@ -109,7 +109,7 @@ def _from_base64(text: Any, field: str) -> PictureReference:
     if not isinstance(text, str):
         raise BadRow(field, f"is {type_phrase(text)}, not base64")
     if len(text) > MAX_FILE_BYTES:
-        raise BadRow(field, f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one picture")
+        raise BadRow(field, f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one image")
     try:
         return PictureReference(field, content=base64.b64decode("".join(text.split()), validate=True))
     except (binascii.Error, ValueError):

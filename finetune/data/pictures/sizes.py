@@ -74,7 +74,7 @@ def store_bytes(content: bytes, digest: str) -> Path:
         replace(temporary, path)
     except OSError as error:
         raise DiskFull(
-            f"{path.parent}: pictures of rows can't be written: {error.strerror or error}",
+            f"{path.parent}: images of rows can't be written: {error.strerror or error}",
             "Free some space, or set FINETUNE_CACHE to a folder on another disk.",
         ) from None
     finally:

@@ -80,7 +80,7 @@ def read_bytes(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise BadPicture(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise BadPicture(f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one picture's file")
+        raise BadPicture(f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one image file")
     return content
 
 
@@ -120,7 +120,7 @@ def require_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise PackagesError(
-            "the rows have pictures, and the package that opens them is missing: pillow",
+            "the rows have images, and the package that opens them is missing: pillow",
             "Install it: pip install 'pillow>=11.3,<13' (the extra 'vision')",
         ) from None
 
@@ -132,7 +132,7 @@ def size_problem(width: int, height: int) -> str | None:
     if min(width, height) < MIN_SIDE:
         return f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}"
     if max(width, height) >= MAX_ASPECT * min(width, height):
-        return f"has {width:,} x {height:,} pixels, a side {MAX_ASPECT} times as long as the other or more"
+        return f"has {width:,} x {height:,} pixels, one side at least {MAX_ASPECT} times as long as the other"
     return None
 
 
@@ -155,7 +155,7 @@ def _opened(content: bytes) -> Image:
         count = re.search(r"\d+", str(error))
         raise BadPicture(f"has {too_many_pixels(int(count[0]) if count else None)}") from None
     except UnidentifiedImageError:
-        raise BadPicture(f"is not a picture in one of the formats {', '.join(_FORMATS)}") from None
+        raise BadPicture(f"is not an image in one of the formats {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
         raise BadPicture(_damage(error)) from None
     # files are untrusted: the size is checked before anything is decoded
@@ -174,7 +174,7 @@ def _check_header(image: Image) -> None:
     except Exception as error:  # noqa: BLE001 - the second frame is looked for
         raise BadPicture(_damage(error)) from None
     if is_animated:
-        raise BadPicture("is animated or has several pages; a picture has one")
+        raise BadPicture("is animated or has several pages; only one is allowed")
 
 
 def _load(image: Image) -> None:

@@ -40,7 +40,7 @@ class PictureTensors:
         try:
             picture = self._processor.scaled(open_picture(source))
         except BadPicture as error:
-            raise DataError(f"{source.path.name} {error}", "Put back the file as it was, or start a new run.") from None
+            raise DataError(f"{source.path.name} {error}", "Restore the file, or start a new run.") from None
         self._decoded[source.digest] = picture
         self._free_bytes -= _bytes(picture)
         while self._free_bytes < 0 and len(self._decoded) > 1:
