@@ -1,10 +1,6 @@
-"""One attempt at a run with memory by phase, without the supervisor and its retries.
+"""One attempt at a run, without the supervisor and its retries: `python -m benchmarks.gpu.attempt RUN RESULT [--peft-cast]`.
 
-    python -m benchmarks.gpu.attempt RUN RESULT [--peft-cast | --plain-trl]
-
-The process is the worker itself, or, with --plain-trl, TRL alone as its documentation has it, with the rows, quantisation, LoRA
-rank, batch, optimizer and seed of the run's plan, and TRL's own loss, checkpointing and adapters' dtype. RESULT has what the
-run's events lack.
+The process is the worker. RESULT gets the memory by phase, which the run's events lack.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import dataclasses
 import gc
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +25,8 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 class Phases(TrainerCallback):
-    """Highest allocated and reserved bytes within forward (with loss), backward and optimizer, and what is in use on the whole
-    card at their ends, which is the most as long as torch gives nothing back. On a CPU host RSS.
+    """Peak allocated and reserved bytes within forward (with loss), backward and optimizer, and the bytes in use on the whole
+    GPU at their ends, which are a peak as long as torch releases nothing. On a CPU the process's RSS.
 
     Resets torch's peaks between phases. The run's own sampler still has the peak of the whole step.
     """
@@ -87,42 +82,6 @@ class Phases(TrainerCallback):
         self.end("optimizer")
 
 
-class TimedPhases(Phases):
-    """The same with seconds of each optimizer step, the device synchronised, and tokens: TRL writes no events."""
-
-    def __init__(self, memory: MemorySampler) -> None:
-        super().__init__(memory)
-        self.step_s: list[float] = []
-        self.tokens: list[Any] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The clock starts."""
-        self._began = settled_clock()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The clock stops."""
-        self.step_s.append(settled_clock() - self._began)
-
-    def watch(self, trainer: Any) -> None:
-        """Also count the real tokens of each micro-batch, outside the device's work."""
-        super().watch(trainer)
-        training_step = trainer.training_step
-
-        def counted(model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-            mask = inputs.get("attention_mask")
-            self.tokens.append(inputs["input_ids"].numel() if mask is None else mask.sum())
-            return training_step(model, inputs, *arguments, **named)
-
-        trainer.training_step = counted
-
-
-def settled_clock() -> float:
-    """Seconds of the clock, when the device has nothing left to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 class MeasuredWorker(Worker):
     """The worker, with the phases of its steps watched and PEFT's cast of inputs switched on if wanted."""
 
@@ -150,60 +109,6 @@ def restore_cast(model: Any) -> None:
         del layer._cast_input_dtype
 
 
-def trl_trainer(run: RunDirectory, plan: Any) -> Any:
-    """TRL's trainer for the plan's settings."""
-    from datasets import load_from_disk
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from trl import SFTConfig, SFTTrainer
-
-    from finetune.model.configuration import resolve_model_path
-
-    settings = plan.settings
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        resolve_model_path(settings), dtype=torch.bfloat16, device_map={"": "cpu" if plan.card.is_cpu else 0},
-        **({"quantization_config": nf4} if settings.load_in_4bit else {}),
-    )  # fmt: skip
-    return SFTTrainer(
-        model=model,
-        args=SFTConfig(
-            output_dir=str(run.path / "trl"), per_device_train_batch_size=settings.per_device_train_batch_size,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps, max_steps=settings.max_steps or -1,
-            learning_rate=settings.learning_rate, max_length=settings.max_length, optim=settings.optim, bf16=True,
-            gradient_checkpointing=settings.activation_checkpointing is not False, use_cpu=plan.card.is_cpu,
-            seed=settings.seed, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-        ),
-        train_dataset=load_from_disk(str(run.data / "train")),
-        processing_class=AutoTokenizer.from_pretrained(str(run.data / "tokenizer")),
-        peft_config=LoraConfig(
-            r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules=settings.target_modules, task_type="CAUSAL_LM"
-        ),
-    )  # fmt: skip
-
-
-def train_plain(run: RunDirectory) -> dict[str, Any]:
-    """The figures of TRL alone."""
-    from finetune.planner.plan import read_plan
-
-    plan = read_plan(run.plan)
-    phases = TimedPhases(MemorySampler(on_cuda=not plan.card.is_cpu))
-    began = settled_clock()
-    trainer = trl_trainer(run, plan)
-    load_s = settled_clock() - began
-    phases.end("load")
-    phases.watch(trainer)
-    trainer.train()
-    count, tokens = plan.settings.gradient_accumulation_steps, list(map(int, phases.tokens))
-    return {
-        "phases": phases.peaks, "load_s": load_s, "step_s": phases.step_s,
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
-        "step_tokens": [sum(tokens[start : start + count]) for start in range(0, len(tokens), count)],
-    }  # fmt: skip
-
-
 def allocator() -> dict[str, Any]:
     """The cap of this process and the allocator's counts; empty on a CPU."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -222,15 +127,10 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--peft-cast", action="store_true")
-    parser.add_argument("--plain-trl", action="store_true")
     options = parser.parse_args()
-    run, code = RunDirectory(options.run), 0
-    if options.plain_trl:
-        figures = train_plain(run)
-    else:
-        worker = MeasuredWorker(run, options.peft_cast)
-        code, figures = worker.main(), {"phases": worker.phases.peaks}
-    options.result.write_text(json.dumps({**figures, "allocator": allocator()}))
+    worker = MeasuredWorker(RunDirectory(options.run), options.peft_cast)
+    code = worker.main()
+    options.result.write_text(json.dumps({"phases": worker.phases.peaks, "allocator": allocator()}))
     gc.freeze()
     return code
 

@@ -1,4 +1,4 @@
-"""The cells of the benchmark, the most telling first: what each runs, and how it should end."""
+"""The cells of the benchmark, the most informative first, and how each should end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Cell:
     what: str
     settings: dict[str, Any] = field(default_factory=dict)
     full_depth: bool = False
-    plain_trl: bool = False
     documents: int = 1
     cap: tuple[str, float] | None = None
     ends: str = FINISHED
@@ -45,7 +44,6 @@ CELLS = (
     Cell("nf4-keep", "NF4, nothing recomputed", _KEPT),
     Cell("16bit-keep", "16 bit, nothing recomputed", _16_BIT),
     Cell("full-depth", "full depth, NF4, every layer recomputed", _RECOMPUTED, full_depth=True),
-    Cell("full-depth-trl", "the same rows and settings with TRL alone", _RECOMPUTED, full_depth=True, plain_trl=True),
     Cell("fits", "budget: the forecast's upper end", _KEPT, cap=("peak_high_bytes", 1.0), card_only=True),
     Cell(
         "short", "budget: 0.95 of the forecast's lower end", _KEPT, cap=("peak_low_bytes", 0.95), ends=OUT_OF_MEMORY,
@@ -56,7 +54,6 @@ CELLS = (
     Cell("packed", "NF4, every layer recomputed, 8 rows packed", _settings(True, True, **_PACKED), documents=8),
     Cell("16bit-cast", "16 bit, with PEFT's cast of inputs to fp32", _16_BIT, peft_cast=True),
     Cell("adamw-on-cpu", "NF4, recomputed, AdamW in host memory", _settings(True, True, optim="adamw_cpu_offload")),
-    Cell("16bit-trl", "16 bit, nothing recomputed, with TRL alone", _16_BIT, plain_trl=True),
     Cell(
         "shorter", "budget: 0.9 of the forecast's lower end", _KEPT, cap=("peak_low_bytes", 0.9), ends=OUT_OF_MEMORY,
         card_only=True,

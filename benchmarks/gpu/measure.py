@@ -1,10 +1,10 @@
-"""Real runs on one card beside their forecasts, in less than ten minutes: see README.md in this folder.
+"""Real runs on one GPU beside their forecasts, in less than ten minutes: see README.md in this folder.
 
-    python -m benchmarks.gpu.measure                                       # this machine's card
-    python -m benchmarks.gpu.measure --gpu cpu --model tiny                # the same path without a card, in a minute or two
+    python -m benchmarks.gpu.measure                                       # this machine's GPU
+    python -m benchmarks.gpu.measure --gpu cpu --model tiny                # the same without a GPU, in a minute or two
 
-Each result is a line of the results file as soon as it is there. A cell that fails, or finds no time left, is a line with its
-error, and the next one goes on. Runs have no supervisor, so nothing is retried.
+A cell's line is written as soon as the cell ends. The line of a failed cell, or of a cell without time left, has the error, and
+the next cell runs. Runs have no supervisor, so nothing is retried.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.gpu.cells import CELLS, COMMON, OUT_OF_MEMORY, Cell
 from benchmarks.gpu.random_model import write_rows
-from benchmarks.gpu.results import Results, of_events, speed
+from benchmarks.gpu.results import Results, of_events
 from finetune.card import nvidia
 from finetune.card.visible import usable_devices
 from finetune.events import read_events
@@ -47,11 +47,11 @@ ROOM_BYTES = 24 * GIB
 
 
 def main() -> int:
-    """Measure everything; 0 when every cell ended as it should or had a reason not to run."""
+    """Measure everything; returns 0 if every cell ended as it should or had a reason not to run."""
     options = _options()
     on_cpu = options.gpu == "cpu"
     if not on_cpu and not usable_devices():
-        print("There is no NVIDIA card here; nothing was measured. Without one: --gpu cpu --model tiny", file=sys.stderr)
+        print("No NVIDIA GPU, nothing was measured. To try it without a GPU: --gpu cpu --model tiny", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as folder, _models_folder(options.model) as models:
         session = Session(options, Path(folder), Path(models), Results(options.results, _facts(on_cpu)))
@@ -62,12 +62,12 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="auto", choices=("auto", "cpu"))
-    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct", help="a shape of the catalogue, a config.json, or tiny")
-    parser.add_argument("--layers", type=int, default=8, help="depth of the model of most cells")
-    parser.add_argument("--length", type=int, help="tokens of the longest row")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a cell")
+    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct", help="a model of the catalogue, a config.json, or tiny")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers in most cells")
+    parser.add_argument("--length", type=int, help="length of the longest row, in tokens")
+    parser.add_argument("--steps", type=int, help="optimizer steps per cell")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--only", default="", help="names of cells, with commas")
+    parser.add_argument("--only", default="", help="names of cells, separated by commas")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     on_cpu = options.gpu == "cpu"
@@ -78,7 +78,7 @@ def _options() -> argparse.Namespace:
 
 
 def _facts(on_cpu: bool) -> dict[str, Any]:
-    """What every line says: when, on which card."""
+    """Return the facts of every line: time, GPU and driver."""
     session = {"session": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     device = None if on_cpu else usable_devices()[0]
     return {**session, "card": device.name if device else None, "driver": device.driver if device else None}
@@ -92,7 +92,7 @@ def _models_folder(model: str) -> tempfile.TemporaryDirectory[str]:
 
 
 class CardWatch:
-    """Inside `with`, samples the used bytes of each visible card through NVML, which opens no CUDA context.
+    """Samples the used bytes of each visible GPU inside `with`, through NVML, which opens no CUDA context.
 
     `growth` are the peaks less `before`, the bytes at the start.
     """
@@ -182,7 +182,7 @@ class Session:
             self.as_expected = False
 
     def _plan(self) -> dict[str, dict[str, Any]]:
-        """Plans and run directories of all cells, several at once; those with the same forecast in one process."""
+        """Plan all cells and create their runs, in parallel; cells with the same forecast share a process."""
         groups: dict[str, list[dict[str, Any]]] = {}
         for cell in self.cells:
             if not (cell.card_only and self.on_cpu):
@@ -227,14 +227,12 @@ class Session:
             outcome["state"] = "skipped"
         as_expected = outcome["state"] in (cell.ends, "skipped") and not outcome.get("wrong")
         self.as_expected &= as_expected
-        if cell.plain_trl:  # the forecast is not of TRL's own program
-            plan = {**plan, "forecast": None}
         facts = {"what": cell.what, "settings": cell.settings, "length": self.options.length, "full_depth": cell.full_depth}
         ends = {"expected": cell.ends, "as_expected": as_expected, "took_s": time.monotonic() - began}
         self.results.add(**{**facts, **plan, **outcome, **ends, "cell": cell.name})
 
     def _refused(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """Why a cell is not begun; None when it is."""
+        """Return why a cell does not start, or None."""
         if cell.card_only and self.on_cpu:
             return {"state": "skipped", "error": NEEDS_CARD}
         if "run" not in plan:
@@ -242,10 +240,9 @@ class Session:
         return {"state": "skipped", "error": "no time was left"} if self.left_s() < LEAST_S else None
 
     def _measured(self, cell: Cell, plan: dict[str, Any]) -> dict[str, Any]:
-        """What a cell's process left: its state, memory by phase, speed."""
+        """Run the cell's process; returns its state, memory by phase and speed."""
         run, result = RunDirectory(Path(plan["run"])), self.folder / f"{cell.name}.json"
-        command = ["benchmarks.gpu.attempt", str(run.path), str(result)]
-        command += ["--plain-trl"] * cell.plain_trl + ["--peft-cast"] * cell.peft_cast
+        command = ["benchmarks.gpu.attempt", str(run.path), str(result), *["--peft-cast"] * cell.peft_cast]
         limit_s = self.left_s() if self.on_cpu else min(MOST_S, self.left_s())
         cards = worker_environment(cards_of(read_plan(run.plan)))  # as the supervisor does: only the planned card is visible
         environment = {**cards, **self.environment, **cell.environment}
@@ -253,9 +250,7 @@ class Session:
             code, _ = self._process(command, cell.name, limit_s, environment)
         self.card_growth = [max(pair) for pair in zip(watch.growth, self.card_growth or watch.growth, strict=True)]
         own = json.loads(result.read_text()) if result.exists() else {}
-        outcome = (
-            _of_trl(own, self.on_cpu) if cell.plain_trl else of_events(read_events(run.events) if run.events.exists() else [])
-        )
+        outcome = of_events(read_events(run.events) if run.events.exists() else [])
         if code is None or code not in (0, 5) or (code == 5) != (outcome["state"] == OUT_OF_MEMORY) or not outcome["state"]:
             outcome["state"] = "failed" if code is not None else "timed out"
             outcome["error"] = outcome.get("error") or self._tail(cell.name, code)
@@ -319,22 +314,8 @@ class Session:
         return f"{ended}: {self._log(log).read_text(encoding='utf-8', errors='replace')[-1500:]}"
 
 
-def _of_trl(own: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """The same figures from plain TRL's result."""
-    if not own:
-        return {"state": None, "error": None}
-    phases = own["phases"]
-    return {
-        "state": "finished", "error": None, "losses": own["losses"], "load_s": own["load_s"],
-        "measured": {
-            name: None if on_cpu else max(peaks[name] for phase, peaks in phases.items() if phase != "load")
-            for name in ("allocated_bytes", "reserved_bytes")
-        } | speed(own["step_s"], own["step_tokens"]),
-    }  # fmt: skip
-
-
 def _cap_problem(allocator: dict[str, Any], plan: dict[str, Any]) -> str | None:
-    """What is wrong with the process's memory fraction: a budget must bound the allocator, less at most the context's size."""
+    """Return the problem of the memory fraction: it must bound the allocator by the budget, less at most the context's size."""
     cap, budget, context = allocator.get("cap_bytes"), plan.get("budget_bytes"), plan.get("context_bytes") or 0
     if not cap or not budget:
         return "the memory fraction is not known"

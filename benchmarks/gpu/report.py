@@ -1,6 +1,6 @@
-"""The results file as the tables of the documentation: `python -m benchmarks.gpu.report [RESULTS.jsonl]`, one JSON object.
+"""The documentation's tables from the results file, as one JSON object: `python -m benchmarks.gpu.report [RESULTS.jsonl]`.
 
-Only what ran on a card counts; of several results of a cell the newest. A cell without one is "not measured".
+Only results on a GPU count, and only the newest of a cell. A cell without a result is "not measured".
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _row(cell: Cell, line: dict[str, Any] | None, card: str | None) -> list[str]
 
 
 def _compares(cell: Cell, line: dict[str, Any]) -> bool:
-    """Whether the forecast is of what ran: not of TRL alone, of PEFT switched otherwise, or of a run that ended early."""
-    return line["state"] == "finished" and not cell.plain_trl and not cell.peft_cast
+    """Whether the forecast is comparable: the run finished, with PEFT as forecast."""
+    return line["state"] == "finished" and not cell.peft_cast
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -51,11 +51,6 @@ def test_a_run_has_its_forecast_and_the_memory_of_each_phase(lines):
 
 
 @pytest.mark.slow
-def test_trl_alone_begins_with_the_loss_of_the_run_it_is_compared_with(lines):
-    assert lines["16bit-trl"]["losses"][0] == pytest.approx(lines["16bit-keep"]["losses"][0], rel=0.02)
-
-
-@pytest.mark.slow
 def test_the_probe_says_which_attention_is_used_and_what_needs_a_card(lines):
     assert "Flash" in lines["probe attention"]["default, plain, 128"]["kernel"]
     assert lines["probe rates"]["flops"] > 1e6
