@@ -78,9 +78,9 @@ PLANNED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: `settings` beyond USUAL, rows of a kind, and what the name of the cell says of it.
+    """A run with `settings` beyond USUAL, a kind of rows, and the parts of its name.
 
-    `layers`: the model with so many of them; None with all.
+    `layers`: the model's first layers, None for all.
     """
 
     model: str
@@ -123,13 +123,13 @@ class Cell:
 
 
 def cell_of(model: str, gpu: str, base_format: str, technique: str, rows: str = "uneven", **more: Any) -> Cell:
-    """The cell of a format and a technique, whose settings follow from both; pairs have rows of their own."""
+    """The cell of a format and a technique, whose settings follow from both; pairs are also a kind of rows."""
     settings = {**FORMATS[base_format], **TECHNIQUES.get(technique, {}), **PAIRS.get(technique, {}), **more.pop("settings", {})}
     return Cell(model, gpu, base_format, technique, "pairs" if technique in PAIRS else rows, settings=settings, **more)
 
 
 def all_cells() -> list[Cell]:
-    """Every cell, those that answer most first."""
+    """Every cell, the most informative first."""
     small, untied = "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     of_small = [name for name in TECHNIQUES if name not in (UNTIED_ONLY, ADAPTED_EXPERTS)]
     cells = few_layers()
@@ -169,7 +169,7 @@ def few_layers() -> list[Cell]:
 
 
 def compiled_cells() -> list[Cell]:
-    """Compiled layers with everything that they are tried with; what they can't be ends lean or is refused."""
+    """Compiled layers with each technique; unsupported combinations run as lean layers or are refused."""
     llama = "meta-llama/Llama-3.1-8B-Instruct"
     cells = []
     for base, technique in itertools.product(("NF4", "16 bit"), RECOMPUTED):
@@ -195,8 +195,10 @@ def compiled_cells() -> list[Cell]:
 
 
 def write_rows(path: Path, kind: str, seed: int = 0) -> None:
-    """48 conversations: `even` of one length, `uneven` of up to 900 tokens; `pairs`: uneven ones with two answers. The answers
-    are a third of each."""
+    """Write 48 conversations: `even` have one length, `uneven` up to 900 tokens, `pairs` also two answers.
+
+    An answer is a third of its conversation.
+    """
     rng = random.Random(seed)
     vocabulary = ["alpha", "beta", "gamma", "delta", "order", "parcel", "invoice", "desk", "lamp", "blue", "Monday", "seven"]
     with path.open("w", encoding="utf-8") as file:

@@ -1,12 +1,12 @@
-"""Random recipes at the edge of their GPU: does a verdict of "fits" ever end out of memory? On stand-in GPUs.
+"""Random recipes at the edge of a stand-in GPU: does a run with the verdict "fits" ever run out of memory?
 
     .venv-card-*/bin/python -m benchmarks.card_edge [--recipes 300] [--seed 0] [--again]
 
 A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
 memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
 one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps, evaluates and saves within that budget.
-Results go to benchmarks/reference/card_edge.csv, a line for each recipe. Recipes in it are left out without --again.
-Runs are forks of this process, which has imported everything and opened no GPU.
+Results go to benchmarks/reference/card_edge.csv, a line per recipe; finished recipes are skipped without --again. Runs are
+forks of this process, which has imported everything and opened no GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LONGEST_ROW = 1024
 
 
 def random_recipe(seed: int) -> tuple[Cell, float]:
-    """The recipe of this seed, and where its budget is (0 to 1) among those above, between and below the forecast's ends."""
+    """Return the recipe of this seed, and its budget's position from 0 (above the forecast) to 1 (below the forecast)."""
     rng = random.Random(seed)
     base_format = rng.choice(list(FORMATS))
     technique = rng.choice([name for name in TECHNIQUES if name not in LEFT_OUT])
@@ -64,7 +64,7 @@ def random_recipe(seed: int) -> tuple[Cell, float]:
 
 
 def budget_beside(forecast: Forecast, position: float) -> float:
-    """The budget at this position for this forecast, in bytes."""
+    """Return the budget at this position, in bytes."""
     lower, upper = forecast.peak_low_bytes, forecast.peak_high_bytes
     if position < ABOVE:
         return upper * (1 + 0.01 * position / ABOVE) + GIB / 100
@@ -74,10 +74,10 @@ def budget_beside(forecast: Forecast, position: float) -> float:
 
 
 def main() -> int:
-    """Run the recipes that are missing in the results; the exit status is 1 for a false "fits"."""
+    """Run the missing recipes; returns 1 for a false "fits"."""
     parser = card_runs.parser_of(__doc__, "card_edge.csv")
     parser.add_argument("--recipes", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="the first one's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first recipe")
     options = parser.parse_args()
     card_runs.restart_with_libraries("benchmarks.card_edge")
     with tempfile.TemporaryDirectory(prefix="card_edge_") as folder:
@@ -103,7 +103,7 @@ def run_seed(seed: int, machine: Machine) -> Lines:
 
 
 def run_within(cell: Cell, machine: Machine, budget_of: BudgetOf) -> dict[str, Any]:
-    """Plan the cell twice, first to learn where its edge is, and run it within the budget of the second plan."""
+    """Plan the cell twice, first to find its edge, and run it within the budget of the second plan."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, card_runs.on_machine(machine, wsl=not cell.expandable):
         planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"

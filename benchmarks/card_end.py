@@ -1,10 +1,10 @@
-"""The last bytes of a GPU, on stand-in GPUs: within which budgets a run ends, and how retries end a run on a smaller GPU.
+"""The last bytes of a stand-in GPU: which budgets a run fits, and how retries finish a run on a smaller GPU.
 
     .venv-card-*/bin/python -m benchmarks.card_end [--only TEXT ...] [--steps 2] [--again]
 
-"upper end", "likely peak", "lower end": the budget is that of the forecast, in steps of 2 MiB around it. At the first two a run
-must finish, at the third it must be out of memory. "smaller by 20 %": the run is planned for the whole GPU, which then has 20 %
-less than the forecast's peak; the supervisor's retries must finish it. Results go to benchmarks/reference/card_end.csv.
+"upper end", "likely peak", "lower end": budgets in steps of 2 MiB around these values of the forecast. At the first two the run
+must finish, at the third it must run out of memory. "smaller by 20 %": the run is planned for the whole GPU, then starts with
+20 % less than the forecast's peak; the supervisor's retries must finish it. Results go to benchmarks/reference/card_end.csv.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ LACKING = (0.01, 0.05, 0.2, 0.5)
 
 
 def cell_with(base_format: str, **settings: Any) -> Cell:
-    """A run of four layers of an 8B model, all of whose settings are the recipe's but those of None."""
+    """A run of four layers of an 8B model; the planner chooses settings of None."""
     values = {"max_steps": 4, "effective_batch_size": 8, **FORMATS[base_format], **settings}
     return Cell(MODEL, GPU, base_format, "nothing recomputed", settings=values, layers=LAYERS)
 
 
 def budget_at(forecast: Forecast, end: str, offset_bytes: int) -> float:
-    """So many bytes beside an end of the forecast."""
+    """Return the bytes at an offset from an end of the forecast."""
     return getattr(forecast, ENDS[end]) + offset_bytes
 
 
 def run_beside(base_format: str, end: str, offset_mib: int, machine: Machine) -> dict[str, Any]:
-    """A run whose budget is so many MiB beside an end of its forecast."""
+    """Run with a budget at an offset from an end of the forecast."""
     budget_of = functools.partial(budget_at, end=end, offset_bytes=offset_mib * MIB)
     line = run_within(cell_with(base_format), machine, budget_of)
     return {"gpu_bytes": line.get("budget_bytes"), "verdict": line.get("verdict"), "outcome": line["outcome"]}
 
 
 def run_on_smaller(base_format: str, lacking: float, machine: Machine) -> dict[str, Any]:
-    """A run that was planned for the whole GPU, which then lacks a share of the forecast's peak."""
+    """Plan for the whole GPU, then run where a share of the forecast's peak is missing."""
     # the planner's to choose, so that retries may change them
     chosen = dict.fromkeys(("activation_checkpointing", "layer_offloading", "offload_embeddings"))
     cell = cell_with(base_format, per_device_train_batch_size=8, **chosen)
@@ -87,9 +87,9 @@ def all_cases(steps: int) -> dict[str, Callable[[Machine], dict[str, Any]]]:
 
 
 def main() -> int:
-    """Run the cases that are missing in the results; the exit status is 1 for one that ended otherwise than it must."""
+    """Run the missing cases; returns 1 if a case did not end as it must."""
     parser = card_runs.parser_of(__doc__, "card_end.csv")
-    parser.add_argument("--steps", type=int, default=2, help="of 2 MiB, on both sides of each end")
+    parser.add_argument("--steps", type=int, default=2, help="budgets on each side of an end, 2 MiB apart")
     options = parser.parse_args()
     card_runs.restart_with_libraries("benchmarks.card_end")
     with tempfile.TemporaryDirectory(prefix="card_end_") as folder:
@@ -100,7 +100,7 @@ def main() -> int:
         card_runs.run_missing(cases, options, COLUMNS, name_of)
     lines = read_table(options.output)
     wrong = [name_of(line) for line in lines if not is_right(line)]
-    print(f"{len(lines)} cases, {len(wrong)} ended otherwise than they must" + "".join(f"\n  {name}" for name in wrong))
+    print(f"{len(lines)} cases, {len(wrong)} did not end as they must" + "".join(f"\n  {name}" for name in wrong))
     return 1 if wrong else 0
 
 

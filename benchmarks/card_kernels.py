@@ -1,8 +1,8 @@
-"""What one micro-batch asks of a GPU, by technique: kernels, synchronisations and copies, counted on a stand-in GPU.
+"""Kernels, synchronisations and copies of a micro-batch by technique, counted on a stand-in GPU.
 
     .venv-card-*/bin/python -m benchmarks.card_kernels [--only TEXT ...] [--again]
 
-Runs of 2 and of 4 optimizer steps, with 4 and with 8 layers of an 8B model: the differences are a step's, and a layer's.
+Runs of 2 and 4 optimizer steps with 4 and 8 layers of an 8B model; their differences are the counts of a step and of a layer.
 Results go to benchmarks/reference/card_kernels.csv; all columns but `layer_kernels` are with 4 layers.
 """
 
@@ -38,7 +38,7 @@ CASES |= {f"{case}, compiled": {**CASES[case], "torch_compile": True} for case i
 
 
 def trace_of(case: str, layers: int, steps: int, machine: Machine) -> dict[str, Any]:
-    """Counts of a whole run. Raises RuntimeError where it does not finish."""
+    """Return the counts of a whole run. Raises RuntimeError if it does not finish."""
     settings = {**CASES[case], "max_steps": steps, "eval_steps": 0, "save_steps": 0}
     cell = Cell(MODEL, GPU, "", "", "even", settings=settings, layers=layers)
     with tempfile.TemporaryDirectory(dir=machine.folder) as temporary, card_runs.on_machine(machine):
@@ -53,7 +53,7 @@ def trace_of(case: str, layers: int, steps: int, machine: Machine) -> dict[str, 
 
 
 def per_micro_batch(fewer_steps: dict[str, Any], more_steps: dict[str, Any]) -> dict[str, Any]:
-    """Counts of a micro-batch, those of the optimizer step and logging shared out."""
+    """Return the counts of a micro-batch, including its share of the optimizer step and of logging."""
     n_micro_batches = MICRO_BATCHES * (STEPS[1] - STEPS[0])
 
     def difference(*keys: str) -> float:
@@ -80,7 +80,7 @@ def measure(case: str, machine: Machine) -> Lines:
 
 
 def main() -> int:
-    """Count the cases that are missing in the results."""
+    """Count the missing cases."""
     options = card_runs.parser_of(__doc__, "card_kernels.csv").parse_args()
     card_runs.restart_with_libraries("benchmarks.card_kernels")
     with tempfile.TemporaryDirectory(prefix="card_kernels_") as folder:

@@ -1,12 +1,12 @@
-"""Forecast beside what torch's own allocator took, cell by cell, on stand-in GPUs (standin_gpu/README.md).
+"""Forecast memory beside the memory that torch allocates, for many runs on stand-in GPUs (standin_gpu/README.md).
 
     make setup-card
     .venv-card-*/bin/python -m benchmarks.card_matrix [--only TEXT ...] [--again | --forecast] [--seconds N]
 
 A cell is a whole run: the recipe is planned for the GPU, and the training process loads, trains three steps, evaluates and
-saves there. Weights are zeros that take no space on the disk. Results go to benchmarks/reference/card_matrix.csv, a line for
-each phase; cells that are there are left out without --again. --forecast plans the cells in the results again, and keeps what
-was measured. No kernel runs: nothing here measures speed or numbers.
+saves there. Weights are zeros that take no space on disk. Results go to benchmarks/reference/card_matrix.csv, a line per phase;
+finished cells are skipped without --again. --forecast plans the cells in the results again and keeps their measurements. No
+kernel runs, so nothing here measures speed or numbers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ COLUMNS = (
 
 
 def main() -> int:
-    """Run the cells that are asked for; the exit status says whether all of them ran."""
+    """Run the selected cells; returns 1 if one failed."""
     parser = card_runs.parser_of(__doc__, "card_matrix.csv")
-    parser.add_argument("--forecast", action="store_true", help="only forecast again what is in the results")
-    parser.add_argument("--compiled", action="store_true", help="the cells of compiled layers, into compiled_matrix.csv")
-    parser.add_argument("--list", action="store_true", help="only print the cells' names")
+    parser.add_argument("--forecast", action="store_true", help="plan the cells in the results again; measure nothing")
+    parser.add_argument("--compiled", action="store_true", help="run compiled layers, for compiled_matrix.csv")
+    parser.add_argument("--list", action="store_true", help="print the cells' names and exit")
     options = parser.parse_args()
     cells = {cell.name: cell for cell in (compiled_cells() if options.compiled else all_cells())}
     if options.compiled and options.output == parser.get_default("output"):
@@ -66,14 +66,14 @@ def name_of(line: Mapping[str, Any]) -> str:
 
 
 def errors_of(line: Mapping[str, Any]) -> str:
-    """The phase with measured / forecast - 1 of allocated and reserved bytes, or what went wrong."""
+    """Return the phase with the errors of allocated and reserved bytes, or the problem."""
     sizes = [[line.get(f"{who}_{kind}_bytes") for who in ("measured", "forecast")] for kind in ("allocated", "reserved")]
     errors = [f"{int(measured) / int(forecast) - 1:+.3%}" if measured and forecast else "-" for measured, forecast in sizes]
     return line.get("problem") or f"{line['phase']} {' / '.join(errors)}"
 
 
 def run_cell(cell: Cell, folder: Path, measured: Lines | None = None) -> Lines:
-    """The cell's lines. With the lines `measured` earlier only their forecast is new."""
+    """Return the cell's lines; earlier `measured` lines only get a new forecast."""
     from finetune.model.catalogue import catalogue
 
     hub = folder / "hub_home" / "hub"
@@ -110,7 +110,7 @@ def _train(cell: Cell, folder: Path, run_folder: Path, measured: Lines | None) -
 
 
 def lines_of(cell: Cell, plan: Any, run: Any) -> Lines:
-    """One line for each phase that ended, from the run's own events."""
+    """Return a line for each finished phase, from the run's events."""
     from importlib.metadata import version
 
     from finetune.events import Compiled, Phase, Step, read_events

@@ -4,15 +4,15 @@
     .venv-card-*/bin/python -m benchmarks.card_peers                                # this project and TRL of this environment
     ... --peer unsloth=/venvs/unsloth/bin/python --peer llamafactory=... --peer axolotl=... [--only TEXT ...] [--again]
 
-Each peer runs in an environment of its own: `python -m venv`, `pip install --no-deps torch===2.13.0`, in torch's METADATA the
+Each peer needs an environment: `python -m venv`, `pip install --no-deps torch===2.13.0`, in torch's METADATA the
 requirements nvidia-* and cuda-* deleted, `pip install PEER`, then `python -m standin_gpu build --site SITE_PACKAGES --include
 CUDA/include --out ENVIRONMENT/standin_libraries`. Torch's own allocator allocates; kernels compute nothing, so nothing here
 measures speed or losses.
 
-All train QLoRA of rank 16 on all linear layers, with the same model's shape and the same rows, whose tokens are all trained:
-`peak` is of three steps; `longest` is the longest row of which a step ends, with Adam's state there, searched in one process.
-Results go to benchmarks/reference/card_peers.csv, a line for each; lines that are there are left out without --again. A peer
-that can't be run has a line that says why.
+All train QLoRA of rank 16 on all linear layers, on a model of the same shape and on all tokens of the same rows. `peak` is the
+peak of three steps; `longest` is the longest row that fits a step beside Adam's state, searched in one process. Results go to
+benchmarks/reference/card_peers.csv, a line per cell; finished cells are skipped without --again. The line of a peer that can't
+run says why.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LIMIT_S = 1800
 
 @dataclass(frozen=True)
 class Cell:
-    """One process: a peer, a model, a GPU, and rows of so many tokens; None: the longest row is searched."""
+    """One process: a peer, a model, a GPU, and rows of `tokens`; None searches for the longest row."""
 
     peer: str
     model: str
@@ -90,7 +90,7 @@ def name_of(line: Mapping[str, Any]) -> str:
 
 
 def all_cells() -> Iterator[Cell]:
-    """Every cell, those that answer most first."""
+    """Every cell, the most informative first."""
     for model, micro_batch in ((LLAMA, 1), (LLAMA, 2), (QWEN, 1), (QWEN, 2)):
         for peer, settings in SETTINGS.items():
             for setting, values in settings.items():
@@ -101,7 +101,7 @@ def all_cells() -> Iterator[Cell]:
 
 
 def main() -> int:
-    """Run the cells that are asked for; the exit status says whether all of them have figures."""
+    """Run the selected cells; returns 1 if one has no figures."""
     parser = card_runs.parser_of(__doc__, "card_peers.csv")
     add_peer_options(parser)
     options = parser.parse_args()
@@ -116,8 +116,8 @@ def main() -> int:
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
     """The options of peers on stand-in GPUs."""
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="an environment's interpreter")
-    parser.add_argument("--models", type=Path, help="folder that keeps the sparse models and caches, for another call")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="interpreter of a tool")
+    parser.add_argument("--models", type=Path, help="folder to keep sparse models and caches for the next call")
 
 
 def pythons_of(options: argparse.Namespace) -> dict[str, str]:
@@ -145,7 +145,7 @@ def run_cell(cell: Cell, python: str | None, models: Path) -> Lines:
 
 
 def planned_tokens(cell: Cell) -> int:
-    """Tokens of a long row that this project's planner accepts on the GPU: where its search begins."""
+    """Return the length of a long row that this project's planner accepts: the search starts there."""
     from benchmarks.longest_rows import LAST_LENGTHS, longest, plan_for
     from benchmarks.peer_run import assume_host_memory
 
@@ -158,9 +158,9 @@ def planned_tokens(cell: Cell) -> int:
 
 
 def run_job(peer: str, python: str, gpu: str, shared: Path, *, rows: int, tokens: int, **job: Any) -> dict[str, Any]:
-    """Figures of one run on a GPU of its own, or why there are none.
+    """Return the figures of one run on a new machine, or why it failed.
 
-    `rows`: so many of so many tokens. `shared`: folder of models and the peers' compiled code, for the next run.
+    `rows`: the number of rows. `shared`: folder of models and of the peers' compiled code, kept for the next run.
     """
     with tempfile.TemporaryDirectory(prefix="card_peer_") as temporary:
         folder = Path(temporary)
@@ -189,7 +189,7 @@ def run_job(peer: str, python: str, gpu: str, shared: Path, *, rows: int, tokens
 
 
 def line_of(cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:
-    """A line of the results from what a run says; a failed run has no bytes."""
+    """Return the line of a run; a failed run has no bytes."""
     line: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), **cell.columns, "measured_on": "stand-in"}
     line |= {"version": figures.get("version", ""), "torch": figures.get("torch", "")}
     line["total_gib"] = CATALOGUE[cell.gpu]["total_gib"]

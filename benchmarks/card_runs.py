@@ -1,4 +1,4 @@
-"""What the benchmarks on stand-in GPUs (standin_gpu/README.md) share: their command lines, machines, plans and runs."""
+"""Command lines, machines, plans and runs of the benchmarks on stand-in GPUs (standin_gpu/README.md)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Lines = list[dict[str, Any]]
 def parser_of(description: str | None, table: str) -> argparse.ArgumentParser:
     """The options that these benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a case's name")
-    parser.add_argument("--again", action="store_true", help="also cases that are in the results")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--only", nargs="*", default=[], help="run cases whose names have all these texts")
+    parser.add_argument("--again", action="store_true", help="repeat cases that are in the results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     parser.add_argument("--output", type=Path, default=REFERENCE / table)
     return parser
 
@@ -44,7 +44,7 @@ def parser_of(description: str | None, table: str) -> argparse.ArgumentParser:
 def restart_with_libraries(module: str) -> None:
     """Start `module` again with the stand-in libraries: the loader reads LD_LIBRARY_PATH when a process starts."""
     if not LIBRARIES.is_dir():
-        sys.exit("No stand-in libraries in this environment: make setup-card, then use .venv-card-*/bin/python.")
+        sys.exit("This environment has no stand-in libraries. Run make setup-card, then use .venv-card-*/bin/python.")
     if str(LIBRARIES) not in os.environ.get("LD_LIBRARY_PATH", ""):
         environment = {**os.environ, "LD_LIBRARY_PATH": str(LIBRARIES), "PYTHONPATH": str(ROOT)}
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
@@ -54,7 +54,7 @@ def run_missing(
     cases: Mapping[str, Callable[[], Lines]], options: argparse.Namespace, columns: tuple[str, ...],
     name_of: Callable[[Mapping[str, Any]], str], text_of: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> dict[str, Lines]:  # fmt: skip
-    """Run the cases that the results lack, and write each case's lines when it has ended; returns the new ones by case."""
+    """Run the cases that are missing in the results and write each case's lines when it ends; returns the new lines by case."""
     results: dict[str, Lines] = {}
     for line in read_table(options.output):
         results.setdefault(name_of(line), []).append(line)
@@ -87,7 +87,7 @@ def machine_with(gpu: str, folder: Path) -> Machine:
 
 @contextmanager
 def on_machine(machine: Machine, *, wsl: bool = False) -> Iterator[None]:
-    """This process plans for the machine; `wsl`: as under WSL, and so does the worker."""
+    """Plan for the machine in this process. `wsl`: this process and its workers run as under WSL."""
     import platform
 
     before, release = dict(os.environ), platform.release
@@ -107,7 +107,7 @@ def on_machine(machine: Machine, *, wsl: bool = False) -> Iterator[None]:
 
 
 def with_own_caches(folder: Path) -> None:
-    """Caches of this benchmark's own; this process plans and must not open a GPU."""
+    """Use caches in `folder`. This process plans and must not open a GPU."""
     from finetune.card.visible import hide_gpus
 
     hide_gpus()
@@ -117,7 +117,7 @@ def with_own_caches(folder: Path) -> None:
 
 
 def write_model(name: str, layers: int | None, folder: Path) -> str:
-    """The path of a catalogue's model in sparse files, with so many layers."""
+    """Write a model of the catalogue, with its first `layers`, to sparse files; returns its path."""
     from finetune.model.catalogue import catalogue
 
     model = folder / f"{name.replace('/', '--')}-{layers}"
@@ -132,7 +132,7 @@ def write_model(name: str, layers: int | None, folder: Path) -> str:
 
 
 def prepared_cell(cell: Cell, folder: Path, run_folder: Path, model: str = "", **more: str) -> Any:
-    """The cell planned for this machine, with its run in `run_folder`, also where it does not fit."""
+    """Plan the cell for this machine, even if it does not fit; its run will be in `run_folder`."""
     from finetune.recipe.load import load_recipe
     from finetune.run.prepare import prepare
 
@@ -147,7 +147,7 @@ def prepared_cell(cell: Cell, folder: Path, run_folder: Path, model: str = "", *
 
 
 def create_in_fork(cell: Cell, folder: Path, run_folder: Path) -> str:
-    """Make the cell's run in a fork; returns why that failed."""
+    """Create the cell's run in a fork; returns the reason for a failure."""
 
     def create() -> int:
         from finetune.run.prepare import create_run

@@ -2,7 +2,7 @@
 
     python benchmarks/cold_plan.py --rounds 5
 
-Target: 5 s for recipes/8b-3090.yaml from an empty cache. Importing torch alone takes 1.7 s of it here. Linux only.
+Target: 5 s for recipes/8b-3090.yaml from an empty cache. Importing torch takes 1.7 of them here. Linux only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python benchmarks/families.py gemma3 qwen3_5   # only these
     python benchmarks/families.py --write          # also writes benchmarks/reference/families.csv
 
-A family is a model type: each of the packaged catalogue, and others that people train. The models have random weights and the
-traits of the real ones: layer patterns, soft caps, sinks, shared keys and values, experts, parts for images. The run is the
+A family is a model type: all types of the packaged catalogue, and others that people train. The models have random weights and
+the traits of real models: layer patterns, soft caps, sinks, shared keys and values, experts, parts for images. The run is the
 worker's own, with every storage tracked; the forecast is the dry run of the same plan. Needs no GPU and no network.
 """
 
@@ -92,7 +92,7 @@ def trained(family: str, bits: int, folder: Path, **more: Any) -> tuple[dict[str
 
 @cache
 def _text_of(tokens: int) -> str:
-    """A text of so many tokens; EOS comes after it."""
+    """Return a text of this number of tokens, without EOS."""
     tokenizer, text = bundled_tokenizer(), " ".join(map(str, range(tokens)))
     return next(text[:end] for end in range(tokens, len(text)) if len(tokenizer(text[:end]).input_ids) == tokens)
 

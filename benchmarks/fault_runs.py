@@ -1,4 +1,4 @@
-"""Tiny runs on a CPU for benchmarks/faults.py, whose training is a fork of that process, and their outcomes."""
+"""Tiny CPU runs of benchmarks/faults.py, trained in forks of its process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def fresh_copy(run: RunDirectory, path: Path) -> RunDirectory:
 
 
 def overfitting_rows(folder: Path) -> tuple[str, ...]:
-    """Settings of rows on which held-out loss falls and then rises: the held-out answer is another one."""
+    """Write rows whose held-out loss falls and then rises, as held-out answers differ; returns their settings."""
     chance = random.Random(1)
     for split, answer in (("train", "red"), ("held", "blue")):
         rows = [{"prompt": f"The {split} box {chance.randrange(10**6)} is ", "completion": answer} for _ in range(8)]

@@ -1,14 +1,14 @@
-"""Random faults, and whether a result differs without a word: kills and full disks.
+"""Random kills and full disks: does a result ever differ silently?
 
     python -m benchmarks.faults [--seed 0] [--minutes 60] [--kinds kills,disk] [--cases 200]
 
-Prints a table of all cases by outcome, and ends with 1 when one of them ended otherwise than it must: another result without a
-message, an internal error, a traceback. Runs are tiny ones on a CPU, forks of this process.
+Prints a table of all cases by outcome. The exit status is 1 if a result differed without a message, or a run ended in an
+internal error or a traceback. Runs are tiny, on a CPU, in forks of this process.
 
-Kills are SIGKILLs at random moments and file operations of a run, and of its resumes; a case is one that hit a living process.
-A run is killed one to eight times, then trained to its end, and its result must have the bits of a run that nothing happened
-to. Some attempts are started as by `finetune resume`, and their supervisor is killed, too. A disk, a small tmpfs, fills at a
-random moment of a run, which must be paused, and have the same bits after space was freed.
+A case is a SIGKILL that hits a living process, at a random moment or file operation of a run or a resume. A run is killed one
+to eight times, then trained to its end; its result must equal an undisturbed run's to the bit. Some attempts start as `finetune
+resume` starts them, and their supervisor is killed, too. A disk, a small tmpfs, fills up at a random moment: the run must
+pause, and after space is freed end with the same bits.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ _DISK_BYTES, _BLOCK = 24 * 2**20, 4096
 
 
 def main() -> int:
-    """Run the cases; 1 when one of them failed."""
+    """Run the cases; returns 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kinds", default=",".join(ROWS))
-    parser.add_argument("--only", default="", help="only rows of the table that have this text")
-    parser.add_argument("--cases", type=int, help="cases of each row, instead of its usual number")
+    parser.add_argument("--only", default="", help="run only the rows of the table with this text")
+    parser.add_argument("--cases", type=int, help="number of cases of each row")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     if unknown := sorted({*kinds} - {*ROWS}):
@@ -103,11 +103,11 @@ def main() -> int:
 
 
 def report(tallies: list[Tally]) -> int:
-    """Print the table and the failures; 1 when there are any."""
+    """Print the table and the failures; returns 1 if there are failures."""
     print("\n| faults | cases | outcomes |\n|---|---|---|")
     for tally in tallies:
         print(tally.row())
-    untried = [f"{tally.kind}: no case was tried in the time" for tally in tallies if not tally.outcomes]
+    untried = [f"{tally.kind}: no case was tried in time. Give it more --minutes" for tally in tallies if not tally.outcomes]
     failures = [line for tally in tallies for line in tally.failures] + untried
     for line in failures:
         print(line)
@@ -115,7 +115,7 @@ def report(tallies: list[Tally]) -> int:
 
 
 def kill_cases(kind: str, rng: random.Random, tally: Tally, folder: Path) -> None:
-    """Kill runs of one kind until the tally has its cases or the time is over."""
+    """Kill runs of one kind until the tally has its cases or time is up."""
     overrides = _SCHEDULES.get(kind) or (*overfitting_rows(folder), *_OVERFITTING[kind])
     processes = 2 if kind == "two processes" else 1
     base = small_base(folder / "base")
@@ -161,7 +161,7 @@ def _forked_processes(folder: Path) -> Iterator[None]:
 
 
 def _kill(run: RunDirectory, rng: random.Random, processes: int, lasts_s: float, operations: str, kills: list[str]) -> None:
-    """Kill a run and its resumes until one ends; adds a line to `kills` for each. Raises ValueError for one that fails."""
+    """Kill a run and its resumes until an attempt ends; adds a line to `kills` for each. Raises ValueError if one fails."""
     for _ in range(rng.randint(1, _MOST_KILLS)):
         at, after_s, way = rng.randrange(max(1, len(operations) - 5)), rng.uniform(0, lasts_s), rng.random()
         if processes == 1 and way < _AT_OPERATION:
@@ -213,7 +213,7 @@ def _quiet(run: RunDirectory) -> Callable[[], int]:
 
 
 def _kill_after(after_s: float, pids: list[int], rng: random.Random) -> bool:
-    """Kill one process or all of them; the others end when the first is gone, as by their launcher. Whether it hit."""
+    """Kill all processes in random order, as a launcher ends the ranks of a lost rank. Returns whether a kill hit."""
     time.sleep(after_s)
     order = rng.sample(pids, len(pids))
     for pid in order:
@@ -235,7 +235,7 @@ def _difference(expected: dict[str, Any], run: RunDirectory) -> str:
 
 
 def disk_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
-    """Fill the disk under runs until the tally has its cases or the time is over."""
+    """Fill the disk during runs until the tally has its cases or time is up."""
     unstarted, disk = new_run(folder / "unstarted"), folder / "disk"
     whole = fresh_copy(unstarted, folder / "whole")
     began = time.monotonic()
@@ -246,7 +246,7 @@ def disk_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        print("disk: a tmpfs can't be mounted here")
+        print("disk: a tmpfs can't be mounted here. Run as root")
         return
     try:
         while tally.goes_on:

@@ -2,8 +2,8 @@
 
     python benchmarks/forecast_accuracy.py [CSV] [--full-depth] [--json]
 
-Reads rows with the columns of `benchmarks/reference/measured_memory.csv` (the default) and takes those of fitcheck-llm whose
-settings and metric are known (`tier=A`, `allocated`). The measured program is a plain training loop, not this
+Reads rows with the columns of `benchmarks/reference/measured_memory.csv` (the default) and takes fitcheck-llm's rows with known
+settings and metric (`tier=A`, `allocated`). The measured program is a plain training loop, not this
 project's trainer: fp16 without autocast on a Tesla T4, NF4 without double quantisation after
 `prepare_model_for_kbit_training`, the model's own loss with logits. That loop is repeated here with the project's
 tracker, rules, quantised modules and layer extrapolation. No constant is fitted to these rows.
@@ -99,7 +99,7 @@ def config_of(row: Row) -> PretrainedConfig:
     names = (row.model, f"{row.model}-Instruct", row.model.removesuffix("-Instruct"))
     values = next((configs[name] for name in names if name in configs), None)
     if values is None:
-        raise SystemExit(f"no configuration of {row.model}: add its dimensions to {REFERENCE / 'model_configs.json'}")
+        raise SystemExit(f"No configuration of {row.model}. Add its dimensions to {REFERENCE / 'model_configs.json'}")
     return config_from(dict(values), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"}))
 
 

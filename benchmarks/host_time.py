@@ -1,10 +1,10 @@
-"""The host's time of a training step beside plain TRL and Unsloth, on a stand-in GPU (standin_gpu/README.md).
+"""Host time of a training step beside plain TRL and Unsloth, on a stand-in GPU (standin_gpu/README.md).
 
     .venv-card-*/bin/python -m benchmarks.host_time [--peer unsloth=PYTHON] [--only TEXT ...] [--layers N] [--tokens N]
 
-Kernels compute nothing there, so that a step's processor time is the host's. An 8B in NF4, adapters of rank 16, one row a step.
-Environments of peers are those of benchmarks/card_peers.py. All rows are measured one after the other. The time is the least
-of the steps after the first ones: other programs on the machine only add to it. Results: benchmarks/reference/host_time.csv.
+Kernels compute nothing there, so a step's processor time is host time. The model is an 8B in NF4 with adapters of rank 16; a
+step has one row. benchmarks/card_peers.py describes the peers' environments. The time is the minimum over steps after a
+warm-up, as other programs only add time. Results go to benchmarks/reference/host_time.csv.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ STEPS, FIRST = 32, 5
 
 
 def main() -> int:
-    """Measure the programs that are asked for; the exit status says whether all of them ran."""
+    """Measure the selected programs; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_peer_options(parser)
-    parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a program's name")
+    parser.add_argument("--only", nargs="*", default=[], help="run programs whose names have all these texts")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--gpu", default=card_runs.GPU)

@@ -170,7 +170,7 @@ def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple
 
 
 def problem_of_case(case: Case, path: Path) -> str:
-    """What is wrong with how a file is read."""
+    """Return the problem of a case: how its file is misread."""
     path.write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
     try:
         _, _, unused_columns = read(path)
@@ -189,7 +189,7 @@ def problem_of_case(case: Case, path: Path) -> str:
 
 
 def problem_of_splits(form: str, names: list[str], folder: Path) -> str:
-    """The same of files named for splits: held-out rows are never trained on."""
+    """Return the problem of files named for splits: held-out rows must never be trained on."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def problem_of_splits(form: str, names: list[str], folder: Path) -> str:
 
 
 def problems(columns: list[Case], fields: list[Case], splits: list[tuple[str, list[str]]], folder: Path) -> list[str]:
-    """What is wrong with the cases; the files are written below `folder`."""
+    """Return the problems of all cases; their files are written below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [problem_of_case(case, folder / f"{number}.jsonl") for number, case in enumerate([*columns, *fields])]
     texts += [problem_of_splits(*case, folder / f"s{number}") for number, case in enumerate(splits)]

@@ -5,7 +5,7 @@
     python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
     python benchmarks/layer_kernels.py --experts 128 --used 8 --tokens 16    # a mixture's layer, its experts in NF4
 
-Kernels are operators that compute something, bytes those of the tensors that they read and write.
+Kernels are operators that compute something; bytes are the sizes of the tensors that they read and write.
 
 Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval.
 """

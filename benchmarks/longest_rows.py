@@ -1,11 +1,10 @@
-"""The longest row of Llama-3.1-8B, QLoRA of rank 32, micro-batch 1, that fits each card by the upper end of the forecast.
+"""The longest row of Llama-3.1-8B (QLoRA, rank 32, micro-batch 1) that fits each GPU by the upper end of the forecast.
 
-    python benchmarks/longest_rows.py                  # cards of 8, 12, 16 and 24 GB; a few minutes, no GPU
-    python benchmarks/longest_rows.py --host 32GiB     # with so much host memory for the layers' inputs
+    python benchmarks/longest_rows.py                  # GPUs of 8, 12, 16 and 24 GB; a few minutes, needs no GPU
+    python benchmarks/longest_rows.py --host 32GiB     # free host memory for the layers' inputs
     python benchmarks/longest_rows.py rtx-4090 --without mlp_tile_tokens=0 offload_embeddings=false
 
-For each card the length, its target, the host memory that it pins, and what holds the memory at the peak. Nothing is measured
-on a card.
+Prints for each GPU the length, its target, the pinned host memory, and the parts of the peak. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ STEP, TOKEN_BYTES = 256, 110_000
 
 
 def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
-    """The plan for rows of so many tokens."""
+    """Return the plan for rows of this number of tokens."""
     return make_plan(recipe_from({**RECIPE, "max_length": tokens, **changes}), find_card(card), None)
 
 
 def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")) -> Plan | None:
-    """The plan of the longest row that fits, on a host with so much free memory; None when not even STEP tokens do."""
+    """Return the plan of the longest row that fits a host with this free memory; None if not even STEP tokens fit."""
     best, fits, over = None, 0, 2**20
     tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP
     while over - fits > STEP:
@@ -58,10 +57,10 @@ def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")
 
 
 def main() -> None:
-    """Print a line for each card."""
+    """Print a line for each GPU."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("cards", nargs="*", default=list(TARGETS))
-    arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to compare with")
+    arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to replace")
     arguments.add_argument("--host", type=parse_bytes, default=float("inf"), metavar="SIZE", help="free memory of the host")
     options = arguments.parse_args()
     changes = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in options.without)}

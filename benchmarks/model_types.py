@@ -1,12 +1,12 @@
-"""What becomes of every text-generating model type of transformers: planned or refused, and whether a small model trains.
+"""Every text-generating model type of transformers: planned or refused, and whether a small model trains.
 
     python benchmarks/model_types.py                     # all types; half an hour
     python benchmarks/model_types.py qwen3_5 --write     # only this one; writes it to benchmarks/reference/model_types.csv
     python benchmarks/model_types.py --check             # names new types; fails where a type no longer trains or is planned
 
-Types are those of AutoModelForCausalLM and AutoModelForImageTextToText. Planned is the default configuration with four layers,
-for a card of unlimited memory. Trained is a model of benchmarks/families.py, or the default configuration made narrower: one
-step with LoRA in float32 on the CPU. Needs no GPU, no network and no weights.
+Covers the types of AutoModelForCausalLM and AutoModelForImageTextToText. The plan is for the default configuration with four
+layers and a GPU of unlimited memory. The training is one step with LoRA in float32 on the CPU, of a model of
+benchmarks/families.py or of a narrower default configuration. Needs no GPU, no network and no weights.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def one_line(error: Exception) -> str:
 
 
 def outcome_of(kind: str) -> dict[str, str]:
-    """Plan a type and train a small model of it."""
+    """Plan a type and train a small model."""
     result, detail = planned_or_why(kind)
     trains = trained_or_why(kind)
     trains = trains if trains == YES or result == FORECAST else ""
@@ -156,7 +156,7 @@ def why_no_longer(row: dict[str, str]) -> str:
 
 
 def check(pool: Executor) -> int:
-    """Name the types that the table lacks, and those that no longer do what it says; the exit status."""
+    """Print the types that the table lacks, and the types that no longer match it; returns 1 for the latter."""
     rows, installed = table(), model_types()
     print("never tried:", *[kind for kind in installed if kind not in rows])
     good = [row for kind, row in rows.items() if kind in installed and row["trains"]]

@@ -31,7 +31,7 @@ TURN, ALLOWED = 4, 1.02
 
 
 def main() -> int:
-    """Train both in turn; returns 1 when the target is missed."""
+    """Train both in turn; returns 1 if the target is missed."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=120)
     options = arguments.parse_args()
@@ -104,7 +104,7 @@ class Run(TrainerCallback):
         threading.Thread(target=self._train, daemon=True).start()
 
     def advance(self, steps: int) -> list[float]:
-        """Train so many steps; returns the processor seconds of those timed. Raises what the trainer raises."""
+        """Train `steps`; returns the processor seconds of the timed ones. Raises the trainer's errors."""
         before = len(self.seconds)
         self._turns.put(steps)
         if error := self._results.get():
@@ -121,7 +121,7 @@ class Run(TrainerCallback):
             self._results.put(error)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the step; at a turn's end wait for the next one."""
+        """Record the step; at the end of a turn wait for the next turn."""
         took = time.process_time() - self._began
         self._number, self._left = self._number + 1, self._left - 1
         if self._timed:

@@ -1,8 +1,8 @@
 """One tool's run for card_peers.py, peers.py, host_time.py and gpu/day.py: `python peer_run.py PEER JOB.json RESULT.json`.
 
 Runs in the tool's environment and imports nothing of this project except for itself (`finetune`). Each tool trains LoRA on all
-linear layers through its documented entry point, on rows of a "text" column whose tokens are all trained; in NF4 with double
-quantisation, unless the job has a `dtype`. `settings` of the job replace the tool's, and None leaves one out.
+linear layers through its documented entry point, on all tokens of a "text" column; in NF4 with double quantisation, unless the
+job has a `dtype`. `settings` of the job replace the tool's settings; None removes a setting.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def is_out_of_memory(text: str) -> bool:
 
 
 def longest_row(peak_of: Callable[[int], int | None], limit: int, start: int, most: int) -> int:
-    """The most tokens that fit, by probes that approach from below, then by bisection.
+    """Return the most tokens that fit, by probes that approach from below, then by bisection.
 
-    `peak_of`: bytes at the peak of a step of so many tokens, None out of memory. `limit`: bytes that there are.
+    `peak_of`: peak bytes of a step with this number of tokens, None if out of memory. `limit`: available bytes.
     """
     peaks: dict[int, int] = {}
     fits, over = 0, most + GRAIN_TOKENS
@@ -96,7 +96,7 @@ def longest_row(peak_of: Callable[[int], int | None], limit: int, start: int, mo
 
 
 def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
-    """The next length to try between `fits` and `over`; `fits` where they are closer than the grain.
+    """Return the next length to try between `fits` and `over`; `fits` if they are closer than the grain.
 
     A line through the last two peaks says where memory ends, and a tenth of the way there is left.
     """
@@ -115,7 +115,7 @@ def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
 
 
 def lengthened(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """A batch as this one, of one row of so many tokens: what has a value for each token is repeated."""
+    """Return the batch with rows of `tokens`, its values per token repeated."""
     import torch
 
     length = inputs["input_ids"].shape[-1]
@@ -135,13 +135,14 @@ def lengthened(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 class Watch:
-    """Peaks of torch's allocators over the whole process, also where a peer resets them; the largest batch, in tokens.
+    """Peaks of torch's allocators over the whole process, even if a peer resets them; the largest batch, in tokens.
 
-    With `most_tokens` in the job, the second step is followed by a search for the longest row: steps of other lengths, with the
-    optimizer's state there, which leave no gradients. With `counted`, Python's calls in the last step but one are counted. With
-    `timed`, steps are synchronised and timed; `lengths` and `listed` add steps of other lengths and a table of kernels. With
-    `compared`, each optimizer step has its seconds, tokens and loss. Without a GPU seconds are those of the process on a
-    processor, where other programs take their share.
+    Further measurements by key of the job:
+
+    - `most_tokens`: after the first step, search for the longest row, with the optimizer's state in memory.
+    - `counted`: count the Python calls of the last step but one.
+    - `timed`: time synchronised steps. `lengths` adds steps of other lengths, `listed` a table of kernels.
+    - `compared`: seconds, tokens and loss of each optimizer step; without a GPU in seconds of the process, not of the clock.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -184,7 +185,7 @@ class Watch:
         cudart.cudaHostRegister = counted_register
 
     def watched_step(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-        """A training step, with what the job asks for before and after it."""
+        """Run a training step with the job's further measurements."""
         import torch
 
         self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
@@ -349,7 +350,7 @@ class Watch:
 
 
 def collect(model: Any) -> None:
-    """Give back what a step has left: gradients, cycles, cached blocks of the GPU and of pinned memory."""
+    """Free the leftovers of a step: gradients, cycles, cached blocks of the GPU and of pinned memory."""
     import gc
 
     import torch
@@ -363,14 +364,14 @@ def collect(model: Any) -> None:
 
 
 def assume_host_memory() -> None:
-    """The planner and the worker believe that so much is free; nothing is copied, so that its pages are never touched."""
+    """Have planner and worker assume HOST_BYTES of free host memory; nothing is copied, so its pages are never touched."""
     from finetune.card import host
 
     host.free_for_run = lambda: HOST_BYTES
 
 
 def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
-    """This project: planned as `finetune run` does it, then trained by the worker in a process of its own."""
+    """This project: planned as by `finetune run`, then trained by the worker in another process."""
     from finetune.card.visible import hide_gpus
 
     hide_gpus()
@@ -416,7 +417,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(train: Callable[[], Any], watch: Watch) -> dict[str, Any]:
-    """Figures of a training, also of one that is out of memory."""
+    """Return the figures of a training, even if it runs out of memory."""
     try:
         train()
     except Exception as error:  # noqa: BLE001 - peaks of a failed run are figures, too
@@ -425,7 +426,7 @@ def trained(train: Callable[[], Any], watch: Watch) -> dict[str, Any]:
 
 
 def configured(job: dict[str, Any], **values: Any) -> dict[str, Any]:
-    """A tool's settings with those of the job; None leaves one out."""
+    """Return a tool's settings, replaced by the job's settings; None removes a setting."""
     return {name: value for name, value in (values | job["settings"]).items() if value is not None}
 
 
@@ -437,7 +438,7 @@ def rows_of(job: dict[str, Any]) -> Any:
 
 
 def sft_settings(job: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What is the same for TRL and Unsloth, which trains by TRL's trainer."""
+    """Return the settings of TRL's trainer, which Unsloth uses, too."""
     return configured(
         job, output_dir=job["folder"], max_steps=job["steps"], per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=1, max_length=job["tokens"], bf16=True, logging_steps=1, save_strategy="no",
@@ -471,7 +472,7 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
 def train_unsloth(job: dict[str, Any]) -> dict[str, Any]:
     """Unsloth as its notebooks have it: its own checkpointing and 8-bit Adam.
 
-    It cuts rows to `max_seq_length`, and moves embeddings to host memory where a row of that length would be tight.
+    Rows are cut to `max_seq_length`; embeddings move to host memory if a row of this length would be tight.
     """
     import unsloth  # noqa: F401, I001 - before transformers, which it patches
     from unsloth import FastLanguageModel

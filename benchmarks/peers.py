@@ -4,17 +4,16 @@
     python -m benchmarks.peers --peer llamafactory=/venvs/llamafactory/bin/python --peer axolotl=/venvs/axolotl/bin/python
     python -m benchmarks.peers --rounds 5 --write                                  # writes benchmarks/reference/peers.csv
 
-Each peer runs in an environment of its own (`python -m venv`, `pip install llamafactory`), in a process of its own, with its
-defaults. On a machine without CUDA LLaMA-Factory starts when its environment has no torchvision and none of the compiled files
-of torchaudio (`pip uninstall torchvision`, `rm .../torchaudio/lib/*.so`), which are for CUDA.
+Each peer runs with its defaults in a separate environment (`python -m venv`, `pip install llamafactory`) and process. Without
+CUDA, LLaMA-Factory needs an environment without torchvision and without the compiled files of torchaudio, which need CUDA (`pip
+uninstall torchvision`, `rm .../torchaudio/lib/*.so`).
 
-A round has one run of each, and the order turns by one from round to round; ratios are of runs of the same round, and the table
-has their medians. The first steps of a run are its warm-up and stand apart. A peer whose loss differs from this project's by
-more than TOLERANCE, in its first step or over the run, has failed, however fast it was. One that can't be run gets a line that
-says why.
+A round has one run of each peer, and the order rotates from round to round. Ratios compare runs of the same round; the table
+has their medians. The first steps are a warm-up and don't count. A peer has failed, however fast it was, if its loss differs
+from this project's by more than TOLERANCE, in the first step or over the run. The line of a peer that can't run says why.
 
-Without a card seconds are those of the process's one thread on the processor, so that other programs don't count.
-The documentation's table is made from the results file: docs/generate.py peers.
+Without a GPU, seconds are processor seconds of the process's single thread, so that other programs don't count.
+`docs/generate.py peers` makes the documentation's table from the results.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ COLUMNS = (
 
 
 def main() -> int:
-    """Run the rounds; returns 1 when a peer failed."""
+    """Run the rounds; returns 1 if a peer failed."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--rows", type=int, default=160)
-    arguments.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="an environment's interpreter")
-    arguments.add_argument("--gpu", default="cpu", help="of the recipe; cpu or auto")
+    arguments.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="interpreter of a tool")
+    arguments.add_argument("--gpu", default="cpu", help="the recipe's gpu: cpu or auto")
     arguments.add_argument("--write", action="store_true", help="write benchmarks/reference/peers.csv")
     options = arguments.parse_args()
     pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
@@ -145,7 +144,7 @@ def length(drawn: random.Random) -> int:
 
 
 def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path) -> dict[str, Any] | str:
-    """The figures of one run, or why there are none."""
+    """Return the figures of one run, or why it failed."""
     from finetune.run.prepare import create_run
 
     folder.mkdir()
@@ -180,7 +179,7 @@ def rate(figures: dict[str, Any], kind: int) -> float:
 
 
 def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dict[str, Any]:
-    """A line of the table: medians over the rounds, or why there are none."""
+    """Return a line of the table: medians over the rounds, or why the peer failed."""
     row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "peer": peer, "rows": rows}
     if not runs:
         return {**row, "failed": "not run: no environment was given"}

@@ -1,9 +1,9 @@
-"""What rows with pictures are for every vision-language type of transformers: trained, text only, or refused, and why.
+"""Rows with images, for every vision-language type of transformers: trained on, text only, or refused, and why.
 
     python benchmarks/picture_types.py             # the table
     python benchmarks/picture_types.py --write     # also writes benchmarks/reference/picture_types.csv
 
-Types are those of AutoModelForImageTextToText. Needs no GPU, no network and no weights.
+Covers the types of AutoModelForImageTextToText. Needs no GPU, no network and no weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def picture_types() -> list[str]:
 
 
 def outcome_of(kind: str) -> tuple[str, str]:
-    """The result for a type, and why its pictures are not read."""
+    """Return the result for a type, and why its images are not read."""
     from picture_models import kinds
 
     if kind in kinds():
@@ -49,7 +49,7 @@ def outcome_of(kind: str) -> tuple[str, str]:
 
 
 def _why_no_pictures(kind: str) -> str | None:
-    """Why a type's pictures can't be read, by its configuration and the classes that transformers names for it."""
+    """Return why a type's images can't be read, by its configuration and its classes in transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name

@@ -1,8 +1,8 @@
 """How often the interval of a quantisation's cost covers the true cost: python benchmarks/quantisation_interval.py [DRAWS]
 
 A population of rows has log-normal numbers of trained tokens and gamma-distributed losses. Quantising changes a row's loss by a
-mean, by a share of that loss, and by noise of Student's t with 4 degrees of freedom, less of it in longer rows. Each draw
-measures some rows of it with `finetune.evaluate.paired.difference`, as finetune/evaluate/quantisation.py does.
+mean, by a share of the loss, and by Student's t noise with 4 degrees of freedom that shrinks with the row's length. Each draw
+measures some rows with `finetune.evaluate.paired.difference`, as finetune/evaluate/quantisation.py does.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Takes the rows of `forecast_accuracy.py` that have both metrics: fitcheck-llm's loop on a Tesla T4, with torch's default
 allocator (no expandable segments). Two optimizer steps are recorded on fake tensors of a few layers, their events repeated for
-the other layers, and replayed after what loading allocates. As in the measured program, peaks are those of the second step.
-No constant is fitted to these rows. What differs from run to run, the order in which transformers 5.0's loading threads finish,
-is not replayed: tensors are loaded one after another.
+the other layers, and replayed after the allocations of loading. As in the measured program, the second step has the peaks.
+No constant is fitted to these rows. The order in which transformers 5.0's loading threads finish differs from run to run and is
+not replayed: tensors are loaded one after another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def replayed(row: Row) -> CachingAllocator:
-    """The allocator after the row's run on a T4; its peaks are those of the second step."""
+    """Return the allocator after the row's run on a T4, with the peaks of the second step."""
     config = accuracy.config_of(row)
     trace = _steps(row, config)
     allocator = CachingAllocator(expandable=False, limit=T4_LIMIT, torch_version=MEASURED_WITH)
@@ -78,7 +78,7 @@ def _steps(row: Row, config: PretrainedConfig) -> Trace:
 
 
 def _loading(row: Row, config: PretrainedConfig) -> Iterator[Event]:
-    """What the measured program allocates before its first step, in order."""
+    """Yield the allocations of the measured program before its first step, in order."""
     base = accuracy.base_of(row, config)
     adapters = [
         parameter.numel()
@@ -114,8 +114,9 @@ def _load_16bit(base: torch.nn.Module, numbers: Iterator[int]) -> Iterator[Event
 
 
 def _load_4bit(base: torch.nn.Module, numbers: Iterator[int]) -> Iterator[Event]:
-    """transformers with a device map: a block as large as the model (caching_allocator_warmup), freed at once; each tensor in
-    16 bit, in the natural order of names, quantised by bitsandbytes; `prepare_model_for_kbit_training` casts the rest to fp32.
+    """transformers with a device map: a block as large as the model is allocated and freed (caching_allocator_warmup); each
+    tensor is loaded in 16 bit, in the natural order of names, and quantised; `prepare_model_for_kbit_training` casts the rest
+    to fp32.
     """
     parameters = {name: value for name, value in base.named_parameters() if value is not None}
     packed = {name for name, value in parameters.items() if type(value).__name__ == "Params4bit"}

@@ -1,4 +1,4 @@
-"""Screenshots of every page in both themes, at three widths, and docs/tour/*.webp: those of a page in one picture.
+"""Screenshots of every page in both themes and at three widths; docs/tour/*.webp have all screenshots of a page.
 
     python benchmarks/screenshots.py OUT [--runs runs] [--url LINK] [--sheets docs/tour]
 
@@ -40,9 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Screenshots of every page in both themes.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--url", help="link of a running server, with its token")
+    parser.add_argument("--url", help="link to a running server, with its token")
     parser.add_argument("--only", nargs="*", choices=list(ADDRESSES), default=list(ADDRESSES))
-    parser.add_argument("--sheets", type=Path, help="folder for a picture of each page with all its screenshots")
+    parser.add_argument("--sheets", type=Path, help="folder for one image per page with all its screenshots")
     chosen = parser.parse_args()
     out = chosen.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
 
 
 def _picture(context: Any, address: str, path: Path) -> list[str]:
-    """Screenshot one page; returns its console errors, without those of connections that closing the tab breaks."""
+    """Take a screenshot of one page; returns its console errors, except for connections that closing the tab breaks."""
     errors: list[str] = []
     tab = context.new_page()
     tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)

@@ -2,12 +2,11 @@
 
     python benchmarks/speed_accuracy.py [CSV] [--rows] [--published-rates]
 
-Reads `benchmarks/reference/published_speed.csv`: measurements that others published with their settings. Each is modelled as
-the program that was measured, which is not this project's trainer: where its row has `fp32_rest`, the layers outside the
-quantised ones compute in fp32 (`prepare_model_for_kbit_training`). Prints, for each source and GPU, modelled / measured; then
-the pairs of rows that differ in one setting, and whether the model has the faster one first. `--published-rates` leaves out
-what was fitted: every GPU reaches the default shares of its published rates, and eager attention moves no more bytes than other
-kinds.
+Reads `benchmarks/reference/published_speed.csv`: measurements that others published with their settings. Each row models the
+measured program, which is not this project's trainer: rows with `fp32_rest` compute in fp32 outside the quantised layers
+(`prepare_model_for_kbit_training`). Prints modelled / measured for each source and GPU, then for pairs of rows that differ in
+one setting how often the model orders them as measured. `--published-rates` drops all fitted constants: every GPU reaches the
+default shares of its published rates, and eager attention moves no more bytes than other kinds.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ NOISE = 0.15
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement, and what the model says of it in tokens per second."""
+    """A published measurement and the model's value, in tokens per second."""
 
     source: str
     gpu: str
@@ -72,9 +71,9 @@ def main() -> int:
     """Print both tables; returns 0."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("csv", nargs="?", default=REFERENCE / "published_speed.csv", type=Path)
-    arguments.add_argument("--rows", action="store_true", help="each row, too")
+    arguments.add_argument("--rows", action="store_true", help="print each row, too")
     arguments.add_argument(
-        "--published-rates", action="store_true", help="without sustained shares and the term of eager attention"
+        "--published-rates", action="store_true", help="leave out the fitted shares and the term of eager attention"
     )
     options = arguments.parse_args()
     rows = read_rows(options.csv, options.published_rates)
@@ -136,7 +135,7 @@ def in_order(first: Row, second: Row) -> bool:
 
 
 def read_rows(path: Path, published_rates: bool = False) -> list[Row]:
-    """The published measurements, each modelled; `published_rates`: without what was fitted to them."""
+    """Return the published measurements with modelled values; `published_rates` leaves out fitted constants."""
     return [_row(values, published_rates) for values in read_table(path)]
 
 

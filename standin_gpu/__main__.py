@@ -23,21 +23,19 @@ def parser() -> argparse.ArgumentParser:
     building.add_argument("--out", type=Path, required=True, help="folder for the libraries")
     building.add_argument("--include", type=Path, default=Path("/usr/local/cuda/include"), help="folder of cuda_runtime_api.h")
     making = subparsers.add_parser("environment", help="make an environment with torch's CUDA build and the libraries")
-    making.add_argument("--base", type=Path, required=True, help="an environment that has all other packages, and pip")
+    making.add_argument("--base", type=Path, required=True, help="an environment with all other packages and pip")
     making.add_argument("--out", type=Path, required=True, help="folder of the new environment")
     making.add_argument("--torch", required=True, help="version of torch, e.g. 2.13.0")
     running = subparsers.add_parser("run", help="run a command on a stand-in machine")
-    running.add_argument("--libraries", type=Path, default=os.environ.get("STAND_IN_LIBRARIES"), help="what `build` wrote")
+    running.add_argument("--libraries", type=Path, default=os.environ.get("STAND_IN_LIBRARIES"), help="folder from `build`")
     running.add_argument(
         "--gpu", action="append", help="a GPU of the catalogue, e.g. rtx-4090:total_gib=20, or name=..., total_gib=..."
     )
     running.add_argument(
         "--catalogue", type=Path, default=CATALOGUE if CATALOGUE.is_file() else None, help="GPUs by name (cards.json)"
     )
-    running.add_argument("--machine", type=Path, help="a machine's description in place of --gpu")
-    running.add_argument(
-        "--trace", type=Path, help="file for the counts of kernels, copies and synchronisations, .PID appended"
-    )
+    running.add_argument("--machine", type=Path, help="description of a machine, instead of --gpu")
+    running.add_argument("--trace", type=Path, help="file for counts of kernels, copies and synchronisations; .PID is appended")
     running.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     return commands
 

@@ -1,9 +1,9 @@
 """Build the stand-in libraries for the CUDA packages of one Python environment.
 
-By hand are libcuda (driver.cpp and what it uses), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of
-libnccl (nccl.cpp). Every other library that a binary of the environment needs is generated from the symbols it leaves
-undefined: each function answers 0, creators give a handle. So a new version of torch needs no change here. Needs gcc, g++,
-binutils and CUDA's headers.
+libcuda (driver.cpp and its includes), libcudart (runtime.cpp, answers.cpp), libnvidia-ml (nvml.c) and most of libnccl
+(nccl.cpp) are written by hand. All other libraries that binaries of the environment need are generated from undefined symbols:
+functions return 0, creators return a handle. So a new version of torch needs no change here. Needs gcc, g++, binutils and
+CUDA's headers.
 """
 
 import re
@@ -55,7 +55,7 @@ Wanted = Mapping[str, Mapping[str, Collection[str]]]
 
 
 class BuildError(Exception):
-    """What is missing, in one sentence."""
+    """The missing part, in one sentence."""
 
 
 def wanted_symbols(sites: Sequence[Path]) -> tuple[set[str], Wanted]:
@@ -183,7 +183,7 @@ class Builder:
         self.link(soname, *objects, stubs, "-l:libcuda.so.1", f"-Wl,--version-script={script}")
 
     def generated(self, soname: str, wanted: Mapping[str, Collection[str]]) -> None:
-        """A library of stubs for what others need of it, beside its functions by hand."""
+        """Build a library of stubs for the functions that other libraries need, beside its handwritten functions."""
         by_hand = [
             self.compile(SOURCES / name) for library, name in PARTLY_BY_HAND.items() if soname.startswith(f"{library}.so")
         ]
@@ -208,7 +208,7 @@ class Builder:
 def build(sites: Sequence[Path], out: Path, include: Path) -> list[str]:
     """Write the libraries for an environment (its site-packages, in order of search) into `out`; returns their names.
 
-    `include` is the folder of cuda.h and cuda_runtime_api.h of torch's CUDA version. Raises BuildError for what is missing.
+    `include` is the folder of cuda.h and cuda_runtime_api.h of torch's CUDA version. Raises BuildError if something is missing.
     """
     if not (include / "cuda_runtime_api.h").is_file():
         raise BuildError(

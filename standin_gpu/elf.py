@@ -1,4 +1,4 @@
-"""What a shared library needs of others, read from its ELF tables: `nm` takes a minute for torch's."""
+"""The symbols and libraries that a shared library needs, read from its ELF tables: `nm` takes a minute for torch."""
 
 import mmap
 import struct
@@ -26,7 +26,7 @@ class SharedLibrary:
         return self.data[start : self.data.find(b"\0", start)].decode()
 
     def libraries(self) -> list[str]:
-        """Names of the libraries that are loaded with it."""
+        """Return the names of the libraries that it loads."""
         section = self.by_type[DYNAMIC]
         entries = struct.iter_unpack("<QQ", self.data[section[OFFSET] : section[OFFSET] + section[SIZE]])
         return [self._text(section, value) for tag, value in entries if tag == NEEDED_LIBRARY]

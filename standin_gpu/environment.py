@@ -1,4 +1,4 @@
-"""Make a Python environment with torch's CUDA build, without NVIDIA's libraries, and the stand-in libraries for it.
+"""Make a Python environment with torch's CUDA build and the stand-in libraries instead of NVIDIA's.
 
 All other packages come from an environment that is there: torch and triton are found before its own. So it takes a download of
 half a gigabyte and a minute.

@@ -33,7 +33,7 @@ def parse_gpu(text: str, catalogue: Mapping[str, Mapping]) -> dict:
     facts: dict = dict(DEFAULTS)
     if name:
         if name not in catalogue:
-            raise ValueError(f"no GPU {name!r} in the catalogue; it has {', '.join(catalogue) or 'none'}")
+            raise ValueError(f"no GPU {name!r} in the catalogue; choose one of {', '.join(catalogue) or 'none'}")
         entry = catalogue[name]
         facts |= {key: entry[key] for key in ("total_gib", "context_gib", "multiprocessors") if key in entry}
         facts |= {"name": entry["device"], "capability": ".".join(map(str, entry["capability"]))}
@@ -78,7 +78,7 @@ def read_catalogue(path: Path | None) -> dict:
 
 
 def machine_environment(libraries: Path, folder: Path, description: str) -> dict[str, str]:
-    """Variables that put a program on the described machine; `folder` keeps what its processes share.
+    """Return the variables that put a program on the described machine; its processes share `folder`.
 
     Programs with the same folder are on the same machine and see each other's memory.
     """
@@ -97,12 +97,12 @@ class Machine:
     """A machine in use: programs that are started here see its GPUs and each other's memory."""
 
     def __init__(self, libraries: Path, folder: Path, description: str):
-        """`folder` keeps what the machine's programs share; it must exist."""
+        """The machine's programs share `folder`, which must exist."""
         self.folder = folder
         self.environment = {**os.environ, **machine_environment(libraries, folder, description)}
 
     def run(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-        """The ended program with its output as text; `check`: raises where its status is not 0, with what it printed."""
+        """Run a program to its end; returns its output as text. `check` raises RuntimeError with the output if it fails."""
         environment = {**self.environment, **options.pop("environment", {})}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, **options)
         if check and result.returncode:

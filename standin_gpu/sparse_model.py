@@ -19,8 +19,8 @@ FILE_BYTES = 5 * 10**9
 def write_sparse_model(folder: Path, values: dict, tokenizer: Path) -> int:
     """Write config.json, tokenizer and weights of the model with these values of its config.json; returns the weights' bytes.
 
-    Weights are bfloat16, in files of up to FILE_BYTES: the kernel refuses to map one that is larger than the host's memory. The
-    tokenizer is that of a folder and may have fewer tokens than the model.
+    Weights are bfloat16, in files of up to FILE_BYTES: the kernel refuses to map a file that is larger than the host's memory.
+    `tokenizer`: folder of a tokenizer, which may have fewer tokens than the model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer

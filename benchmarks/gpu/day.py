@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.day --seconds 575 --results day.jsonl [--unsloth FOLDER] [--layers N] [--only TEXT ...]
 
-Each job is a process that trains at one length, and then takes steps of further ones. Jobs run in order of worth; a job's line
-is in the results when it has ended, and a second call goes on with those that are left. FOLDER: packages that only Unsloth's
-process imports (benchmarks/gpu/README.md). Times are synchronised: the larger of the host's and the GPU's. The model is an
-8B's shape with random weights.
+Each job is a process that trains at one length, and then takes steps at further lengths. The most informative jobs run first; a
+job's line is in the results when it has ended, and a second call runs the remaining jobs. FOLDER has packages that only
+Unsloth's process imports (benchmarks/gpu/README.md). Times are synchronised: the larger of host and GPU time. The model has an
+8B model's shape and random weights.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ JOB_S = 150
 
 
 def main() -> int:
-    """Run what is left within the time; the exit status says whether all of it ended well."""
+    """Run the remaining jobs within the time; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=575)
     parser.add_argument("--results", type=Path, default=Path("day.jsonl"))
-    parser.add_argument("--unsloth", type=Path, help="folder of Unsloth's packages; without it Unsloth is left out")
-    parser.add_argument("--layers", type=int, help="fewer than the model's 32")
-    parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a job's name")
+    parser.add_argument("--unsloth", type=Path, help="folder of Unsloth's packages; without it, Unsloth's jobs are skipped")
+    parser.add_argument("--layers", type=int, help="number of layers, fewer than the model's 32")
+    parser.add_argument("--only", nargs="*", default=[], help="run jobs whose names have all these texts")
     options = parser.parse_args()
     ends_at, failed = time.monotonic() + options.seconds, 0
     lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
@@ -118,7 +118,7 @@ def trained(job: Any, model: Path, unsloth: Path | None, ends_at: float) -> dict
 
 
 def resumed(ends_at: float) -> dict[str, Any]:
-    """Whether a run that is stopped and resumed ends with the bits of one that is not."""
+    """Return whether a stopped and resumed run ends with the bits of an uninterrupted run."""
     with tempfile.TemporaryDirectory(prefix="finetune_day_") as temporary:
         folder, hashes, stopped_with = Path(temporary), [], 0
         for name, stop_at in (("whole", None), ("stopped", 10)):
@@ -141,7 +141,7 @@ def resumed(ends_at: float) -> dict[str, Any]:
 
 
 def rates() -> dict[str, Any]:
-    """What the GPU reaches, by `finetune doctor --measure`; plans of later jobs use it."""
+    """Return the GPU's rates by `finetune doctor --measure`; plans of later jobs use them."""
     command = [sys.executable, "-m", "finetune", "doctor", "--measure", "--json"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     finding = json.loads(printed)["findings"][0]

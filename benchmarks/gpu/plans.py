@@ -54,7 +54,7 @@ def _flops_per_token(plan: Plan) -> float:
 
 
 def main() -> None:
-    """Plan every wish of the file; one that fails does not end the others."""
+    """Plan every cell of the file; a failure does not stop the rest."""
     for wish in json.loads(Path(sys.argv[1]).read_text()):
         try:
             plan = plan_cell(wish)

@@ -1,6 +1,6 @@
-"""Facts of the card that the forecast and the speed model assume: `python -m benchmarks.gpu.probe`, a JSON line for each.
+"""Facts about the GPU that forecast and speed model assume: `python -m benchmarks.gpu.probe`, a JSON line for each.
 
-Runs once with torch's own choice of attention. A part that fails is recorded with its error; without a card most say so.
+A failed part is recorded with its error. Without a GPU, most parts say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, Any]:
-    """Versions and the machine; None for what is not installed."""
+    """Return versions and the machine; None for missing packages."""
     import torch
 
     packages: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def nvml() -> dict[str, int]:
 
 
 def rates() -> dict[str, Any]:
-    """What the GPU reaches, as `finetune doctor --measure` stores it for plans."""
+    """Return the GPU's rates, which `finetune doctor --measure` also stores for plans."""
     from finetune.doctor.rates import measure_rates
 
     finding = measure_rates(lambda _: None)[0]
@@ -92,7 +92,7 @@ def rates() -> dict[str, Any]:
 
 
 def attention() -> dict[str, Any]:
-    """The attention that torch picks: kernel, milliseconds, scratch bytes of the backward pass, by head width and form."""
+    """Return torch's choice of attention by head width and form: kernel, milliseconds, scratch bytes of the backward pass."""
     import torch
 
     kernels = {}
@@ -142,7 +142,7 @@ def one_attention(width: int, form: str) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], Any], count: int) -> float:
-    """Mean seconds of `work`, after one that does not count."""
+    """Return the mean seconds of `work`, without the first call."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
@@ -163,7 +163,7 @@ def _or_error(work: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    """Print each part as soon as it is there."""
+    """Print each part when it is done."""
     for part in (context, versions, rates, attention):  # the first must find no CUDA context
         began = time.perf_counter()
         facts = _or_error(part)

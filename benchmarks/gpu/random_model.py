@@ -1,4 +1,4 @@
-"""A model folder of a given shape with random weights, and rows for it: real sizes without a hub, in seconds.
+"""A model of a given shape with random weights, and its rows: real sizes without a hub, in seconds.
 
     python -m benchmarks.gpu.random_model Qwen/Qwen2.5-7B-Instruct /dev/shm/shape-7b [LAYERS]
 
@@ -72,7 +72,7 @@ def read_shape(shape: str) -> dict[str, Any]:
 
 
 def write_rows(path: Path, longest: int, count: int, documents: int = 1) -> None:
-    """Write `count` rows of half of `longest` tokens to all of it, EOS included; for packing, rows of a `documents`-th each."""
+    """Write `count` rows of `longest` / 2 to `longest` tokens with EOS; for packing, rows of `longest` / `documents` tokens."""
     from transformers import AutoTokenizer
 
     from finetune.bundled import model_path

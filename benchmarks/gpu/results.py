@@ -1,4 +1,4 @@
-"""The results file: a JSON line for each cell, written as soon as it is known; and what a run's events say in one dict."""
+"""The results file, a JSON line per finished cell, and the figures of a run's events."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _short(values: dict[str, Any]) -> str:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; empty when there is none."""
+    """Return the lines of a results file; none without a file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def of_events(events: list[Event]) -> dict[str, Any]:
-    """State, error, peaks over all steps by field, peaks of the other phases, and speed without the first steps."""
+    """Return state, error, peaks over all steps, peaks of the other phases, and speed without the first steps."""
     steps = [event for event in events if isinstance(event, Step)]
     last = next((event for event in reversed(events) if isinstance(event, State)), None)
     short = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)

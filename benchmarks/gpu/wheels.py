@@ -1,7 +1,7 @@
 """Wheels for a machine that has torch but no package index: `python -m benchmarks.gpu.wheels --python 3.12 --cuda 130`.
 
-Downloads them into .whl/, which git ignores, at the versions of constraints.txt, for that Python and CUDA on x86-64 Linux.
-bitsandbytes is left with the library of that CUDA only. Fails above 64 MiB.
+Downloads the versions of constraints.txt for this Python and CUDA on x86-64 Linux into .whl/, which git ignores. bitsandbytes
+keeps the library of this CUDA version only. Fails above 64 MiB.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MOST_BYTES = 64 * MIB
 
 
 def main() -> int:
-    """Gather the wheels and print their sizes; 1 when they are too large."""
+    """Download the wheels and print their sizes; returns 1 if they are too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="3.12", help="version of the other machine's Python")
+    parser.add_argument("--python", default="3.12", help="the other machine's version of Python")
     parser.add_argument("--cuda", default="130", help="CUDA version of its torch, without a dot: 130 for +cu130")
     parser.add_argument("--folder", type=Path, default=ROOT / ".whl")
-    parser.add_argument("more", nargs="*", help="further packages that the other machine lacks")
+    parser.add_argument("more", nargs="*", help="further packages to download")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for old in options.folder.glob("*.whl"):  # two versions of a package stop an installation
@@ -71,7 +71,7 @@ def prune(wheel: Path, library: str) -> None:
         names = old.namelist()
         if not any(name.endswith(f"/{library}") for name in names):
             libraries = ", ".join(sorted(name.rpartition("/")[2] for name in names if "/libbitsandbytes_" in name))
-            raise SystemExit(f"bitsandbytes has no {library}; it has {libraries}")
+            raise SystemExit(f"bitsandbytes has no {library}. Choose --cuda for one of {libraries}")
         for name in filter(stays, names):
             data = old.read(name)
             if name.endswith(".dist-info/RECORD"):

@@ -1,4 +1,4 @@
-"""Labels of parcels as small pictures: a shape in a colour on coloured paper. numpy only: the same pixels everywhere."""
+"""Parcel labels as small images: a coloured shape on coloured paper. numpy only, so the pixels are the same everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAPERS = {"white": (245, 245, 240), "pink": (250, 190, 210), "cyan": (170, 235, 
 
 @dataclass(frozen=True)
 class Label:
-    """What a label shows, its size in pixels, and the seed of where its parts are."""
+    """The content of a label, its size in pixels, and the seed of its layout."""
 
     shape: str
     colour: str
@@ -36,7 +36,7 @@ def draw_label(rng: random.Random) -> Label:
 
 
 def draw_labels(rng: random.Random, count: int, excluded: set[Label]) -> list[Label]:
-    """`count` labels that are not in `excluded`; adds them to it."""
+    """Draw `count` labels that are not in `excluded`, and add them there."""
     labels: list[Label] = []
     while len(labels) < count:
         label = draw_label(rng)

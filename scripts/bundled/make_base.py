@@ -2,7 +2,7 @@
 
     python scripts/bundled/make_base.py [FOLDER]
 
-It learns to answer questions about support messages (`pretraining`), and is saved only if it answers them on held-out messages.
+It learns to answer questions about support messages (`pretraining`), and is saved only if it answers on held-out messages.
 The same seeds, versions and number of threads give the same file.
 """
 

@@ -2,8 +2,8 @@
 
     python scripts/bundled/make_vision.py [FOLDER] [--data-only]
 
-The model learns to answer questions about labels (`labels`), never how parcels are sorted. It is saved only if it answers on
-held-out labels. The data are 300 labels as PNG files and the rows that sort them: the same pixels each time. Needs Pillow.
+The model learns to answer questions about labels (`labels`), but not to sort parcels. It is saved only if it answers them on
+held-out labels. The data are 300 labels as PNG files and rows that sort them, with the same pixels each time. Needs Pillow.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ URGENCY: dict[str, list[str]] = PARTS["urgency"]
 
 @dataclass(frozen=True)
 class Message:
-    """What a customer wrote, and the facts in it: keys of TOPICS and URGENCY, a key of ARTICLES or NO_ARTICLE."""
+    """A customer's message and its labels: keys of TOPICS and URGENCY, a key of ARTICLES or NO_ARTICLE."""
 
     text: str
     topic: str
@@ -36,7 +36,7 @@ class Message:
 
 
 def draw_message(rng: random.Random, topics: dict[str, list[str]] = TOPICS) -> Message:
-    """One message; each of the topics, and for it each article and urgency, is equally likely."""
+    """Draw a message; all topics are equally likely, and so are articles and urgencies within a topic."""
     topic = rng.choice(list(topics))
     article = NO_ARTICLE if topic in PARTS["topics_without_article"] else rng.choice(list(ARTICLES))
     urgency = rng.choice(list(URGENCY))
@@ -57,7 +57,7 @@ def draw_message(rng: random.Random, topics: dict[str, list[str]] = TOPICS) -> M
 
 
 def draw_messages(rng: random.Random, count: int, excluded: set[str], topics: dict[str, list[str]] = TOPICS) -> list[Message]:
-    """`count` messages whose texts are not in `excluded`; adds them to it."""
+    """Draw `count` messages whose texts are not in `excluded`, and add the texts there."""
     messages: list[Message] = []
     while len(messages) < count:
         message = draw_message(rng, topics)

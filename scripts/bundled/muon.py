@@ -20,7 +20,7 @@ RMS_OF_ADAMW = (
 
 
 class Muon:
-    """Updates matrices; those of one shape are orthogonalised together. `rate` is set before each `step`."""
+    """Updates matrices, orthogonalising matrices of one shape together. Set `rate` before each `step`."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], weight_decay: float) -> None:
         self.rate, self.weight_decay = 0.0, weight_decay
@@ -56,8 +56,10 @@ def pretrain(
     model: torch.nn.Module, losses: Callable[[], tuple[torch.Tensor, float]], *, steps: int, peak_rate: float,
     warmup_steps: int, every: int,
 ) -> None:  # fmt: skip
-    """Muon for the matrices in the layers, AdamW for the other weights; linear decay. `losses`: of the next batch, the one to
-    train on and the one to print, every so many steps."""
+    """Train with Muon for the matrices in the layers, AdamW for the other weights, and linear decay.
+
+    `losses`: the loss of the next batch to train on, and a loss to print `every` so often.
+    """
     started = time.perf_counter()
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     other_weights = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
