@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
-from finetune.export.gguf_types import GGUF_TYPES
+from finetune.export.targets import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from finetune.errors import exit_code_causes
+from finetune.evaluate.scorers import SCORES
+from finetune.export.targets import GGUF_TYPES, LAYOUTS
 
 # pretty_exceptions_enable: `entry` prints errors itself
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
+    help="Fine-tune language models with LoRA on your own GPU: forecast what fits, train, resume, chat, export.",
     epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, "
     f"{', '.join(f'{code} {cause}' for code, cause in exit_code_causes().items())}, 130 or 143 paused",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -87,17 +89,17 @@ def _show_all(context: typer.Context, is_set: bool) -> None:
 HELP_ALL = flag("help_all", "Show all options.", is_eager=True, callback=_show_all)
 #: Groups of commands in --help.
 START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
-OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe's; the last one counts.", [], list[str])
-MODEL = option("model", "Train this model: hub id, name or folder.")
-DATA = option("data", "Train on this file or hub dataset.")
+OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe; the last one wins.", [], list[str])
+MODEL = option("model", "Model to train: hub id, short name or folder.")
+DATA = option("data", "Dataset to train on: file or hub id.")
 JSON = flag("as_json", "Print JSON.", "--json")
 DETACH = flag("detach", "Start in the background and return.")
 RECIPE = [
-    argument("source", "RECIPE", "Recipe file, name of a shipped recipe, or a model's name."), OVERRIDES, MODEL, DATA, JSON
+    argument("source", "RECIPE", "Recipe file, shipped recipe, or model name."), OVERRIDES, MODEL, DATA, JSON
 ]  # fmt: skip
-RUN_TEXT = "Run directory, its name, or 'latest'."
+RUN_TEXT = "Run directory, run name, or 'latest'."
 RUN = [argument("source", "RUN", RUN_TEXT, "latest"), JSON]
-BASE = partial(option, "base_folder", "Folder of the base model, if it has moved; the run remembers it.", flags=("--model",))
+BASE = partial(option, "base_folder", "New folder of a base model that has moved; the run remembers it.", flags=("--model",))
 
 # fmt: off
 # --help lists the commands in this order
@@ -105,12 +107,12 @@ command(
     START, "run", "run.run_recipe", "Plan, check, train and watch a run.",
     [
         *RECIPE,
-        flag("force", "Start even if the forecast says it does not fit."),
+        flag("force", "Start even if the forecast says that the run does not fit."),
         DETACH,
-        flag("measure", "First measure what int8 and NF4 cost on the held-out rows.", "--measure-quantisation"),
+        flag("measure", "First measure the held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "Says how long it takes: by earlier runs here, after ten steps by its own. Ctrl-C stops after the step, with a "
-    "checkpoint.",
+    "The time left is estimated from earlier runs on this machine, and after ten steps from this run. Ctrl-C finishes the "
+    "current step, saves a checkpoint and stops.",
     "run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl",
     hidden_alias="train",  # what other tools call it
 )
@@ -118,36 +120,36 @@ command(
     START, "plan", "plan.show_plan", "Forecast memory and find the fastest settings that fit.",
     [
         *RECIPE,
-        option("gpu", "Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090."),
-        option("free", "Free memory to assume on the card, e.g. 22.1GiB."),
+        option("gpu", "GPU to plan for: index in nvidia-smi, or a name such as rtx-4090."),
+        option("free", "Free GPU memory to assume, e.g. 22.1GiB."),
         option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
-        option("images", "Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three."),
+        option("images", "Without data: images of each example, e.g. 1024x1024, or 1024x1024x3 for three."),
         flag("why", "Also print memory by part, every setting with its reason, and all notes."),
-        flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
+        flag("measure", "Measure the base model's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure-quantisation.\n\n"
-    "Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.",
+    "The run time is estimated from earlier runs on this machine. Weights are loaded only with --measure-quantisation.\n\n"
+    "Exit codes: 0 the run fits, 3 it does not fit or the GPU can't be used, 4 the data needs a change.",
     "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
     "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
     "plan tiny-cpu --measure-quantisation", rare="free images measure"
 )
 command(
-    START, "data", "data.show_data", "Show what is trained on: rows, lengths, a marked example.", RECIPE,
-    "Exit codes: 0, or 4 when a run would refuse the rows.", "data tiny-cpu --data rows.jsonl"
+    START, "data", "data.show_data", "Show the training data: rows, lengths, and a marked example.", RECIPE,
+    "Exit code 4 if a run would refuse the rows.", "data tiny-cpu --data rows.jsonl"
 )
 command(
     START, "sweep", "sweep.sweep_command", "Compare runs of a recipe that differ in a few settings.",
     [
-        argument("source", "RECIPE", "Recipe file, name of a shipped recipe, a model's name, or a sweep's folder."),
-        argument("overrides", "key=value,...", "Values to try; with one value, of every arm.", [], list[str]),
+        argument("source", "RECIPE", "Recipe file, shipped recipe, model name, or the folder of a sweep."),
+        argument("overrides", "key=value,...", "Values to try; a single value applies to every arm.", [], list[str]),
         MODEL, DATA, JSON,
         option("budget", "Try only as many arms as fit in this time, e.g. 3h."),
         DETACH,
-        flag("stop", "Stop a sweep after its arm's step, with a checkpoint."),
-        flag("show", "Show a sweep without going on with it."),
+        flag("stop", "Stop a sweep after the current step, with a checkpoint."),
+        flag("show", "Show a sweep without continuing it."),
     ],
-    "Without values it tries five learning rates around the advice. Arms that fall behind are stopped early. "
-    "Ctrl-C stops it; with its folder it goes on. Needs the extra `sweep`.",
+    "Without values, tries five learning rates around the recommended one. Arms that fall behind are stopped early. "
+    "Ctrl-C stops the sweep; to continue it, give its folder. Needs the extra `sweep`.",
     "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
     "sweep runs/tiny-1a2b3c4d-sweep"
 )
@@ -158,26 +160,26 @@ command(
         argument("name", "NAME", "Name of a shipped recipe."),
         JSON,
     ],
-    "`keys` lists all settings, `models` the models planned without the hub.", "recipes copy 7b-4090"
+    "`keys` lists every setting, `models` the models that can be planned offline.", "recipes copy 7b-4090"
 )
 command(
-    START, "convert", "convert.convert_file", "Turn another tool's configuration into a recipe.",
+    START, "convert", "recipes.convert_file", "Turn another tool's configuration into a recipe.",
     [
-        argument("source", "FILE", "Configuration of another tool.", ...), OVERRIDES, MODEL, DATA, JSON,
+        argument("source", "FILE", "Configuration file of the other tool.", ...), OVERRIDES, MODEL, DATA, JSON,
         output("File to write; default standard output."),
     ],
-    "LLaMA-Factory, Axolotl, TRL.", "convert qwen3_lora_sft.yaml -o recipe.yaml"
+    "Reads files of LLaMA-Factory, Axolotl and TRL.", "convert qwen3_lora_sft.yaml -o recipe.yaml"
 )
 command(
     START, "ui", "ui.start_page", "Start the web page and print its link.",
     [
         # 127.0.0.1: other machines can't reach the page unless asked
-        option("host", "Address to listen on; always needs the token.", "127.0.0.1"),
-        option("port", "Port, or the next free one; 0 is any.", 7860, int),
+        option("host", "Address to listen on; the page always requires its token.", "127.0.0.1"),
+        option("port", "Port; if it is taken, the next free one. 0: any port.", 7860, int),
         option("runs", "Folder with the runs.", "runs"),
-        option("allow_host", "Another host name that browsers may use.", [], list[str]),
+        option("allow_host", "Additional host name that browsers may use.", [], list[str]),
     ],
-    "The link has a token. Ctrl-C ends the page; runs continue.", "ui"
+    "The link contains a token. Ctrl-C stops the page; runs continue.", "ui"
 )
 command(
     RUNS, "runs", "runs.change_runs", "List, show, delete or rename runs.",
@@ -185,10 +187,10 @@ command(
         argument("verb", "VERB", "list, show RUN, rm RUN ..., or rename RUN NAME.", "list"),
         argument("names", "RUN", "Run directories, names or 'latest'.", [], list[str]),
         JSON,
-        flag("memory", "show: peaks by phase, forecast against measured."),
+        flag("memory", "show: peak memory by phase, forecast against measured."),
     ],
-    "`show` prints a run's step, losses, scores and recipe; with --memory its peaks by phase and the files of "
-    "record_memory_history=true, which a living run writes after its step. Deleted runs move to .trash in their folder.",
+    "`show` prints a run's step, losses, scores and recipe; --memory prints peak memory by phase and the files of "
+    "record_memory_history=true, which a running run writes after its step. Deleted runs move to .trash in their folder.",
     "runs show latest", "runs show latest --memory", "runs rename latest support-2"
 )
 command(
@@ -198,10 +200,10 @@ command(
     RUNS, "pause", "run.pause_run", "Pause a run after its step; `resume` continues bit-exactly.",
     [
         *RUN,
-        flag("now", "End it immediately, without a checkpoint."),
+        flag("now", "Stop immediately, without a checkpoint."),
         flag("every", "Pause all running runs.", "--all"),
     ],
-    "The run writes a checkpoint and frees the card.", "pause latest", "pause --all", hidden_alias="stop"  # former name
+    "The run writes a checkpoint and frees the GPU.", "pause latest", "pause --all", hidden_alias="stop"  # former name
 )
 command(
     RUNS, "finish", "run.finish_run", "End a run after its step; its best step is the result.", RUN,
@@ -209,7 +211,7 @@ command(
 )
 command(
     RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
-    [RUN[0], OVERRIDES, JSON, BASE()], "Settings without a part in what is learnt may change.",
+    [RUN[0], OVERRIDES, JSON, BASE()], "Settings that don't affect the result may change.",
     "resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"
 )
 command(
@@ -218,28 +220,27 @@ command(
         argument("sources", "RUN", "Run directories, names or 'latest'; two or more.", ..., list[str]), JSON,
         output("File to write; default comparison.html."),
     ],
-    "Curves, settings that differ, and paired scores on the rows that both were scored on.", "compare first second"
+    "Curves, settings that differ, and paired scores on rows that both runs were scored on.", "compare first second"
 )
 command(
     RESULT, "eval", "evaluate.evaluate_run", "Score base and tuned model on held-out rows or a file.",
     [
         *RUN,
         option("rows", "Score only this many rows.", kind=int, min=1),
-        flag("last", "Score the last step's adapter, when the best is another."),
-        option("data", "Score the rows of this file, not the held-out ones."),
-        flag("forgetting", "Score the held-out rows of the run whose adapter this one continued."),
-        option("probe", "Also measure forgetting: loss on general questions and on earlier rows.", True, bool),
-        option("score", "exact, contains, regex, json, numeric, calls, tokens, loss, or FILE.py:FUNCTION."),
-        option("pattern", "regex: what it finds in answer and expected answer is compared."),
+        flag("last", "Score the last step's adapter instead of the best step's."),
+        option("data", "Score the rows of this file instead of the held-out rows."),
+        flag("forgetting", "Score the held-out rows of the run that this run continued."),
+        option("probe", "Also measure forgetting: loss on general questions and on the continued run's rows.", True, bool),
+        option("score", f"{', '.join(SCORES)}, or FILE.py:FUNCTION."),
+        option("pattern", "regex: pattern whose matches in answer and expected answer are compared."),
         option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
         option("show", "Rows to show: differ, worst or best.", "differ"),
-        option("examples", "How many rows to show.", 2, int, min=0),
-        flag("quantisation", "Only: loss of base and tuned model in 16 bit, int8 and NF4."),
-        option("tasks", "Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
+        option("examples", "Number of rows to show.", 2, int, min=0),
+        flag("quantisation", "Only measure the loss of base and tuned model in 16 bit, int8 and NF4."),
+        option("tasks", "Only run tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
         BASE(),
     ],
-    "The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining "
-    "rows.",
+    "Differences have a 95 % interval from a paired bootstrap. A killed evaluation continues with the remaining rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
     "eval latest --tasks gsm8k,ifeval --rows 100",
     rare="last forgetting probe pattern tolerance examples quantisation base_folder"
@@ -248,18 +249,18 @@ command(
     RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",
     [
         *RUN,
-        flag("base", "Chat with the base model, without the adapter."),
-        flag("both", "Base and tuned model answer, from the same seed."),
+        flag("base", "Chat with the base model only."),
+        flag("both", "Get answers from base and tuned model, with the same seed."),
         option("prompt", "Answer one prompt and exit."),
         option("system", "System prompt."),
-        option("max_new_tokens", "Longest answer, in tokens.", 512, int, min=1),
-        option("temperature", "0 takes the likeliest token, 1 samples.", 0.0, float, min=0, max=5),
-        option("top_p", "Sample from the likeliest tokens of this share.", 1.0, float, min=0.01, max=1),
-        option("seed", "Seed of the sampling.", 0, int, min=0, max=2**63 - 1),
-        option("tools_file", "JSON list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
+        option("max_new_tokens", "Maximum length of an answer, in tokens.", 512, int, min=1),
+        option("temperature", "0 always takes the most likely token; higher values sample.", 0.0, float, min=0, max=5),
+        option("top_p", "Top-p: sample from the most likely tokens of this total probability.", 1.0, float, min=0.01, max=1),
+        option("seed", "Sampling seed.", 0, int, min=0, max=2**63 - 1),
+        option("tools_file", "JSON file with the tools that the model may call.", flags=("--tools",), metavar="FILE"),
         BASE(),
     ],
-    "Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.",
+    "Answers are streamed. Ctrl-C stops an answer; a second Ctrl-C ends the chat.",
     'chat latest --prompt "My parcel is late."',
     'chat latest --both --temperature 0.7 --system "You route messages."',
     rare="max_new_tokens top_p seed tools_file base_folder"
@@ -268,69 +269,69 @@ command(
     RESULT, "merge", "export.merge_run", "Merge the adapter into the 16-bit base model.",
     [
         *RUN, output("Folder to write; default RUN/merged."),
-        option("max_shard_size", "Largest file, e.g. 5GB; default the base model's files."),
-        option("check", "Answer this many held-out rows to show what merging changes.", 0, int, min=0),
+        option("max_shard_size", "Maximum file size, e.g. 5GB; default as in the base model."),
+        option("check", "Compare answers to this many held-out rows before and after merging.", 0, int, min=0),
         BASE(),
     ],
-    "Tensor by tensor: the model need not fit into memory.", "merge latest --output models/support"
+    "Merges tensor by tensor: the model need not fit in memory.", "merge latest --output models/support"
 )
 command(
-    RESULT, "export", "export.export_run", "Export to GGUF, tried in llama.cpp, with a Modelfile for Ollama.",
+    RESULT, "export", "export.export_run", "Export to GGUF, checked in llama.cpp, with a Modelfile for Ollama.",
     [
         *RUN,
-        option("to", "gguf, or gguf-adapter: base and adapter in two files.", "gguf"),
-        option("kind", "f16, q8_0 or q4_k_m.", "f16", flags=("--type",)),
-        option("llama_cpp", "Checkout of llama.cpp, for its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
+        option("to", "; ".join(f"{name}: {files}" for name, files in LAYOUTS.items()) + ".", "gguf"),
+        option("kind", f"Type of the weights: {', '.join(GGUF_TYPES)}.", "f16", flags=("--type",)),
+        option("llama_cpp", "Checkout of llama.cpp with its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
         output("Folder to write; default RUN/gguf-TYPE."),
-        option("rows", "Answer this many held-out rows with the file.", 120, int, min=1),
-        option("data", "Answer the rows of this file, not the held-out ones."),
+        option("rows", "Check the file on this many held-out rows.", 120, int, min=1),
+        option("data", "Check it on the rows of this file instead of the held-out rows."),
         BASE(),
     ],
-    "Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.",
+    "Fails with exit code 1 if tokens, chat template or answers differ from the adapter's; the message names the stage.",
     "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data base_folder"
 )
 command(
     RESULT, "push", "export.push_run", "Push adapter, merged model or GGUF to the hub.",
     [
-        argument("source", "RUN", RUN_TEXT, ...), argument("repo", "REPO", "Repository of the hub, OWNER/NAME.", ...), JSON,
+        argument("source", "RUN", RUN_TEXT, ...), argument("repo", "REPO", "Hub repository, OWNER/NAME.", ...), JSON,
         flag("adapter", "Push the adapter; the default."),
         flag("merged", "Push the merged model, RUN/merged."),
         option("gguf", "Push GGUF files.", [], list[str], metavar="FILE"),
-        flag("public", "A public repository; the default is private."),
-        flag("update", "The repository may have files already."),
+        flag("public", "Make the repository public; the default is private."),
+        flag("update", "Allow a repository that already has files."),
         flag("dry_run", "List files and sizes; send nothing."),
-        flag("yes", "Do not ask.", "--yes", "-y"),
+        flag("yes", "Don't ask for confirmation.", "--yes", "-y"),
     ],
-    "One commit, with a model card; no row of the data, no path of this machine.",
+    "One commit with a model card; no rows of the dataset and no local paths are sent.",
     "push latest alice/support-lora --dry-run", rare="adapter update"
 )
 command(
     RESULT, "report", "ui.report_run", "Write a run as one HTML file: plan, forecast, curves, scores.",
-    [*RUN, output("File to write; default RUN/report.html.")], "It opens offline and prints.", "report latest"
+    [*RUN, output("File to write; default RUN/report.html.")], "The file opens offline and can be printed.", "report latest"
 )
 command(
-    RESULT, "serve", "serve.serve_run", "Serve a run with vLLM or llama.cpp, with a key.",
+    RESULT, "serve", "serve.serve_run", "Serve a run with vLLM or llama.cpp, protected by a key.",
     [
         *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
         flag("only_commands", "Only print the commands.", "--commands"),
         BASE(),
     ],
-    "Starts the server if it is installed; else prints the commands.", "serve latest"
+    "Starts the server if it is installed, else prints the commands.", "serve latest"
 )
 command(
     MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
     [
         argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
-        flag("measure", "Instead measure what the GPU reaches, for forecasts of speed."),
-        flag("share", "Instead print measurements of runs here, as CSV without names or paths."),
+        flag("measure", "Instead measure this GPU's speed, for forecasts of the run time."),
+        flag("share", "Instead print measurements of this machine's runs as CSV, without names or paths."),
     ],
-    "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", "doctor tiny-cpu",
+    "Takes about ten seconds; each problem comes with a fix. Exit code 1 if a check fails.", "doctor tiny-cpu",
     "doctor --measure"
 )
 command(
     MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and quantised models on disk.",
     [argument("verb", "VERB", "list, or clear.", "list"), JSON],
-    "They are made again when they are needed.", "cache clear"
+    "Both are recreated on demand.", "cache clear"
 )
 # fmt: on
 
@@ -340,7 +341,11 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the versions of finetune and its packages.")] = False,
 ) -> None:
     if version:
-        from finetune.cli.render import print_versions
+        from finetune import __version__
+        from finetune.cli.render import out
+        from finetune.requirements import installed_version
 
-        print_versions()
+        out.print(f"finetune {__version__}")
+        for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio"):
+            out.print(f"  {name} {installed_version(name) or 'is missing'}")
         raise typer.Exit

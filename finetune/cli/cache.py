@@ -46,7 +46,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
         return
     for what in (
         f"tokenised rows of {len(entries):,} file(s), {format_bytes(rows_bytes)}, in {rows}",
-        f"sizes and copies of pictures, {format_bytes(pictures_bytes)}, in {pictures}",
+        f"sizes and copies of images, {format_bytes(pictures_bytes)}, in {pictures}",
         f"{quantised:,} quantised model(s), {format_bytes(quantised_bytes)}, in {models}",
     ):
         out.print(escape(f"cleared: {what}" if clear else what), soft_wrap=True)

@@ -68,7 +68,7 @@ def read_tools_file(path: str | None) -> Tools:
         raise CommandError(f"{path} can't be read: {error.strerror}", "Give a JSON file with a list of tools.") from None
     except (ValueError, BadRow) as error:
         reason = f"it {error.reason}" if isinstance(error, BadRow) else "it is not JSON"
-        raise CommandError(f"{path} is no list of tools: {reason}", "Write them as in the rows' tools.") from None
+        raise CommandError(f"{path} is not a list of tools: {reason}", "Write them as in a dataset's `tools` column.") from None
 
 
 def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
@@ -85,13 +85,13 @@ def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_to
         answerer = Answerer(run, need_adapter="tuned" in models)
         if tools and not (answerer.chat_format and answerer.chat_format.syntax):
             raise CommandError(
-                f"the chat template of {run.path.name} writes no calls of tools",
-                "Leave out --tools, or train with a chat_template that has tools.",
+                f"the chat template of {run.path.name} does not support tool calls",
+                "Leave out --tools, or train with a chat_template that supports tools.",
             )
     if answerer.plan.layer_copies and not as_json:
         err.print(f"[dim]{answerer.plan.layer_copies.generation_summary}[/]")
     if answerer.plain and not as_json:
-        err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
+        err.print("[dim]trained on prompts without the chat template: each message is sent alone, without earlier messages[/]")
     return answerer
 
 
@@ -145,7 +145,7 @@ class _Chat:
         for call in answer.calls:
             out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
         if answer.is_unreadable:
-            err.print("[yellow]this begins like a call, but can't be read as one[/]")
+            err.print("[yellow]this looks like a tool call, but can't be parsed[/]")
         rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
         err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
         if reply.stopped and not self.is_interactive:
@@ -156,9 +156,9 @@ class _Chat:
             self.answerer.require_vision()
             picture = picture_file(path)
             self.pictures.append(picture)
-            note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, goes with the next message"
+            note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, will be sent with the next message"
         except BadPicture as error:
-            note = f"{path} {error} Give a picture's file:  /image PATH"
+            note = f"{path} {error} Give an image file:  /image PATH"
         except CommandError as error:  # a note: the chat goes on
             note = " ".join([*error.problems, error.fix]).strip()
         if not self.as_json:

@@ -68,7 +68,7 @@ def show_data(
         _print_example(segments)
         for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
-            out.print(f"picture {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
+            out.print(f"image {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
     return report(refused) if refused else 0
 
 

@@ -19,9 +19,8 @@ from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.evaluate.results import NoCall
-    from finetune.evaluate.score import Comparison
-    from finetune.evaluate.scorers import Scorer
+    from finetune.evaluate.results import Comparison, Forgetting, NoCall
+    from finetune.run.directory import RunDirectory
 
 #: Values of --show, and their words.
 ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
@@ -38,42 +37,33 @@ def evaluate_run(
             "--forgetting": forgetting, "--quantisation": quantisation,
         }  # fmt: skip
         if others := ", ".join(name for name, value in of_rows.items() if value):
-            raise CommandError(f"--tasks has its own rows and scores, without {others}", "Leave one of them out.")
+            raise CommandError(f"--tasks can't be combined with {others}", "Leave one of them out.")
         _show_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
-    elif quantisation:
+        return
+    if quantisation:
         _show_quantisation(source, last=last, as_json=as_json)
-    else:
-        from finetune.evaluate.scorers import scorer
+        return
+    from finetune.evaluate.scorers import scorer
 
-        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
-        show_scores(
-            source, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show,
-            examples=examples, as_json=as_json,
-        )  # fmt: skip
-
-
-def show_scores(
-    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer | None, show: str, examples: int,
-    as_json: bool, forgetting: bool = False, probe: bool = False,
-) -> None:  # fmt: skip
-    """Print scores on held-out rows, a file, or an earlier run's rows."""
+    scored = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
     if show not in ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(ORDERS)}.")
     if forgetting and data is not None:
-        raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
+        raise CommandError("--forgetting and --data both choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)  # before the imports: bitsandbytes opens CUDA in its import
     from finetune.evaluate.answerer import answerer_loader
     from finetune.evaluate.forgetting import measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
 
-    copies = read_plan(run.plan).layer_copies
-    if copies:
+    if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
     # on stderr, so also beside JSON: scoring takes minutes
     with show_progress(quiet=False) as progress:
         load = answerer_loader(run, last, progress)
-        result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=progress)
+        result = compare(
+            run, rows=rows, last=last, data=data, forgetting=forgetting, score=scored, load=load, progress=progress
+        )
         # --data and --forgetting ask about certain rows only
         probe = probe and data is None and not forgetting
         losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []
@@ -81,22 +71,25 @@ def show_scores(
     if as_json:
         measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
         print_json({"run": str(run.path), **asdict(result), **measured})
-        return
-    origin = base_adapter_of(run) if forgetting else None
-    kind = f"held-out rows of {Path(origin.name).name}" if origin else f"rows of {data}" if data else "held-out rows"
+    else:
+        _print_scores(run, result, losses, no_call)
+        _print_rows(result, show, examples)
+
+
+def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting], no_call: NoCall | None) -> None:
+    kind = f"rows of {result.data}" if result.data else "held-out rows"
+    if result.forgetting and (origin := base_adapter_of(run)):
+        kind = f"held-out rows of {Path(origin.name).name}"
     if (sequences := len(result.tuned.row_losses)) > result.rows:
         kind = f"{kind}, loss of {sequences} sequences"
-    reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
+    reused = f", {result.reused:,} results reused from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
     if result.score_because:
-        out.print(f"[dim]score: {result.score}, for {result.score_because}; another: --score NAME[/]")
-    # --forgetting compares with the adapter that the run continued, not with the base
-    names = ("before", "now") if result.against_adapter else ("base", "tuned")
-    _print_warnings(result, no_call, names)
-    _print_measures(result, names)
+        out.print(f"[dim]score: {result.score}, chosen for {result.score_because}; choose another with --score NAME[/]")
+    _print_warnings(result, no_call)
+    _print_measures(result)
     for summary in [group.summary() for group in losses] + ([no_call.summary()] if no_call else []):
         out.print(escape(summary))
-    _print_rows(result, names, show, examples)
 
 
 def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
@@ -112,41 +105,40 @@ def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
         out.print(escape(cost.sentence))
 
 
-def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: int) -> None:
+def _print_rows(result: Comparison, order: str, most: int) -> None:
     from finetune.evaluate.paired import rank_rows
 
-    models = dict(zip(names, (result.base, result.tuned), strict=True))
     rows = rank_rows(result.base.scores, result.tuned.scores, order)[:most]
     if rows:
         out.print(f"\nrows and their {escape(result.score)}, {ORDERS[order]} first:")
     for row in rows:
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
-        for name, model in models.items():
+        for name, model in result.models.items():
             if model.thoughts[row]:
                 out.print(f"  {name:12} [dim]{escape(_one_line(model.thoughts[row]))}[/]")
             out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row])) or '(empty)'}")
 
 
-def _print_warnings(result: Comparison, no_call: NoCall | None, names: tuple[str, str]) -> None:
-    from finetune.evaluate.call_score import NO_CALL_DUE
+def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
     from finetune.evaluate.paired import format_difference
+    from finetune.evaluate.scorers import NO_CALL_DUE
 
     if no_call and no_call.is_worse:
         out.print(f"[red]worse:[/] {escape(no_call.summary())}")
     restraint = result.field_differences.get(NO_CALL_DUE)
     if restraint and restraint.is_significant and restraint.value < 0:
         verdict = format_difference(restraint, 100, " points")
-        out.print(f"[red]worse:[/] calls tools in rows where none is due: {verdict}")
+        out.print(f"[red]worse:[/] calls tools in rows that need no call: {verdict}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
-        out.print(f"[yellow]note:[/] the run was trained on {share}: what is learnt by heart scores well here")
+        out.print(f"[yellow]note:[/] the run was trained on {share}: memorised rows score well here")
     if result.base_prompt_end.strip():
         end = escape(_one_line(result.base_prompt_end))
         out.print(f"[dim]The base model is asked to answer without a thought: its prompts end with {end}[/]")
     elif any(result.base.thoughts):
-        out.print(f"[dim]Answers have at most {result.max_new_tokens:,} tokens, with their thoughts.[/]")
-    for name, model in zip(names, (result.base, result.tuned), strict=True):
+        out.print(f"[dim]Answers have at most {result.max_new_tokens:,} tokens, thoughts included.[/]")
+    for name, model in result.models.items():
         if model.cut:
             limit = f"the limit of {result.max_new_tokens:,} tokens"
             out.print(f"[yellow]note:[/] {name}: {model.cut:,} of {len(model.answers):,} answers were cut at {limit}")
@@ -154,10 +146,10 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, names: tuple[str
         err.print(f"[yellow]{escape(note)}[/]")
 
 
-def _print_measures(result: Comparison, names: tuple[str, str]) -> None:
+def _print_measures(result: Comparison) -> None:
     from finetune.evaluate.results import measures
 
-    shown, figures = table("", *(f">{name}" for name in names)), measures(asdict(result))
+    shown, figures = table("", *(f">{name}" for name in result.models)), measures(asdict(result))
     for figure in figures:
         shown.add_row(escape(_one_line(figure.title)), *figure.values)
     out.print(shown)

@@ -11,10 +11,11 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.errors import CommandError
-from finetune.export.gguf_types import GGUF_TYPES
+from finetune.export.targets import GGUF_TYPES, LAYOUTS
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
+from finetune.serialise import to_json
 from finetune.settings.base_formats import requested_formats
 from finetune.units import format_bytes, parse_bytes
 
@@ -23,12 +24,12 @@ def export_run(
     source: str, *, to: str, kind: str, llama_cpp: str, output: str | None, rows: int, data: str | None, as_json: bool
 ) -> None:
     """Export a run to GGUF."""
-    if to not in ("gguf", "gguf-adapter"):
-        fix = "Use gguf or gguf-adapter; for a standard model folder: finetune merge RUN"
-        raise CommandError(f"--to {to[:40]!r} is not known", fix)
+    if to not in LAYOUTS:
+        fix = f"Use {' or '.join(LAYOUTS)}; for a standard model folder: finetune merge RUN"
+        raise CommandError(f"--to {to[:40]!r} is unknown", fix)
     chosen = kind.lower()
     if chosen not in GGUF_TYPES:
-        raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(GGUF_TYPES)}.")
+        raise CommandError(f"--type {kind[:40]!r} is unknown", f"Use one of {', '.join(GGUF_TYPES)}.")
     run = open_run(source)
     from finetune.export.parity import require_llama_cpp
 
@@ -41,13 +42,13 @@ def export_run(
         exported = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
                            llama_cpp=checkout, rows=rows, data=data, progress=progress)  # fmt: skip
     if as_json:
-        print_json({"run": str(run.path), "type": chosen, **exported.as_json()})
+        print_json({"run": str(run.path), "type": chosen, **to_json(exported)})
         return
-    parity = exported.parity
+    parity = exported.check
     out.print(f"[bold]{escape(str(exported.file))}[/]")
     out.print(
-        f"in llama.cpp: token ids of {parity.prompts:,} prompts and {parity.conversations:,} conversations are the training's, "
-        f"{parity.same_answers:,} of {parity.rows:,} answers are the adapter's"
+        f"llama.cpp: token ids of {parity.prompts:,} prompts and {parity.conversations:,} conversations match the training's, "
+        f"{parity.same_answers:,} of {parity.rows:,} answers match the adapter's"
     )
     adapter = f" --lora {escape(str(exported.adapter))}" if exported.adapter else ""
     out.print(f"[dim]llama-server --model {escape(str(exported.file))}{adapter} --jinja[/]", soft_wrap=True)
@@ -55,7 +56,7 @@ def export_run(
         name = run.path.resolve().name.lower()
         out.print(f"[dim]ollama create {escape(name)} -f {escape(str(exported.modelfile))}[/]", soft_wrap=True)
     else:
-        out.print(f"no Modelfile: {escape(str(exported.no_modelfile_reason))}")
+        out.print(f"no Modelfile: {escape(str(exported.why_no_modelfile))}")
 
 
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
@@ -81,7 +82,7 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
         loss = f"; loss {changed.loss:.4f} before, {changed.merged_loss:.4f} merged" if changed.loss is not None else ""
         out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
     elif requested_formats(settings):
-        out.print("trained on quantised weights, merged into 16-bit ones: --check 20 shows how many answers that changes")
+        out.print("trained on quantised weights, merged into 16-bit weights: --check 20 shows how many answers change")
 
 
 def _bytes(text: str | None) -> int | None:
@@ -102,10 +103,10 @@ def push_run(
 ) -> None:  # fmt: skip
     """List the files, and push them once confirmed."""
     if adapter + merged + bool(gguf) > 1:
-        raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Push each to a repository of its own.")
+        raise CommandError("--adapter, --merged and --gguf can't be combined", "Push each to a separate repository.")
     # a script must not wait for an answer; stdin is None if the parent closed the stream
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
-        raise CommandError("nobody is there to confirm the push", "See the files with --dry-run, then add --yes.")
+        raise CommandError("the push needs a confirmation from a terminal", "See the files with --dry-run, then add --yes.")
     from finetune.export.push import files_to_send, push
     from finetune.hub import require_repo
 
@@ -125,7 +126,7 @@ def push_run(
         if as_json:
             print_json({**values, "files": listed, "sent": False})
         else:
-            out.print("nothing was sent: it is a dry run")
+            out.print("dry run: nothing was sent")
         return
     if not yes:
         print(f"Push them? The repository will be {seen}. [y/N] ", end="", flush=True)

@@ -47,7 +47,7 @@ def show_plan(
 
     without = recipe.dataset.path == NO_DATASET
     if images is not None and not without:
-        raise CommandError("--images is for a plan without data; the rows of this recipe say what pictures they have", "")
+        raise CommandError("--images is for a plan without data; the rows of this recipe have images of known sizes", "")
 
     def noted(plan: Plan) -> Plan:
         note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
@@ -109,11 +109,11 @@ def _picture_sizes(text: str) -> Sizes:
     width, height, count = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
     if not match or not 1 <= count <= _MOST_PICTURES:
         raise CommandError(
-            f"--images {text[:40]} is not a picture's width and height in pixels",
-            "Type for example  --images 1024x768  or, for three in each row,  --images 1024x768x3.",
+            f"--images {text[:40]} is not an image's width and height in pixels",
+            "For example  --images 1024x768,  or, for three images in each row,  --images 1024x768x3.",
         )
     if problem := size_problem(width, height):
-        raise CommandError(f"--images {text}: a picture that {problem}", "Runs refuse such pictures, too.")
+        raise CommandError(f"--images {text}: an image that {problem}", "Runs refuse such images, too.")
     return ((width, height),) * count
 
 
@@ -122,7 +122,7 @@ def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, with
     if plan.data_problem:
         return "First correct the data: see above"
     if plan.card.problem:
-        return f"torch can't use this card. {plan.card.problem_fix}"
+        return f"torch can't use this GPU. {plan.card.problem_fix}"
     # a card of the catalogue is in another machine, which has to choose its GPU itself
     verb, changes, where = "run", ["gpu=auto"], " on that machine"
     if plan.verdict == Verdict.NO_FIT:
@@ -203,7 +203,7 @@ def _print_details(plan: Plan) -> None:
     if forecast := plan.forecast:
         overhead = forecast.peak_bytes - forecast.allocated_bytes
         shown = table("at the training peak", ">bytes")
-        for name, size in {**forecast.parts, "allocator and context": overhead, "whole card": forecast.peak_bytes}.items():
+        for name, size in {**forecast.parts, "allocator and context": overhead, "whole GPU": forecast.peak_bytes}.items():
             if size > 0:
                 shown.add_row(name, format_bytes(size))
         out.print(shown)

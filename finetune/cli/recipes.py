@@ -1,7 +1,8 @@
-"""`finetune recipes`: shipped recipes, settings and models."""
+"""`finetune recipes` and `convert`: shipped recipes, settings, models, and other tools' configurations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
@@ -12,11 +13,13 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, print_text, table
+from finetune.cli.render import err, out, print_text, table
+from finetune.cli.source import with_model_and_data
 from finetune.errors import CommandError
 from finetune.files import write_output
 from finetune.model.catalogue import entries, sources
-from finetune.recipe import find_recipe, load_recipe, shipped_recipes
+from finetune.recipe import find_recipe, foreign, load_recipe, shipped_recipes, write_recipe
+from finetune.recipe.foreign import KeyReport, short
 from finetune.settings.reference import settings_reference
 from finetune.units import format_count
 
@@ -49,7 +52,7 @@ def _recipes() -> list[Row]:
 
 
 def _print_recipes(rows: list[Row]) -> None:
-    shown = table("recipe", "model", "card", ">max_length")
+    shown = table("recipe", "model", "GPU", ">max_length")
     for row in rows:
         shown.add_row(*map(str, row.values()))
     out.print(shown)
@@ -82,8 +85,8 @@ def _print_models(rows: list[Row]) -> None:
             context = f"{row['max_positions']:,}" if row["max_positions"] else "?"
             out.print(f"  {row['name']:50} {format_count(row['parameters']):>7} {context:>10}", soft_wrap=True)
     out.print(
-        f"{len(rows)} models with their parameters and longest context, planned without the hub; names are matched as people "
-        "type them. Any other: finetune plan path/to/folder, which holds its config.json."
+        f"{len(rows)} models with their parameters and longest context, planned offline; short names are "
+        "recognised, too. For any other model: finetune plan path/to/folder, with its config.json."
     )
 
 
@@ -91,3 +94,42 @@ _LISTS = {
     "list": (_recipes, _print_recipes), "keys": (lambda: [asdict(row) for row in settings_reference()], _print_keys),
     "models": (_models, _print_models),
 }  # fmt: skip
+
+
+def convert_file(
+    source: str, overrides: list[str], *, model: str | None, data: str | None, output: str | None, as_json: bool
+) -> None:
+    """Print or write a recipe, and report each key."""
+    recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))
+    # stdout has the recipe alone, for a pipe
+    text, tool = write_recipe(recipe), read.tool.name
+    carried, not_carried = read.with_outcome("carried over"), read.with_outcome("not carried over")
+    unneeded = read.with_outcome("no effect")
+    if output is not None:
+        write_output(Path(output), text, new=True)  # an edited recipe is never overwritten
+    if as_json:
+        keys = [asdict(key) for key in (*carried, *not_carried, *unneeded)]
+        print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})
+        return
+    counts = f"{len(carried)} keys carried over, {len(not_carried)} not, {len(unneeded)} without effect here"
+    err.print(f"[bold]{escape(source)}[/] is {tool}'s: {counts}", soft_wrap=True)
+    defaults = ", ".join(f"{setting}: {short(value)}" for setting, value in read.assumed.items())
+    lines = [
+        *(f"[green]{escape(key.key)}[/]  {escape(key.text)}" for key in carried),
+        f"[green]{tool}'s defaults[/]  {escape(defaults)}",
+        *(f"[dim]{names}[/]  {reason}" for reason, names in _by_reason(unneeded)),
+        *(f"[yellow]{names}[/]  not carried over: {reason}" for reason, names in _by_reason(not_carried, with_values=True)),
+        *(f"[yellow]{escape(note)}[/]" for note in read.notes),
+    ]
+    for line in lines:
+        err.print(f"  {line}", soft_wrap=True)
+    if output is not None:
+        out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
+    else:
+        print_text(text)
+
+
+def _by_reason(keys: list[KeyReport], with_values: bool = False) -> Iterator[tuple[str, str]]:
+    for reason in dict.fromkeys(key.text for key in keys):
+        names = [f"{key.key} {key.value}" if with_values else key.key for key in keys if key.text == reason]
+        yield escape(reason), escape(", ".join(names))

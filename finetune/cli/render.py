@@ -67,16 +67,6 @@ def print_text(text: str) -> None:
     print(printable(text) if sys.stdout.isatty() else text, end="")
 
 
-def print_versions() -> None:
-    """Print the versions of finetune and its packages."""
-    from finetune import __version__
-    from finetune.requirements import installed_version
-
-    out.print(f"finetune {__version__}")
-    for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio"):
-        out.print(f"  {name} {installed_version(name) or 'is missing'}")
-
-
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[Progress]:
     """Yield a callback that shows a message on stderr."""
@@ -122,7 +112,7 @@ def step_line(step: Step, left_s: float | None) -> str:
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     memory = f"process {format_bytes(step.process_rss_bytes)} / {format_bytes(step.process_peak_rss_bytes)}"
     if step.peak_allocated_bytes is not None:  # None on a CPU
-        memory = f"card {format_bytes(step.allocated_bytes)} / {format_bytes(step.peak_allocated_bytes)}"
+        memory = f"GPU {format_bytes(step.allocated_bytes)} / {format_bytes(step.peak_allocated_bytes)}"
     left = "-" if left_s is None else format_seconds(left_s)
     return f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory}  left {left}"
 
@@ -142,7 +132,7 @@ def print_summary(plan: Plan) -> int:
     head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"]
     head, body = [*head, f"[bold]{coloured(plan.verdict, template.format(**values))}[/]"], list[str]()
     if card.problem:
-        body += wrap(f"no run can use this card now: {card.problem}. Fix: {card.problem_fix}", out.width)
+        body += wrap(f"no run can use this GPU now: {card.problem}. Fix: {card.problem_fix}", out.width)
     if forecast:
         sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
         head += [coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]

@@ -110,7 +110,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
             _print_state(run, state, as_json)
         else:
             at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
-            out.print(f"paused at {at}; the card is free. To continue:  finetune resume {escape(str(run.path))}")
+            out.print(f"paused at {at}; the GPU is free. To continue:  finetune resume {escape(str(run.path))}")
     if not asked and not every:
         _print_state(runs[0], read_state(runs[0]), as_json)
     elif not asked and not as_json:
@@ -189,7 +189,7 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
             now, handled = handled > 0, len(interrupts)
             if not owner:
                 return
-            how = "ending it at once" if now else "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
+            how = "stopping now" if now else "stopping after this step, with a checkpoint; Ctrl-C again stops now"
             err.print(f"\n[yellow]{how}[/]")
             control.stop(run, interrupts[-1], now=now)
         if time.monotonic() > alive_s and read_state(run).ended:

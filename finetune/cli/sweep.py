@@ -50,7 +50,7 @@ def sweep_command(
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
         if overrides or budget:
-            raise CommandError("a sweep's settings can't change", "Start another: finetune sweep RECIPE")
+            raise CommandError("the settings of a sweep can't change", "Start another: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
         if stop and sweep.is_running:
             (sweep.path / STOP).touch()  # the training process polls for it
@@ -59,7 +59,7 @@ def sweep_command(
         if stop:
             return _print_state(sweep, as_json)
     elif stop or show:
-        raise CommandError(f"{source} is no sweep", f"Give the folder of one, which has a {JOURNAL}.")
+        raise CommandError(f"{source} is not a sweep", f"Give the folder of a sweep, which has a {JOURNAL}.")
     else:
         sweep = _created(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
         if not as_json:
@@ -131,7 +131,7 @@ def _seconds_of(text: str) -> float:
     except (ValueError, KeyError):
         seconds = 0.0
     if not seconds > 0:
-        raise CommandError(f"--budget {text[:20]!r} is no time", "Give a number and s, m, h or d, such as 3h or 90m.")
+        raise CommandError(f"--budget {text[:20]!r} is not a duration", "Give a number and s, m, h or d, such as 3h or 90m.")
     return seconds
 
 
@@ -168,7 +168,7 @@ def main() -> int:
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         drive(open_sweep(path), functools.partial(print, flush=True))
     except (FinetuneError, OSError) as reason:
-        print(f"the sweep has stopped: {reason}. To go on: finetune sweep {path}")
+        print(f"the sweep has stopped: {reason}. To continue: finetune sweep {path}")
         return FAILED
     return FINISHED
 
@@ -224,7 +224,7 @@ def _print_state(sweep: Sweep, as_json: bool) -> int:
     else:
         state = "running" if sweep.is_running else "paused"
         out.print(f"{state}: {escape(sweep.sentence())}")
-        out.print(f"Go on with it, or follow it:  finetune sweep {escape(str(sweep.path))}", soft_wrap=True)
+        out.print(f"To continue or follow it:  finetune sweep {escape(str(sweep.path))}", soft_wrap=True)
     return 0
 
 

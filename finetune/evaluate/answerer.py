@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,17 @@ from finetune.run.fingerprint import reads_own_file, require_own_adapter, requir
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
+_ORIGIN = "origin"
+
 
 class Answerer:
     """The base model of a run with its adapter, or with the `last` step's adapter."""
 
-    def __init__(
-        self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False,
-        other_adapters: Mapping[str, Path] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False, with_origin: bool = False) -> None:
         quiet_libraries()
         require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
-        self.run, self.plan, self.adapter = run, read_plan(run.plan), folder.name if folder else None
+        self.run, self.plan = run, read_plan(run.plan)
         settings = self.plan.settings
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", settings)
@@ -56,34 +55,32 @@ class Answerer:
         self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
         #: The run was trained on prompts without the chat template.
         self.plain = is_plain(run)
+        #: The format of answers; None without a chat template.
+        self.chat_format = None if self.plain or self.tokenizer.chat_template is None else self.encoder.chat_format
         self.model = self.load(folder)
-        # folders of adapters of the same base, by the name that `using` takes
-        self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
+        # the adapter that the run continued
+        if with_origin and run.base_adapter.is_dir():
+            with _adapter_errors(run.base_adapter):
+                self.model.load_adapter(str(run.base_adapter), _ORIGIN, use_safetensors=True)
 
     def require_vision(self) -> None:
         """Raise CommandError for a model that reads no images."""
         if not self.plan.settings.vision:
             raise CommandError(f"{self.run.path.name} was trained on text; its model is loaded without a vision tower", "")
 
-    def _load_adapter(self, folder: Path) -> str:
-        name = f"adapter{len(self.model.peft_config)}"
-        with _adapter_errors(folder):
-            self.model.load_adapter(str(folder), name, use_safetensors=True)
-        return name
-
     def load(self, adapter: Path | None) -> Any:
         return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Use no adapter for `base`, else the adapter of this name, else the run's adapter."""
+        """Use no adapter for `base`, the adapter that the run continued for `origin`, else the run's adapter."""
         if not isinstance(self.model, PeftModel):
             yield
         elif name == "base":
             with self.model.disable_adapter():
                 yield
         else:
-            self.model.set_adapter(self._adapter_names.get(name, "default"))
+            self.model.set_adapter(_ORIGIN if name == _ORIGIN else "default")
             yield
 
     def answer(
@@ -122,11 +119,6 @@ class Answerer:
             return self.encoder.prompt_ids(messages[-1]["content"], ())
         return self.encoder.prompt_ids(messages, tools, pictures)
 
-    @property
-    def chat_format(self) -> ChatFormat | None:
-        """Return the format of answers; None without a chat template."""
-        return None if self.plain or self.tokenizer.chat_template is None else self.encoder.chat_format
-
 
 def is_plain(run: RunDirectory) -> bool:
     """Return whether a run was trained on prompts without the chat template."""
@@ -150,7 +142,7 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     elif (checkpoint := newest_verified(run.checkpoints)[0]) is not None:
         folder = checkpoint.path
     elif required:
-        fix = f"Let it train further: finetune resume {run.path}"
+        fix = f"Continue its training: finetune resume {run.path}"
         raise CommandError(f"{run.path} has no adapter and no sealed checkpoint yet", fix)
     else:
         return None
@@ -164,8 +156,7 @@ def answerer_loader(run: RunDirectory, last: bool, progress: Callable[[str], Non
     @functools.cache
     def load() -> Answerer:
         progress("loading base model and adapter")
-        # `origin`: the adapter that the run continued
-        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
+        return Answerer(run, last=last, with_origin=True)
 
     return load
 

@@ -95,11 +95,9 @@ def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
     tokens = plan.settings.max_length + max_new_tokens
     peaks = plan.forecast.peaks if plan.forecast else {}
     bytes_per_token = cache_token_bytes(plan.settings)
-    if plan.card.is_cpu:
-        free = psutil.virtual_memory().available
-    else:
-        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else plan.card.free_bytes
-        free = min(free, plan.budget_bytes or free)
+    free = min(plan.card.free_bytes, plan.budget_bytes or plan.card.free_bytes)
+    if plan.card.is_cpu or torch.cuda.is_available():
+        free = _free_bytes("cpu" if plan.card.is_cpu else "cuda", plan.budget_bytes)
     return ChatMemory(peaks.get("load"), round(bytes_per_token * tokens) if bytes_per_token is not None else None, tokens, free)
 
 

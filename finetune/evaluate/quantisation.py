@@ -65,7 +65,7 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
         while isinstance(message := received.recv(), str):
             progress(message)
     except EOFError:
-        raise FinetuneError("measuring ended: its process was killed") from None
+        raise FinetuneError("the measurement failed: its process was killed") from None
     except BaseException:
         process.terminate()
         raise
@@ -90,7 +90,7 @@ def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows,
                 time.sleep(0.5)
         sent.send(measure(plan, rows, adapter, sent.send))
     except Exception as error:  # noqa: BLE001 - libraries have errors of their own, among them of memory
-        ended = FinetuneError(f"measuring ended: {type(error).__name__}: {error}")
+        ended = FinetuneError(f"the measurement failed: {type(error).__name__}: {error}")
         sent.send(error if isinstance(error, FinetuneError) else ended)
 
 
@@ -106,8 +106,8 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
     stored = trainable_formats(stored_quantisation(config, name))
     if stored and BITS_16 not in stored:
         raise CommandError(
-            f"{name} is stored in {stored[0].label}: what that costs can't be measured on it",
-            "Give the 16-bit model that it was made from.",
+            f"{name} is already stored in {stored[0].label}, so the cost of quantising can't be measured",
+            "Give the original 16-bit model.",
         )
     path = cost_path(settings, rows, on_cpu=on_cpu, adapter=adapter)
     if cost := read_own(path, QuantisationCost):

@@ -96,6 +96,10 @@ class Comparison:
     #: Why the score was chosen, or empty.
     score_because: str = ""
 
+    @property
+    def models(self) -> dict[str, Score]:
+        return {"before": self.base, "now": self.tuned} if self.against_adapter else {"base": self.base, "tuned": self.tuned}
+
 
 class Measure(NamedTuple):
     """A figure of both models."""

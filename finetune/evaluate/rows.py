@@ -67,9 +67,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     # the run whose adapter this run continued
     folder = run.base_adapter / HELD_OUT if of_first_run else run.data
     if of_first_run and not folder.is_dir():
-        raise DataError(
-            f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."
-        )
+        raise DataError(f"{run.path} did not continue a run with held-out rows", "Leave out --forgetting, or give --data FILE.")
     path = folder / "eval_examples.json"
     sequences: dict[str, Any] = {}
     try:
@@ -83,11 +81,11 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
             sequences = {field: list(selected[name]) for name, field in _SEQUENCES.items() if name in selected.column_names}
     except Exception as error:  # noqa: BLE001 - the library of datasets raises whatever its code meets
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
-        raise DataError(problem, "Give rows of your own: --data FILE.") from None
+        raise DataError(problem, "Use your own rows: --data FILE.") from None
     if not rows.prompts and not sequences.get("ids"):
         raise DataError(
             f"{run.path} has no held-out rows",
-            "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
+            "Use your own rows: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
     return replace(rows, **sequences)
 

@@ -24,13 +24,12 @@ from finetune.evaluate.answerer import (
     answerer_loader,
     chat_format_of,
 )
-from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
-from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, fitting_score, scorer, span_of
+from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
@@ -117,11 +116,9 @@ def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float 
 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
-    pairs: dict[str, list[tuple[bool, bool]]] = {}
-    for base_row, tuned_row in zip(base.row_scores, tuned.row_scores, strict=True):
-        for name, is_right in base_row.fields.items():
-            pairs.setdefault(name, []).append((is_right, tuned_row.fields[name]))
-    gaps = {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in pairs.items()}
+    # both models have the same fields in each row: `call_score` names them after the expected calls
+    before, now = (_rights_by_field(of_model.row_scores) for of_model in (base, tuned))
+    gaps = {name: difference(rights, now[name], span=1.0) for name, rights in before.items()}
     return {name: gap for name, gap in gaps.items() if gap}
 
 
@@ -198,7 +195,7 @@ class ModelOutputs:
                     run_halving(batch, work)
                 except torch.OutOfMemoryError:
                     raise OutOfMemory(
-                        f"one row of {max(lengths[row] for row in batch):,} tokens does not fit beside the model",
+                        f"a row of {max(lengths[row] for row in batch):,} tokens does not fit in memory beside the model",
                         "Leave long rows out, or close other programs.",
                     ) from None
                 finished += len(batch)
@@ -253,11 +250,12 @@ class ModelOutputs:
         exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, rows.references, strict=False)]
         scores = [row_score.score for row_score in row_scores]
         validity = [row_score.valid for row_score in row_scores if row_score.valid is not None]
+        shares = {name: sum(rights) / len(rights) for name, rights in _rights_by_field(row_scores).items()}
         return Score(
             _mean(exact), loss, answers,
             math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
             accuracy, accuracy if scorer.name == TOKEN_ACCURACY else _mean(scores), scores,
-            _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
+            _mean(validity), shares, margins, _mean(margins), _mean([margin > 0 for margin in margins]),
             [answer.thought for answer in read], sum(entry["is_cut"] for entry in answer_entries),
         )  # fmt: skip
 
@@ -274,12 +272,12 @@ def _mean(values: list[Any]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
+def _rights_by_field(row_scores: list[RowScore]) -> dict[str, list[bool]]:
     rights_by_field: dict[str, list[bool]] = {}
     for row_score in row_scores:
         for name, is_right in row_score.fields.items():
             rights_by_field.setdefault(name, []).append(is_right)
-    return {name: sum(rights) / len(rights) for name, rights in rights_by_field.items()}
+    return rights_by_field
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Score an answer against the expected answer: as text, by a pattern, as JSON, as a number, or by a function."""
+"""Score an answer against the expected answer: as text, pattern, JSON or number, by its tool calls, or by a function."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, DataError
 
-#: Name of a score -> its value for one row.
-SCORES = {
-    "exact": "1 where the answer is the expected one",
-    "contains": "1 where the answer contains the expected one",
-    "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
-    "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
-    "numeric": "1 where the answer's last number is the expected one within --tolerance",
-    "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
-    "tokens": "share of the expected answer's tokens that the model predicts: token accuracy, for free text",
-    "loss": "no answers: loss, perplexity and token accuracy only",
-}
+if TYPE_CHECKING:  # --help imports this module
+    from finetune.data.call_syntax import Answer
+    from finetune.data.tool_calls import Call
+
+#: Described in docs/after-training.md.
+SCORES = ("exact", "contains", "regex", "json", "numeric", "calls", "tokens", "loss")
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 TOKEN_ACCURACY = "token accuracy"  # the name of the score `tokens`
 #: Longer answers, and answers of several lines, are free text, which no model writes to the letter.
 _LABEL_LENGTH = 60
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
+#: Parts of the score of calls, each over the rows that it is about.
+NO_CALL_DUE, NAMES, ARGUMENTS, COUNT, ORDER, KNOWN_TOOL = (
+    "no call where none is due", "names", "arguments", "number of calls", "order of calls", "only tools that are offered",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,9 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
     if name not in SCORES:
         raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or FILE.py:FUNCTION.")
     if pattern is not None and name != "regex":
-        raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
+        raise CommandError(f"--pattern works with --score regex, not with {name}", "Add --score regex.")
     if tolerance and name != "numeric":
-        raise CommandError(f"--tolerance belongs to --score numeric, not to {name}", "Add --score numeric.")
+        raise CommandError(f"--tolerance works with --score numeric, not with {name}", "Add --score numeric.")
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise CommandError(f"--tolerance is {tolerance}; it must be 0 or more", "For 1 %: --tolerance 0.01")
     functions: dict[str, Callable[[str, str, str], RowScore]] = {
@@ -200,7 +199,7 @@ def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
 def _function(reference: str) -> Callable[[str, str, str], Any]:
     file, _, name = reference.rpartition(":")
     if name in SCORES:
-        raise CommandError(f"{name} is a score of finetune", f"Call your function otherwise, or use --score {name}.")
+        raise CommandError(f"{name} is a score of finetune", f"Rename your function, or use --score {name}.")
     example = "For example --score score.py:score, with  def score(prompt, expected, answer):"
     if not file.endswith(".py") or not name.isidentifier():
         raise CommandError(f"{reference[:200]!r} is not file.py:name", example)
@@ -217,3 +216,53 @@ def _function(reference: str) -> Callable[[str, str, str], Any]:
     if not callable(function):
         raise CommandError(f"{file} has no function {name}", example)
     return function  # type: ignore[no-any-return]
+
+
+def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer: Answer) -> RowScore:
+    """Return 1 for the same calls in any order, or for no call where none is expected."""
+    offered = {tool.get("function", {}).get("name") for tool in tools}
+    fields = {KNOWN_TOOL: not offered or all(_name(call) in offered for call in answer.calls)}
+    if not expected:
+        # an answer that begins an unreadable call is not free of calls
+        fields[NO_CALL_DUE] = not answer.calls and not answer.is_unreadable
+        return RowScore(float(fields[NO_CALL_DUE]), fields, not answer.is_unreadable)
+    names, answered = [*map(_name, expected)], [*map(_name, answer.calls)]
+    matched = _matched(expected, answer.calls, tools)
+    fields[NAMES] = sorted(set(names)) == sorted(set(answered))
+    fields[ARGUMENTS] = all(matched)
+    fields[COUNT] = len(expected) == len(answer.calls)
+    if len(expected) > 1:
+        fields[ORDER] = names == answered
+    # fields depend on the expected calls alone, so that both models have the same
+    for tool_name in dict.fromkeys(names):
+        fields[f"tool {tool_name}"] = all(
+            is_matched for name, is_matched in zip(names, matched, strict=True) if name == tool_name
+        )
+    return RowScore(float(all(matched) and fields[COUNT]), fields, not answer.is_unreadable)
+
+
+def _name(call: Call) -> str:
+    return str(call["function"]["name"])
+
+
+def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
+    remaining = [[_name(call), _with_defaults(call, tools)] for call in calls]
+    results = []
+    for call in expected:
+        wanted = [_name(call), _with_defaults(call, tools)]
+        matches = [index for index, answered in enumerate(remaining) if json_equal(answered, wanted)]
+        results.append(bool(matches))
+        # a call of the answer counts once
+        for index in matches[:1]:
+            del remaining[index]
+    return results
+
+
+def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    functions = [function for tool in tools if isinstance(function := tool.get("function"), dict)]
+    parameters = next((function.get("parameters") for function in functions if function.get("name") == _name(call)), None)
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schemas = properties.items() if isinstance(properties, dict) else ()
+    # a missing argument has the default of the tool's schema
+    defaults = {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
+    return {**defaults, **call["function"]["arguments"]}

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -114,28 +114,28 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return f"{text}{prompt_end}" if add_generation_prompt else str(text)
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("loglikelihood", requests, super().loglikelihood)
+            return self._complete("loglikelihood", requests)
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("loglikelihood_rolling", requests, super().loglikelihood_rolling)
+            return self._complete("loglikelihood_rolling", requests)
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("generate_until", requests, super().generate_until)
+            return self._complete("generate_until", requests)
 
-        def _complete(self, kind: str, requests: list[Any], compute: Callable[..., list[Any]]) -> list[Any]:
-            keys, batch_size = [_key(kind, request.args) for request in requests], 0
+        def _complete(self, kind: str, requests: list[Any]) -> list[Any]:
+            keys, batch_size = [digest([kind, *request.args]) for request in requests], 0
             # only answers that the journal lacks, in batches that fit
             while remaining := {
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
             }:
                 self.batch_size_per_gpu = batch_size or _batch_size(answerer, kind, [*remaining.values()], self.max_length)
-                progress(f"{name} model: {len(requests) - len(remaining):,} of {len(requests):,} answers are there")
+                progress(f"{name} model: {len(requests) - len(remaining):,} of {len(requests):,} answers computed")
                 try:
-                    results = compute([*remaining.values()], disable_tqdm=True)
+                    results = getattr(super(), kind)([*remaining.values()], disable_tqdm=True)
                 except torch.OutOfMemoryError:
                     batch_size = self.batch_size_per_gpu // 2
                     if batch_size == 0:
-                        problem = "one row of the task does not fit beside the model"
+                        problem = "a row of the task does not fit in memory beside the model"
                         raise OutOfMemory(problem, "Choose another task, or close other programs.") from None
                     continue
                 missing = zip(remaining, results, strict=True)
@@ -146,15 +146,11 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
     class JournalHook:
         # the harness calls this with each computed result
         def add_partial(self, kind: str, arguments: tuple[Any, ...], result: Any) -> None:
-            journal.add({_key(kind, arguments): {"result": result}})
+            journal.add({digest([kind, *arguments]): {"result": result}})
 
     model = JournalledModel(answerer.model, backend="causal", tokenizer=answerer.tokenizer)
     model.set_cache_hook(JournalHook())
     return model
-
-
-def _key(kind: str, arguments: Sequence[Any]) -> str:
-    return digest([kind, *arguments])
 
 
 def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: int) -> int:

@@ -19,7 +19,6 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
 from finetune.evaluate.rows import EvalRows
-from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
@@ -31,14 +30,13 @@ from finetune.export.parity import (
     check_answers,
     check_template,
     check_tokens,
-    require_llama_cpp,
 )
+from finetune.export.targets import GGUF_TYPES
 from finetune.files import read_object, read_safetensors_header, write_json
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
-from finetune.serialise import to_json
 from finetune.system import link_or_copy
 
 _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
@@ -53,13 +51,8 @@ class Exported:
     #: File of the adapter, if it was exported separately.
     adapter: Path | None
     modelfile: Path | None
-    no_modelfile_reason: str | None
-    parity: ParityReport
-
-    def as_json(self) -> dict[str, Any]:
-        values = to_json(self)
-        reason, check = values.pop("no_modelfile_reason"), values.pop("parity")
-        return {**values, "why_no_modelfile": reason, "check": check}
+    why_no_modelfile: str | None
+    check: ParityReport
 
 
 def export_gguf(
@@ -73,16 +66,15 @@ def export_gguf(
     settings = read_plan(run.plan).settings
     if settings.vision:
         raise CommandError(
-            f"{run.path} was trained with pictures, for which llama.cpp needs a second file (mmproj) that is not made here",
-            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once as it is and "
-            "once for its pictures (mmproj); its answers are then not compared with the adapter's.",
+            f"{run.path} was trained with images; for these llama.cpp needs a second file (mmproj), not written here",
+            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once for the "
+            "model and once for its images (mmproj); answers are then not compared with the adapter's.",
         )
-    require_llama_cpp(llama_cpp)
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if separate and (part := _not_in_adapter_file(run)):
-        raise CommandError(f"an adapter's GGUF file has no {part}, which this run has", "Leave out --to: the model is merged.")
+        raise CommandError(f"a GGUF adapter can't hold this run's {part}", "Export the merged model: leave out --to.")
     # the folder gets its name once llama.cpp answers like the adapter
     with written_folder(target) as building:
         # `rows` held-out rows, or rows of `data`, are answered
@@ -93,10 +85,10 @@ def export_gguf(
         adapter = building / f"{name}-adapter.gguf" if separate else None
         file = building / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
         _convert(run, file, adapter, gguf_type, llama_cpp, progress)
-        parity, no_modelfile_reason = _check_parity(file, adapter, expected, gguf_type, progress)
+        parity, why_no_modelfile = _check_parity(file, adapter, expected, gguf_type, progress)
     adapter = target / adapter.name if adapter else None
-    modelfile_path = None if no_modelfile_reason else target / "Modelfile"
-    return Exported(target, target / file.name, adapter, modelfile_path, no_modelfile_reason, parity)
+    modelfile_path = None if why_no_modelfile else target / "Modelfile"
+    return Exported(target, target / file.name, adapter, modelfile_path, why_no_modelfile, parity)
 
 
 def _not_in_adapter_file(run: RunDirectory) -> str:
@@ -234,11 +226,11 @@ def _check_parity(
         progress("comparing templates")
         conversations = 0 if expected.plain else check_template(model, expected.encoder, expected.rows.prompts)
         if not prompts + conversations:
-            raise ParityError("tokens", "no prompt's text has the prompt's tokens, so that they can't be compared")
+            raise ParityError("tokens", "no prompt decodes to text with the same tokens, so tokens can't be compared")
         answers = check_answers(model, expected.tokenizer, expected.rows.prompt_ids, expected.answers, expected.stops,
                                 expected.max_new_tokens, gguf_type, progress)  # fmt: skip
-        no_modelfile_reason = _write_modelfile(file, adapter, model, expected)
-    return ParityReport(prompts, conversations, len(expected.answers), answers), no_modelfile_reason
+        why_no_modelfile = _write_modelfile(file, adapter, model, expected)
+    return ParityReport(prompts, conversations, len(expected.answers), answers), why_no_modelfile
 
 
 def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected: _Expected) -> str | None:
@@ -256,7 +248,7 @@ def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected
     for prompt in expected.rows.prompts:
         messages: list[Any] = [{"role": "user", "content": prompt}]
         if model.tokenise(form.text(messages), bos=model.adds_bos) != expected.encoder.prompt_ids(messages):
-            return "this chat template can't be written for Ollama: llama.cpp tokenises its text in another way"
+            return "this chat template can't be written for Ollama: llama.cpp tokenises its text differently"
     if expected.without_thoughts:  # Ollama asks the model as it was taught
         form = replace(form, generation_prompt=form.generation_prompt + template.format.before_answer)
     stops = [str(expected.tokenizer.decode([stop])) for stop in sorted(expected.stops)]

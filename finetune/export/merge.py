@@ -123,7 +123,7 @@ def _merged_one_by_one(settings: Any, config: Any, adapter: Path, stored: list[T
 
     if getattr(config, "quantization_config", None):
         raise StoredOtherwiseError("the base model is stored quantised")
-    _check_memory(4 * max(tensor.size for tensor in stored), "the largest tensor and its change")
+    _check_memory(4 * max(tensor.size for tensor in stored), "four times the largest tensor")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
     grow_vocabulary(base, settings, None)
@@ -145,7 +145,7 @@ def _merged_in_memory(
     is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
+    _check_memory(weight_bytes, "the whole model: its weights are stored in another form")
     require_disk(weight_bytes, folder)  # before minutes of loading
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
@@ -187,7 +187,7 @@ def _check_memory(needed_bytes: int, purpose: str) -> None:
     free_bytes = psutil.virtual_memory().available
     if needed_bytes + _MARGIN_BYTES > free_bytes:
         raise OutOfMemory(
-            f"merging needs {purpose} in host memory: {format_bytes(needed_bytes)}, but {format_bytes(free_bytes)} are free",
+            f"merging needs {format_bytes(needed_bytes)} of host memory ({purpose}), but {format_bytes(free_bytes)} is free",
             "Close other programs, or use the adapter without merging: servers can load base + adapter.",
         )
 

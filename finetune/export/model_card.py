@@ -20,6 +20,7 @@ from finetune.evaluate.results import (
     unreadable_evaluations,
 )  # fmt: skip
 from finetune.events import ForecastCheck, read_events
+from finetune.export.targets import TARGETS
 from finetune.files import read_object
 from finetune.hub import REPO_ID
 from finetune.manifest import MANIFEST, changes_in
@@ -32,11 +33,6 @@ from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 CARD = "README.md"
-#: Title, `base_model_relation` and `library_name` on the hub.
-_KINDS = {
-    "adapter": ("LoRA adapter", "adapter", "peft"), "merged": ("merged model", "finetune", "transformers"),
-    "gguf": ("GGUF", "quantized", "gguf"),
-}  # fmt: skip
 #: Settings of this machine. They don't change the result.
 _LOCAL_SETTINGS = {"output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour"}
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
@@ -48,7 +44,7 @@ _COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "
 def model_card(run: RunDirectory, kind: str) -> str:
     """Return the card of a kind. Raise FinetuneError for a token or path."""
     plan = read_plan(run.plan)
-    title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {_KINDS[kind][0]}"
+    title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {TARGETS[kind].title}"
     sections = {
         f"# {title}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
         "## Evaluation": _evaluation(run), "## Forecast and measured memory": _memory(run, plan),
@@ -89,13 +85,13 @@ def last_part(text: str) -> str:
 
 
 def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
-    settings, (_, relation, library) = plan.settings, _KINDS[kind]
+    settings, target = plan.settings, TARGETS[kind]
     name, path = settings.model_name_or_path, settings.dataset.path
     values = {
         "license": card_value(settings, "license"), "base_model": _is_on_hub(name) and name,
-        "base_model_relation": _is_on_hub(name) and relation,
+        "base_model_relation": _is_on_hub(name) and target.relation,
         "datasets": [*filter(_is_on_hub, path if isinstance(path, list) else [path])],
-        "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", settings.method],
+        "library_name": target.library, "pipeline_tag": "text-generation", "tags": ["lora", settings.method],
     }  # fmt: skip
     return {key: value for key, value in values.items() if value}
 

@@ -66,10 +66,10 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
         except BadRow:
             continue
         if form.text(messages) != expected:
-            raise TemplateUnsupported(f"it writes {len(messages)} messages in another way than one by one")
+            raise TemplateUnsupported(f"it writes {len(messages)} messages differently together than one by one")
     for text in (*itertools.chain(*form.around.values()), form.without_system, form.generation_prompt):
         if "{{" in text or '"""' in text:
-            raise TemplateUnsupported("its texts have braces that Ollama's language would read")
+            raise TemplateUnsupported("its texts contain braces that Ollama's template language would interpret")
     return form
 
 
@@ -99,7 +99,7 @@ def _infer_form(render: Render) -> RoleForm:
     before_answer = _remove_prefix(_split_at(_split_at(turns, _USER)[1], _ANSWER)[0], after_user)
     before_user = _remove_prefix(_split_at(_split_at(turns, _ANSWER)[1], _SECOND)[0], after_answer)
     if not opening.endswith(before_user):
-        raise TemplateUnsupported("it writes the first message in another way than later ones")
+        raise TemplateUnsupported("it writes the first message differently from later messages")
     around = {"user": (before_user, after_user), "assistant": (before_answer, after_answer)}
     try:
         before_system, after_system_text = _split_at(render([{"role": "system", "content": _SYSTEM}, user], False), _SYSTEM)
@@ -107,7 +107,7 @@ def _infer_form(render: Render) -> RoleForm:
         return RoleForm(around, opening.removesuffix(before_user), generation_prompt)
     between = _split_at(after_system_text, _USER)[0]
     if not between.endswith(before_user):
-        raise TemplateUnsupported("it writes a message after a system message in another way")
+        raise TemplateUnsupported("it writes the message after a system message differently")
     around = {"system": (before_system, between.removesuffix(before_user)), **around}
     return RoleForm(around, opening.removesuffix(before_user), generation_prompt)
 

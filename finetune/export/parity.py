@@ -11,8 +11,8 @@ from typing import Any
 from finetune.data.template import common_prefix_length
 from finetune.data.tokens import Encoder
 from finetune.errors import CommandError, DataError, FinetuneError
-from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.ollama import conversations
+from finetune.export.targets import GGUF_TYPES
 from finetune.printable import Progress
 
 #: llama.cpp's own script, and the command that fetches it.
@@ -106,7 +106,7 @@ def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops
         if file_ids != ids:
             index = common_prefix_length(ids, file_ids)
             excerpt = tokenizer.decode(ids[max(0, index - 3) : index + 3])
-            raise ParityError("tokens", f"row {row}, token {index + 1}: llama.cpp tokenises {excerpt!r} in another way")
+            raise ParityError("tokens", f"row {row}, token {index + 1}: llama.cpp tokenises {excerpt!r} differently")
     if unknown_stops := [tokenizer.decode([stop]) for stop in sorted(stops) if not file.ends_answer(stop)]:
         raise ParityError("tokens", f"llama.cpp would not end an answer at {', '.join(unknown_stops)}, as the training does")
     return compared
@@ -150,7 +150,7 @@ def check_answers(
         row = is_equal.index(False)
         raise ParityError(
             "logits",
-            f"{equal_answers} of {len(answers)} answers are the adapter's, fewer than {share:.0%}; row {row + 1}: "
+            f"{equal_answers} of {len(answers)} answers match the adapter's, fewer than {share:.0%}; row {row + 1}: "
             f"{file_answers[row][:80]!r}, the adapter {answers[row][:80]!r}",
         )  # fmt: skip
     return equal_answers
@@ -161,9 +161,9 @@ def require_llama_cpp(checkout: Path) -> None:
     problems, fixes = [], []
     if not (checkout / CONVERTER).is_file():
         problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")
-        fixes += ["Clone it into the folder that finetune is started in, or set FINETUNE_LLAMA_CPP to where it is:", _CLONE]
+        fixes += ["Clone llama.cpp into the working directory, or set FINETUNE_LLAMA_CPP to its folder:", _CLONE]
     if find_spec("llama_cpp") is None:
-        problems.append("llama-cpp-python is missing, with which a GGUF file is tried")
+        problems.append("llama-cpp-python is missing; it checks the GGUF file")
         fixes.append('Install it: pip install "llama-cpp-python>=0.3.36,<0.4" sentencepiece')
     if problems:
         raise CommandError(problems, "\n".join(fixes))

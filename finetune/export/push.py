@@ -13,6 +13,7 @@ from typing import Any
 from finetune.data.report import first_line
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
+from finetune.export.targets import TARGETS
 from finetune.files import MAX_JSON_BYTES, parse_json, read_limited
 from finetune.hub import is_switched_off, require_repo
 from finetune.printable import Progress
@@ -56,7 +57,7 @@ def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> lis
 
 
 def _model_files(run: RunDirectory, kind: str) -> list[Path]:
-    folder = run.adapter if kind == "adapter" else run.path / "merged"
+    folder = run.path / TARGETS[kind].folder
     if kind == "adapter":
         require_own_adapter(run, folder, base=False)
     elif not (folder / "config.json").is_file():
@@ -145,19 +146,14 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses
         cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error
+        status, refusals = _status(cause), {401: "the hub does not know this token", 403: f"this token may not write to {repo}"}
+        if status in refusals:
+            raise CommandError(f"{refusals[status]} ({status})", _LOGIN) from None
         if isinstance(cause, HfHubHTTPError):
-            raise _http_error(repo, cause) from None
+            answer = f"the hub answered {status or 'with an error'}: {first_line(cause)}"
+            raise HubError(answer, "Try again later.") from None
         reason = f"{type(cause).__name__}: {first_line(cause)}"
         raise HubError(f"the upload to the hub failed: {reason}", "Check the network.") from None
-
-
-def _http_error(repo: str, error: Any) -> FinetuneError:
-    status = _status(error)
-    if status == 401:
-        return CommandError("the hub does not know this token (401)", _LOGIN)
-    if status == 403:
-        return CommandError(f"this token may not write to {repo} (403)", _LOGIN)
-    return HubError(f"the hub answered {status or 'with an error'}: {first_line(error)}", "Try again later.")
 
 
 def _status(error: Any) -> int | None:

@@ -24,40 +24,39 @@ def run_path(tmp_path_factory):
 
 
 @pytest.fixture
-def answer(run_path, tmp_path, monkeypatch, finetune):
+def answer(run_path, home, finetune):
     """answer(break_it, *command) -> exit code and the JSON that a command about a broken copy of the run printed."""
-    monkeypatch.chdir(tmp_path)
 
     def ask(break_it, *command):
-        shutil.copytree(run_path, tmp_path / "runs" / "broken")
-        break_it(tmp_path / "runs" / "broken")
+        shutil.copytree(run_path, home / "runs" / "broken")
+        break_it(home / "runs" / "broken")
         code, shown = finetune(*command, "broken", "--json")
         return code, json.loads(shown.out)
 
     return ask
 
 
-@pytest.mark.parametrize("command", ["resume", "eval"])
-def test_a_damaged_plan(answer, command):
-    code, error = answer(lambda run: (run / "plan.json").write_text("{}"), command)
-    assert code == 2 and "plan.json can't be read" in error["problems"][0] and "recipe.yaml" in error["fix"]
+def no_plan(run):
+    (run / "plan.json").write_text("{}")
 
 
-@pytest.mark.parametrize("command", [("resume",), ("chat", "--prompt", "x")])
-def test_rows_that_are_gone(answer, command):
-    code, error = answer(lambda run: shutil.rmtree(run / "data"), *command)
-    assert code == 2 and "data is missing" in error["problems"][0]
+@pytest.mark.parametrize(
+    ("break_it", "command", "problem", "fix"),
+    [(no_plan, ["resume"], "plan.json can't be read", "recipe.yaml"),
+     (no_plan, ["eval"], "plan.json can't be read", "recipe.yaml"),
+     (lambda run: shutil.rmtree(run / "data"), ["resume"], "data is missing", ""),
+     (lambda run: shutil.rmtree(run / "data"), ["chat", "--prompt", "x"], "data is missing", ""),
+     (lambda run: None, ["chat", "--prompt", "x"], "adapter in runs/broken/adapter can't be loaded", "")],
+    ids=["plan, resume", "plan, eval", "rows, resume", "rows, chat", "adapter"],
+)  # fmt: skip
+def test_the_damaged_part_is_named(answer, break_it, command, problem, fix):
+    code, error = answer(break_it, *command)
+    assert code == 2 and problem in error["problems"][0] and fix in error["fix"]
 
 
-def test_a_damaged_adapter(answer):
-    code, error = answer(lambda run: None, "chat", "--prompt", "x")
-    assert code == 2 and "adapter can't be loaded" in error["problems"][0].replace("in runs/broken/", "")
-
-
-def test_events_that_are_no_file_do_not_hide_the_other_runs(run_path, tmp_path, monkeypatch, finetune):
-    monkeypatch.chdir(tmp_path)
+def test_events_that_are_no_file_do_not_hide_the_other_runs(run_path, home, finetune):
     for name in ("one", "two"):
-        shutil.copytree(run_path, tmp_path / "runs" / name)
-    (tmp_path / "runs/one/events.jsonl").mkdir()
+        shutil.copytree(run_path, home / "runs" / name)
+    (home / "runs/one/events.jsonl").mkdir()
     code, shown = finetune("runs", "--json")
     assert code == 0 and len(json.loads(shown.out)) == 2

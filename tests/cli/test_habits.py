@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.errors import RecipeError
+from finetune.cli.chat import read_tools_file
+from finetune.errors import CommandError, RecipeError
 from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
 from finetune.run.control import update_settings
@@ -23,16 +24,6 @@ def make_run_directory(path: Path) -> RunDirectory:
     path.mkdir(parents=True)
     (path / "plan.json").write_text("{}")
     return RunDirectory(path)
-
-
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    """A run directory with a real plan, not started."""
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-
-    monkeypatch.chdir(tmp_path)
-    return create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
 
 
 def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetune):
@@ -106,7 +97,11 @@ def test_runs_are_renamed_and_deleted_once(tmp_path, monkeypatch, finetune):
     assert (Path(deleted["trash"]) / "plan.json").is_file() and runs_from_here() == []
 
 
-def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):
+def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+
+    planned = create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
     assert open_run("latest").path == Path("elsewhere/mine")
     assert update_settings(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
     assert parse_checked(planned.adjustments.read_bytes()) == {"save_steps": 7, "eval_steps": 9}
@@ -143,16 +138,11 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
     assert max(map(len, lines)) <= 60 and "state" in lines[0] and "loss" in lines[0]
 
 
-def test_convert_writes_a_recipe(tmp_path, monkeypatch, finetune):
-    monkeypatch.chdir(tmp_path)
+def test_convert_writes_a_recipe_or_reports_a_problem_of_the_disk(finetune):
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune("convert", str(source), "-o", "recipe.yaml")
     assert code == 0 and "written" in captured.out and "LLaMA-Factory's default" in captured.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
-
-
-def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(finetune):
-    source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune("convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
 
@@ -167,12 +157,6 @@ def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, monk
         writer.close()
         refused, captured = finetune("finish", str(run.path))
         assert refused == code and reason in " ".join(captured.err.split())
-
-
-def test_export_names_all_that_is_missing_at_once(tmp_path, monkeypatch, kept_run, finetune):
-    monkeypatch.setattr("finetune.export.parity.find_spec", lambda name: None)
-    code, captured = finetune("export", str(kept_run(tmp_path)))
-    assert code == 2 and "converter is missing" in captured.err and "llama-cpp-python" in captured.err
 
 
 def test_a_note_on_held_out_rows_says_so():
@@ -197,30 +181,29 @@ def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypa
     from finetune.evaluate.results import Comparison, Score
 
     scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4], thoughts=[""])
-    result = Comparison(
-        1,
-        scores,
-        scores,
-        ["p"],
-        ['{"n": 1}'],
-        1.0,
-        score="json",
-        data="orders.jsonl",
-        trained_rows=1,
-        score_because="JSON objects",
-    )
+    why = {"score": "json", "data": "orders.jsonl", "trained_rows": 1, "score_because": "JSON objects"}
+    result = Comparison(1, scores, scores, ["p"], ['{"n": 1}'], 1.0, **why)
     monkeypatch.setattr(score, "compare", lambda *_, **__: result)
     code, captured = finetune("eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
     printed = " ".join(captured.out.split())
-    assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
-    assert "score: json, for JSON objects; another: --score NAME" in printed
+    assert code == 0 and "the run was trained on 1 of these 1 sequences: memorised rows score well here" in printed
+    assert "score: json, chosen for JSON objects; choose another with --score NAME" in printed
 
 
-def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, kept_run, finetune):
-    run = kept_run(tmp_path)
-    printed = finetune("serve", str(run), "--commands")[1].out
-    assert "vllm serve" in printed and "--lora-modules" in printed and "llama-server" not in printed
-    gguf = run / "gguf-f16" / f"{run.name}-f16.gguf"
-    gguf.parent.mkdir()
-    gguf.touch()
-    assert f"llama-server --model {gguf}" in finetune("serve", str(run), "--commands")[1].out
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("{", "not JSON"), ("3", "not a list"), ('"x"', "is text"), ("[3]", "not a list"), (None, "can't be read")],
+)
+def test_a_file_that_has_no_tools_is_refused_with_a_reason(tmp_path, content, reason):
+    path = tmp_path / "tools.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(CommandError, match=reason):
+        read_tools_file(str(path))
+
+
+def test_tools_are_read_as_in_rows(tmp_path):
+    path = tmp_path / "tools.json"
+    path.write_text('[{"name": "f", "parameters": {"city": {"type": "str"}}}]')
+    [tool] = read_tools_file(str(path))
+    assert tool["function"]["parameters"]["required"] == ["city"] and read_tools_file(None) == ()

@@ -57,9 +57,8 @@ def test_help_lists_eight_options_at_most_and_help_all_each(finetune):
     assert "--tolerance" in finetune("eval", "--help-all")[1].out
 
 
-def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, finetune):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
+def test_convert_takes_a_model_and_data(home, finetune):
+    (home / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
     code, shown = finetune("convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json")
     assert code == 0
     recipe = json.loads(shown.out)["recipe"]

@@ -1,13 +1,12 @@
 """A finished and a stopped run are listed, watched, resumed, scored and merged from their files alone."""
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
 from app.live import LiveRun
-from finetune.planner.plan import read_plan
-from finetune.run.directory import list_runs, open_run
+from finetune.run.directory import RunDirectory, list_runs
 from finetune.run.state import read_state
 
 
@@ -45,14 +44,6 @@ def test_watching_shows_what_happened(both, answer, name, exit_code, steps):
     assert len([event for event in events if event["kind"] == "checkpoint"]) >= steps // 2
 
 
-def test_their_plans_are_read(both):
-    plan = read_plan(open_run("finished").plan)
-    assert (plan.verdict, plan.total_steps, plan.card.is_cpu) == ("fits", 6, True)
-    assert (plan.settings.lora_r, plan.settings.effective_batch_size) == (1, 8)
-    assert plan.data.rows == 24 and plan.data.eval_rows == 6
-    assert plan.forecast.allocated_bytes > 0 and plan.forecast.parts["weights"] > 0
-
-
 def test_the_page_follows_them(both, tmp_path):
     for run in list_runs():
         live = LiveRun(run)
@@ -81,9 +72,26 @@ def test_a_stopped_run_continues_to_its_end(both, answer):
     assert new == pytest.approx({step: once[step] for step in (3, 4, 5, 6)}, rel=1e-3)
 
 
+@pytest.fixture
+def run(home, kept_run):
+    return RunDirectory(kept_run(home / "runs"))
+
+
 @pytest.mark.slow
-def test_a_finished_run_is_scored_and_merged(both, answer):
-    code, [*_, scores] = answer("eval", "finished")
-    assert code == 0 and scores
-    code, _ = answer("merge", "finished")
-    assert code == 0 and list(Path("runs/finished").rglob("model*.safetensors"))
+def test_without_its_base_model_a_run_is_reported_and_compared_and_its_adapter_pushed(run, home, finetune):
+    values = json.loads(run.plan.read_text())
+    values["plan"]["model_name_or_path"] = str(home / "nowhere")
+    run.plan.write_text(json.dumps(values))
+    shutil.copytree(run.path, run.path.with_name("other"))
+    assert finetune("report", "finished")[0] == 0
+    code, output = finetune("push", "finished", "alice/lora", "--dry-run")
+    assert code == 0 and "README.md" in output and "nowhere" not in output
+    assert finetune("compare", "finished", "other")[0] == 0 and finetune("runs", "show", "finished", "--memory")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_base_model_of_the_hub_that_can_not_be_fetched_is_no_problem_of_the_disk(run, finetune):
+    run.plan.write_text(run.plan.read_text().replace('"model_name_or_path": "tiny"', '"model_name_or_path": "Qwen/Qwen3-8B"'))
+    code, output = finetune("merge", "finished")
+    assert code == 2 and "Qwen/Qwen3-8B: Cannot find" in output and "Free some space" not in output
+    assert not (run.path / ".merged").exists()

@@ -66,7 +66,7 @@ def test_a_plan_is_one_screen_and_ends_with_what_to_type_on_that_gpu(capsys, mon
     [
         ({"verdict": Verdict.NO_FIT}, "Next: finetune plan r.yaml lora_r=4 gpu=rtx-3060 max_length=512"),
         ({"data_problem": DataProblem(("row 2",))}, "First correct the data: see above"),
-        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, "torch can't use this card. Install it."),
+        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, "torch can't use this GPU. Install it."),
         ({"source": "measured"}, "Next: finetune run r.yaml lora_r=4 gpu=rtx-3060"),
         ({}, "Next on that machine: finetune run r.yaml lora_r=4 gpu=auto"),
     ],
@@ -109,12 +109,6 @@ def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrid
 def test_an_option_without_a_value_is_refused(option, finetune):
     code, shown = finetune("plan", "tiny-cpu", option, "")
     assert code == 2 and "The recipe needs a change" in shown.err
-
-
-def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, finetune):
-    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{GOOD}\n")
-    code, shown = finetune("data", "--model", "tiny", "--data", tmp_path / "rows.jsonl", "--json")
-    assert code == 0 and json.loads(shown.out)["rows_used"] == 2
 
 
 @pytest.mark.parametrize(

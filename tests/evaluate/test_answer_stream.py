@@ -68,6 +68,17 @@ def test_the_text_and_the_calls_are_those_of_the_whole_answer(name, text):
         assert emitted[True] == whole.thought
 
 
+def score_of(folder, template, name, answers, references, **more):
+    """Score answers that an earlier evaluation has written; an answer is cut if it ends without a mark."""
+    journal, rows = Journal(folder, "tuned", {}), [[row] for row in range(len(answers))]
+    for ids, text in zip(rows, answers, strict=True):
+        is_cut = not text.endswith(("|>", "}"))
+        journal.add({digest([ids, 9, "with special tokens"]): {"answer": text, "is_cut": is_cut}})
+    eval_rows = EvalRows(["Where?"] * len(rows), rows, references, **more)
+    outputs = ModelOutputs(lambda: None, journal, eval_rows, "tuned", 9, lambda _: None, reader_of(template)[1])
+    return outputs.score(scorer(name))
+
+
 def test_scores_see_the_answer_without_its_thought_and_cut_answers_are_counted(tmp_path):
     answers = {
         "<think>\n\n</think>\n\nIn Bern.<|im_end|>": ("In Bern.", ""),
@@ -75,27 +86,14 @@ def test_scores_see_the_answer_without_its_thought_and_cut_answers_are_counted(t
         "<think>\nIn Bern. But": ("", "In Bern. But"),  # the limit is inside the thought
         "In Basel.<|im_end|>": ("In Basel.", ""),
     }
-    journal, rows = Journal(tmp_path, "tuned", {}), len(answers)
-    keys = [digest([[row], 9, "with special tokens"]) for row in range(rows)]
-    journal.entries = {
-        key: {"answer": text, "is_cut": not text.endswith("|>")} for key, text in zip(keys, answers, strict=True)
-    }
-    eval_rows = EvalRows(["Where?"] * rows, [[row] for row in range(rows)], ["In Bern."] * rows)
-    outputs = ModelOutputs(lambda: None, journal, eval_rows, "tuned", 9, lambda _: None, reader_of("qwen3")[1])
-    score = outputs.score(scorer("contains"))
+    score = score_of(tmp_path, "qwen3", "contains", [*answers], ["In Bern."] * len(answers))
     assert list(zip(score.answers, score.thoughts, strict=True)) == [*answers.values()]
     assert (score.exact, score.scores, score.cut) == ([True, True, False, False], [1, 1, 0, 0], 1)
 
 
 def test_without_tools_a_call_is_wrong_and_json_in_the_form_of_a_call_is_right_where_it_was_taught(tmp_path):
     text, call = '{"name": "four", "parameters": {}}', '{"name": "f", "parameters": {}}'
-    journal = Journal(tmp_path, "tuned", {})
-    keys = [digest([[row], 9, "with special tokens"]) for row in range(2)]
-    journal.entries = {key: {"answer": answer, "is_cut": False} for key, answer in zip(keys, (text, call), strict=True)}
-    rows = EvalRows(["?"] * 2, [[0], [1]], [text, "It is 4."], calls=[[], []], tools=[[], []])
-    score = ModelOutputs(lambda: None, journal, rows, "tuned", 9, lambda _: None, reader_of("llama3_1")[1]).score(
-        scorer("calls")
-    )
+    score = score_of(tmp_path, "llama3_1", "calls", [text, call], [text, "It is 4."], calls=[[], []], tools=[[], []])
     assert (score.exact, score.scores) == ([True, False], [1, 0])
 
 

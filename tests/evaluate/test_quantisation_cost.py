@@ -99,7 +99,7 @@ def test_rows_without_a_trained_token_are_refused(tmp_path):
 def test_an_error_of_the_process_is_the_callers(tmp_path):
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGURATIONS["llama"].to_dict(), "quantization_config": stored}))
-    with pytest.raises(CommandError, match="is stored in NF4"):
+    with pytest.raises(CommandError, match="is already stored in NF4"):
         measure_plan(plan_for(tmp_path), random_rows(100), print)
 
 

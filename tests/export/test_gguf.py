@@ -16,8 +16,8 @@ import pytest
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
 from finetune.export import gguf
-from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.parity import LlamaCpp, ParityError
+from finetune.export.targets import GGUF_TYPES
 from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]
@@ -40,8 +40,8 @@ def exported(run, checkout):
 
 
 def test_120_prompts_have_the_same_ids_and_nearly_all_answers_are_the_adapters(exported, run):
-    assert exported.parity.prompts == exported.parity.rows == 120 and exported.parity.conversations > 120
-    assert exported.parity.same_answers >= 0.95 * 120
+    assert exported.check.prompts == exported.check.rows == 120 and exported.check.conversations > 120
+    assert exported.check.same_answers >= 0.95 * 120
     assert sorted(path.name for path in exported.folder.iterdir()) == ["Modelfile", "finished-f16.gguf"]
     assert exported.file.stat().st_mode & 0o044 == 0o044
     assert 'PARAMETER stop "<|end|>"' in exported.modelfile.read_text() and not list(run.path.glob(".gguf*"))

@@ -144,12 +144,11 @@ def test_the_converters_output_becomes_the_right_error():
     assert ParityError("template", "why").as_json()["stage"] == "template"
 
 
-def test_without_the_package_or_the_converter_nothing_is_started(home, kept_run, monkeypatch):
+def test_without_the_package_or_the_converter_nothing_is_started(home, kept_run, monkeypatch, finetune):
     run = RunDirectory(kept_run(home))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(CommandError, match="llama-cpp-python") as raised:
-        gguf.export_gguf(run, llama_cpp=home)
-    assert "convert_hf_to_gguf" in str(raised.value)
+    code, shown = finetune("export", run.path)
+    assert code == 2 and "llama-cpp-python" in shown and "convert_hf_to_gguf" in shown
     assert not list(run.path.glob("*gguf*"))
 
 
@@ -163,14 +162,13 @@ def main():
 """
 
 
-def test_an_adapter_that_llama_cpp_can_not_convert_is_refused_before_any_work(home, kept_run, monkeypatch):
-    monkeypatch.setattr(gguf, "require_llama_cpp", lambda checkout: None)
+def test_an_adapter_that_llama_cpp_can_not_convert_is_refused_before_any_work(home, kept_run):
     run = RunDirectory(kept_run(home))
     tensor = "base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight"
     save_file({tensor: torch.zeros(2, 2)}, run.adapter / "adapter_model.safetensors")
-    with pytest.raises(CommandError, match="no out_proj of gated delta nets") as error:
+    with pytest.raises(CommandError, match="can't hold this run's out_proj of gated delta nets") as error:
         gguf.export_gguf(run, llama_cpp=home, separate=True)
-    assert "the model is merged" in error.value.fix and not list(run.path.glob("*gguf*"))
+    assert "merged model" in error.value.fix and not list(run.path.glob("*gguf*"))
 
 
 @pytest.mark.parametrize(("names", "control"), [(["<|ticket|>"], "[False, True, False]"), (None, "[True, True, False]")])

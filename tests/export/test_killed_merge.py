@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -49,19 +47,14 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
     assert all((path.stat().st_mode & 0o044) == 0o044 for path in (home / "merged").iterdir())
 
 
-def test_the_size_of_files_is_respected_and_a_wrong_one_refused(run, home):
-    def finetune(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "finetune", "merge", str(run.path), *arguments], capture_output=True, text=True
-        )
-
-    process = finetune("--max-shard-size", "1MiB", "--output", "merged")
-    assert process.returncode == 0, process.stderr
+def test_the_size_of_files_is_respected_and_a_wrong_one_refused(run, home, finetune):
+    code, shown = finetune("merge", run.path, "--max-shard-size", "1MiB", "--output", "merged")
+    assert code == 0, shown
     paths = sorted((home / "merged").glob("model-*.safetensors"))
     assert len(paths) > 2 and sum(len(load_file(path)) for path in paths) == 47
     for size, message in {"much": "is not a size", "3": "less than 1 MiB"}.items():
-        process = finetune("--max-shard-size", size, "--output", "other")
-        assert process.returncode == 2 and message in process.stderr.replace("\n", " ")
+        code, shown = finetune("merge", run.path, "--max-shard-size", size, "--output", "other")
+        assert code == 2 and message in shown
 
 
 def test_the_effect_of_merging_is_measured_on_held_out_rows(run, home):

@@ -1,8 +1,6 @@
 """Merging tensor by tensor equals PEFT's merge of the whole model, for every form of stored weights."""
 
 import json
-import os
-import stat
 
 import pytest
 import torch
@@ -114,16 +112,6 @@ def test_files_are_split_like_the_base_or_at_the_given_size(tmp_path):
     for folder in ("small", "one"):
         assert all(torch.equal(values, expected[name]) for name, values in tensors_of(tmp_path / folder).items())
         AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-
-
-def test_other_users_can_read_the_written_files(tmp_path):
-    base, adapter = save_model_and_adapter(tmp_path, "llama")
-    umask = os.umask(0o022)
-    try:
-        merge_by_shards(base, adapter, tmp_path / "merged")
-    finally:
-        os.umask(umask)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "merged").iterdir()} == {0o644}
 
 
 def store_as_fp8(folder):

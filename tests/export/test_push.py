@@ -66,17 +66,13 @@ def test_the_card_has_figures_with_intervals_and_no_row_path_or_name(run, monkey
     assert json.loads(dict(files_in_push(run))["adapter_config.json"])["base_model_name_or_path"] == "tiny-base"
 
 
-def test_the_card_names_an_evaluation_that_cannot_be_read(run):
-    (run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
-    card = model_card(run, "adapter")
-    assert "scores-torn.json can't be read" in card and "+50 points" in card
-
-
-def test_the_card_does_not_repeat_a_data_report_that_has_changed(run):
+def test_the_card_names_an_evaluation_that_cannot_be_read_and_a_data_report_that_has_changed(run):
     write_manifest(run.data, {})
     path = run.data / "report.json"
     path.write_text(path.read_text().replace('"rows_used": 24', '"rows_used": 94'))
+    (run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
     card = model_card(run, "adapter")
+    assert "scores-torn.json can't be read" in card and "+50 points" in card
     assert "report.json has changed" in card and "94 rows" not in card
 
 

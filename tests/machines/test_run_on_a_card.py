@@ -16,9 +16,8 @@ from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
 from finetune.cli.chat import chat_command
-from finetune.cli.evaluate import show_scores
+from finetune.cli.evaluate import evaluate_run
 from finetune.errors import CardError, RecipeError
-from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
 from finetune.planner.history import read_history
@@ -114,7 +113,8 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
 
 
-SCORES = partial(show_scores, rows=None, last=False, data=None, score=scorer("exact"), show="differ", examples=0)
+UNSET = dict.fromkeys(("rows", "last", "data", "forgetting", "probe", "pattern", "quantisation", "tasks"))
+SCORES = partial(evaluate_run, **UNSET, score="exact", tolerance=0.0, show="differ", examples=0)
 CHAT = partial(chat_command, base=False, both=False, prompt="Hi", system=None, max_new_tokens=1, temperature=0, top_p=1, seed=0)
 
 

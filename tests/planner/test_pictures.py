@@ -73,7 +73,7 @@ def test_the_catalogue_is_asked_only_while_the_tokenizer_is_not_here(tmp_path, m
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("1024", "not a picture's width"), ("9x0", "shorter side"), ("9999x9999", "megapixels"), ("8x8x65", "not a picture's")],
+    [("1024", "not an image's width"), ("9x0", "shorter side"), ("9999x9999", "megapixels"), ("8x8x65", "not an image's")],
 )
 def test_pictures_that_no_run_takes_are_refused(text, reason):
     with pytest.raises(CommandError, match=reason):

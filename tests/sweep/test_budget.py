@@ -20,7 +20,7 @@ def new_sweep(path, budget):
 def test_a_budget_is_read_with_its_unit():
     assert (_seconds_of("3h"), _seconds_of("90m"), _seconds_of("1.5d")) == (10800, 5400, 129600)
     for text in ("3", "h", "-1h", "nanh", "3 weeks"):
-        with pytest.raises(CommandError, match="is no time"):
+        with pytest.raises(CommandError, match="is not a duration"):
             _seconds_of(text)
 
 
