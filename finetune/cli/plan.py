@@ -47,7 +47,7 @@ def show_plan(
 
     without = recipe.dataset.path == NO_DATASET
     if images is not None and not without:
-        raise CommandError("--images is for a plan without data; the rows of this recipe have images of known sizes", "")
+        raise CommandError("--images is for a plan without data, and this recipe has a dataset", "Leave out --images.")
 
     def noted(plan: Plan) -> Plan:
         note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"

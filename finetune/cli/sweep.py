@@ -50,7 +50,7 @@ def sweep_command(
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
         if overrides or budget:
-            raise CommandError("the settings of a sweep can't change", "Start another: finetune sweep RECIPE")
+            raise CommandError("the settings of a sweep can't change", "Start a new sweep: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
         if stop and sweep.is_running:
             (sweep.path / STOP).touch()  # the training process polls for it
