@@ -68,6 +68,7 @@ def main() -> int:
     questions = [(job[0], lambda job=job: trained(job, model, options.unsloth, ends_at)) for job in JOBS]
     questions.insert(3, ("bits after a resume", lambda: resumed(ends_at)))
     questions.insert(1, ("rates", rates))
+    questions.append(("addresses", addresses))
     for name, ask in questions:
         left = ends_at - time.monotonic()
         if (
@@ -146,6 +147,17 @@ def rates() -> dict[str, Any]:
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     finding = json.loads(printed)["findings"][0]
     return finding["facts"] or {"failed": finding["what"]}
+
+
+def addresses() -> dict[str, Any]:
+    """Return the addresses of successive cudaMalloc calls: torch prefers the lower of two equal blocks."""
+    code = "import torch; blocks = [torch.cuda.caching_allocator_alloc(n << 20) for n in (64, 2, 32, 512, 20, 20, 64)]"
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(*blocks)"], env=environment, capture_output=True, text=True, check=False
+    )
+    numbers = [int(number) for number in printed.stdout.split()]
+    return {"addresses": numbers, "rising": numbers == sorted(numbers)} if numbers else {"failed": printed.stderr[-300:]}
 
 
 def summary(line: dict[str, Any]) -> str:
