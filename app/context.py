@@ -10,7 +10,6 @@ from .background.tasks import Tasks
 from .chat.chats import Chats
 from .live import LiveRuns
 from .planning.draft import Draft
-from .scores import Scores
 from .worker import Worker
 from .workspace import Workspace
 
@@ -26,7 +25,6 @@ class Context:
         #: Folder of browser uploads.
         self.uploads = temporary / "files"
         self.lives = LiveRuns()
-        self.scores = Scores()
         self.draft = Draft(workspace)
         log = workspace.folder("planner") / "log.txt"
         self.planner = Worker(workspace, ".planning.process", log=log, silent_s=_SILENT_S)

@@ -21,8 +21,7 @@ from .views.series import Series
 TICK_BYTES = 256 * 2**10
 #: Metrics of each step; `Step.metrics` has the method's metrics.
 METRICS = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "peak_allocated_bytes",
-    "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", "temperature_c", "power_w",
+    "loss", "step_s", "peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", *events.CHARTS,
 )  # fmt: skip
 _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 

@@ -10,11 +10,10 @@ import gradio as gr
 from .context import Context
 from .pages.models import ModelsPage
 from .pages.new_run import NewRun
-from .pages.rail import Rail
+from .pages.rail import Rail, foot, rail
 from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .pages.settings import SettingsPage
-from .views import rail
 from .web.page_filter import FIRST_HTML, MakeHtml
 
 #: Address, navigation name and class of each page; the first page is at the root.
@@ -45,9 +44,9 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
     # Gradio always adds a navigation bar: it can only be hidden
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
-        _show(lambda query: rail.rail(address))
+        _show(lambda query: rail(address))
         _show(rail_page.html, "ft-rail-now")
-        _show(lambda query: rail.foot())
+        _show(lambda query: foot())
     _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
     _show(page.html)
 
@@ -60,28 +59,15 @@ def _show(make: MakeHtml, elem_id: str | None = None) -> None:
     gr.HTML(component, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
-#: Tokens of Gradio's components: light and dark.
+#: Colours of Gradio's page, light and dark: it has none of its controls.
 _TOKENS = {
     "body_background_fill": ("#f6f6f3", "#0d0e10"),
     "background_fill_primary": ("#ffffff", "#151619"), "background_fill_secondary": ("#f1f1ed", "#1c1e22"),
-    "block_background_fill": ("#ffffff", "#151619"), "input_background_fill": ("#ffffff", "#151619"),
+    "block_background_fill": ("#ffffff", "#151619"),
     "border_color_primary": ("#e5e4df", "#26282d"), "block_border_color": ("#e5e4df", "#26282d"),
-    "input_border_color": ("#cfcec7", "#3b3e45"), "input_border_color_focus": ("#0b7565", "#3accb2"),
     "body_text_color": ("#17191d", "#eeeff0"), "body_text_color_subdued": ("#50545c", "#adb1b9"),
-    "block_title_text_color": ("#17191d", "#eeeff0"), "block_label_text_color": ("#50545c", "#adb1b9"),
-    "block_info_text_color": ("#50545c", "#adb1b9"), "input_placeholder_color": ("#676b74", "#8f949d"),
-    "button_primary_background_fill": ("#0b7565", "#3accb2"), "button_primary_background_fill_hover": ("#095e52", "#5cdcc5"),
-    "button_primary_text_color": ("#ffffff", "#04211c"), "button_primary_text_color_hover": ("#ffffff", "#04211c"),
-    "button_primary_border_color": ("transparent", "transparent"),
-    "button_secondary_background_fill": ("#ffffff", "#151619"),
-    "button_secondary_background_fill_hover": ("#f1f1ed", "#1c1e22"),
-    "button_secondary_border_color": ("#cfcec7", "#3b3e45"), "button_secondary_text_color": ("#17191d", "#eeeff0"),
-    "button_cancel_background_fill": ("#ffffff", "#151619"), "button_cancel_background_fill_hover": ("#fbe7e5", "#3a1816"),
-    "button_cancel_border_color": ("#cfcec7", "#3b3e45"), "button_cancel_text_color": ("#b3261e", "#ff8078"),
-    "button_cancel_text_color_hover": ("#b3261e", "#ff8078"),
     "color_accent": ("#0b7565", "#0b7565"), "color_accent_soft": ("#e2f2ee", "#11302a"),
     "link_text_color": ("#0b7565", "#3accb2"), "link_text_color_hover": ("#0b7565", "#3accb2"),
-    "slider_color": ("#0b7565", "#3accb2"), "checkbox_background_color_selected": ("#0b7565", "#0b7565"),
 }  # fmt: skip
 
 

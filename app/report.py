@@ -27,13 +27,12 @@ from finetune.units import format_bytes
 from .live import LiveRun
 from .views import new_run as plan_head
 from .views import run as run_view
-from .views import run_figures, run_head
+from .views import run_figures, run_page
 from .views.answers import answers
 from .views.choices import chosen
-from .views.compare import comparison
-from .views.markup import Safe, as_on_page, inert, note, table
+from .views.markup import as_on_page, inert, note, render, table
+from .views.runs import comparison
 from .views.scores import forgetting_notes, no_call_note, scores, task_table
-from .views.templates import render
 from .workspace import JOURNAL
 
 _ROWS_SHOWN = 5
@@ -42,17 +41,6 @@ _COMPARED = {
     "allocated_bytes": "allocated", "reserved_bytes": "reserved", "context_bytes": "CUDA context",
     "other_processes_bytes": "other programs", "card_used_bytes": "whole GPU, with other programs",
 }  # fmt: skip
-_STYLE = """
-body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
-  background: var(--ft-ground); color: var(--ft-text);
-  font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-body.gradio-container { max-width: 1100px !important; margin: 0 auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; text-align: left; }
-.right { text-align: right; } .left { overflow-wrap: anywhere; }
-h2 { border-top: 1px solid var(--ft-line); padding-top: .8rem; }
-@media print { body { padding: 0; font-size: 10pt; } h2 { break-after: avoid; } .ft-curves, tr { break-inside: avoid; } }
-"""
 
 
 def main() -> int:
@@ -75,7 +63,7 @@ def page(runs: list[RunDirectory]) -> str:
     title = ", ".join(run.path.name for run in runs)
     if len(lives) > 1:
         return _page(title, "", _several(lives))
-    return _page(title, note(" · ".join(run_head.about(lives[0]))), _one(lives[0]))
+    return _page(title, note(" · ".join(run_page.about(lives[0]))), _one(lives[0]))
 
 
 def sweep_page(path: Path) -> str:
@@ -93,7 +81,7 @@ def sweep_page(path: Path) -> str:
 def _page(title: str, head: str, parts: dict[str, str]) -> str:
     # inline: the file must open offline
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
-    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + _STYLE
+    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
     return render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts) + "\n"
 
 
@@ -119,7 +107,7 @@ def _one(live: LiveRun) -> dict[str, str]:
 
 def _several(lives: list[LiveRun]) -> dict[str, str]:
     rows = [
-        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}",
+        [live.run.path.name, run_view.pill(live.state()), f"{live.digest.step:,}",
          format_bytes(run_view.measured_peak(live.digest, live.plan())[1])]
         for live in lives
     ]  # fmt: skip
@@ -129,13 +117,13 @@ def _several(lives: list[LiveRun]) -> dict[str, str]:
 
 def _outcome(live: LiveRun) -> str:
     state, every = live.state(), read_events(live.run.events)
-    is_broken = state.state in run_head.BROKEN
-    shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
+    is_broken = state.state in run_page.BROKEN
+    shown = run_page.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
     cost = cost_of(seconds_spent(every), live.plan().settings.price_per_hour)
     spent = "" if cost is None else note(f"Cost {cost:,.2f}.")
     result = "" if live.run.adapter.is_dir() else note("The run has no result yet.")
     result = note(f"Finished in {outcome(every)[0]} {state.message}.") if state.state == "finished" else result
-    return f"<p>{run_head.pill(state)}</p>{result}{run_head.progress(live, state)}{shown}{spent}"
+    return f"<p>{run_view.pill(state)}</p>{result}{run_page.progress(live, state)}{shown}{spent}"
 
 
 def _checks(live: LiveRun) -> str:

@@ -1,4 +1,4 @@
-"""Worker: a module of this package in a separate process, which answers calls.
+"""Processes of this package's modules: detached, or a worker that answers calls.
 
     planner = Worker(workspace, ".planning.process", log=path)
     planner.call("plan", recipe=text, report=print, newest=True)
@@ -24,12 +24,31 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
-from finetune.privacy import keep_private
-
-from .process import command, environment
+from finetune.privacy import SETTINGS, keep_private
+from finetune.system import start_detached
 
 if TYPE_CHECKING:
     from .workspace import Workspace
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the command line of a module, such as ".chat.process"."""
+    # -P: a folder called app or finetune in the user's folder must not be imported
+    return [sys.executable, "-P", "-m", f"{__package__}{module}", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the app's processes."""
+    # without the app's token: other processes must not leak the token
+    values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
+    return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+
+
+def detach(root: Path, module: str, *arguments: str, log: Path) -> int:
+    """Start a process that outlives the app; return its id."""
+    with log.open("ab") as file:
+        return start_detached(command(module, *arguments), file, cwd=root, env=environment()).pid
+
 
 # Messages are lines of JSON. To the process: {"number", "method", "values"} and {"cancel": number}. From the process, per call:
 # any {"report": value}, then {"result": value}, {"error": values} or {"cancelled": true}.

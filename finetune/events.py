@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import Field
 
@@ -112,6 +112,13 @@ class Start(Event, kind="start"):
     memory_is: Annotated[str | None, "what the memory fields measure: card or process"] = None
 
 
+class Chart(NamedTuple):
+    """A chart of the run's page. `unit`: short, count, percent, °C or W, the formats of app/chart.js."""
+
+    title: str
+    unit: str = "short"
+
+
 class Step(Event, Memory, kind="step"):
     """One optimizer step has ended; its peaks are of this step."""
 
@@ -119,9 +126,11 @@ class Step(Event, Memory, kind="step"):
     total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
     epoch: Annotated[float | None, "epochs done, with fraction"] = None
     loss: Annotated[float | None, "mean loss of the step's supervised tokens"] = None
-    learning_rate: Annotated[float | None, "learning rate of this step"] = None
-    grad_norm: Annotated[float | None, "norm of the gradient before clipping"] = None
-    token_accuracy: Annotated[float | None, "share of the supervised tokens predicted correctly"] = None
+    learning_rate: Annotated[float | None, Chart("Learning rate"), "learning rate of this step"] = None
+    grad_norm: Annotated[float | None, Chart("Gradient norm"), "norm of the gradient before clipping"] = None
+    token_accuracy: Annotated[
+        float | None, Chart("Token accuracy", "percent"), "share of the supervised tokens predicted correctly"
+    ] = None
     supervised_tokens: Annotated[WholeOrNone, "tokens that count in the loss"] = None
     real_tokens: Annotated[WholeOrNone, "tokens without padding"] = None
     padded_tokens: Annotated[WholeOrNone, "tokens with padding"] = None
@@ -129,11 +138,18 @@ class Step(Event, Memory, kind="step"):
         default_factory=dict
     )
     step_s: Annotated[float | None, "duration of the step"] = None
-    tokens_per_s: Annotated[float | None, "real tokens per second"] = None
-    temperature_c: Annotated[float | None, "temperature of the GPU"] = None
-    power_w: Annotated[float | None, "power draw of the GPU"] = None
+    tokens_per_s: Annotated[float | None, Chart("Tokens per second", "count"), "real tokens per second"] = None
+    temperature_c: Annotated[float | None, Chart("Temperature", "°C"), "temperature of the GPU"] = None
+    power_w: Annotated[float | None, Chart("Power", "W"), "power draw of the GPU"] = None
     gpu_utilisation: Annotated[float | None, "share of the driver's last sample in which a kernel of any program ran"] = None
     host_wait_s: Annotated[float | None, "how long the host waited for the GPU at the end of the step"] = None
+
+
+#: Charts by field of Step: a field with a Chart is on the run's page and in trackers.
+CHARTS = {
+    name: part for name, hint in get_type_hints(Step, include_extras=True).items()
+    for part in getattr(hint, "__metadata__", ()) if isinstance(part, Chart)
+}  # fmt: skip
 
 
 class Compiled(Event, kind="compiled"):

@@ -14,7 +14,7 @@ from finetune.recipe import write_recipe
 from finetune.settings import Recipe
 from finetune.system import is_locked, rename
 
-from ..process import detach
+from ..worker import detach
 from ..workspace import Workspace
 
 #: Open states; status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.

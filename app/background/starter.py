@@ -19,7 +19,7 @@ from finetune.run.state import is_alive
 from finetune.settings import AUTO
 from finetune.system import take_lock
 
-from ..process import command, environment
+from ..worker import command, environment
 from ..workspace import Workspace
 from .queue import Entry, Queue
 

@@ -20,7 +20,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import shell_join
 
-from ..process import detach
+from ..worker import detach
 from ..workspace import Workspace
 
 #: Commands of `finetune` on a run's result.

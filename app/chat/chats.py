@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.errors import FinetuneError
+from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
+from finetune.errors import FinetuneError, PackagesError
 from finetune.events import Event, EventWriter, event_json, read_events
 from finetune.run.directory import RunDirectory
 
@@ -22,6 +26,8 @@ from ..workspace import Workspace
 IDLE_S = 600.0
 #: Folder of the images of all conversations.
 PICTURES = "pictures"
+#: An image is named by its digest.
+_PICTURE = re.compile("[0-9a-f]{40}")
 Model = Literal["base", "tuned"]
 MODELS: tuple[Model, ...] = ("base", "tuned")
 
@@ -174,3 +180,27 @@ class Chats:
             self._worker = Worker(self._workspace, ".chat.process", *arguments, log=log, tries=1)
             self._name = run.path.name
         return self._worker
+
+
+def keep_picture(folder: Path, upload: str) -> str:
+    """Move an upload into a folder; return its name. Raises BadPicture or PackagesError."""
+    name = picture_file(Path(upload)).digest
+    folder.mkdir(exist_ok=True)
+    shutil.move(upload, folder / name)
+    return name
+
+
+def kept_pictures(folder: Path, names: Iterable[str]) -> list[PictureSource]:
+    """Return the intact images of these names."""
+    pictures = [_kept(folder / name) for name in names if _PICTURE.fullmatch(name)]
+    return [picture for picture in pictures if picture is not None]
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(path: Path) -> PictureSource | None:
+    try:
+        picture = picture_file(path)
+    except (BadPicture, PackagesError):
+        return None
+    # the name is the stored image's digest: drop a file that was changed before its first read
+    return picture if picture.digest == path.name else None

@@ -17,8 +17,7 @@ from finetune.run.directory import RunDirectory
 from finetune.serialise import from_json
 
 from ..worker import Work, serve
-from .chats import IDLE_S, KINDS, MODELS, PICTURES, Answer, Model, Piece, Question
-from .pictures import kept_pictures
+from .chats import IDLE_S, KINDS, MODELS, PICTURES, Answer, Model, Piece, Question, kept_pictures
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer

@@ -16,13 +16,10 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-from ..chat.chats import MODELS, Answer, Done, Model, Turn
-from ..chat.pictures import keep_picture, kept_pictures
+from ..chat.chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
-from ..views.markup import Safe, action, as_on_page, inert, note
-from ..views.pictures import small_pictures
-from ..views.templates import render
+from ..views.markup import Safe, action, as_on_page, inert, note, render, small_pictures
 
 _QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
 _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {

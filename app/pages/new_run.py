@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from fastapi import Response
 
 from finetune.errors import CommandError, FinetuneError
-from finetune.planner.plan import Plan
+from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
 from finetune.units import format_seconds
@@ -26,23 +27,22 @@ from ..background.queue import OPEN
 from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
-from ..planning.badges import Badges
 from ..planning.blocker import blocker_of
 from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
-from ..planning.draft import FIRST, Edited
+from ..planning.draft import FIRST, Draft, Edited
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
-from ..views.markup import Safe, note
-from ..views.problems import problem_of
+from ..views.markup import Safe, note, problem_of, render
 from ..views.recipe_form import as_settings, changed_values, fields
-from ..views.templates import render
 from ..web.followed import as_json, attempted
-from ..worker import SupersededError
+from ..worker import SupersededError, Worker
 
 #: Lifetime of a plan and of the list of local models in seconds.
 _GOOD_S = 10.0
 _LISTED = 30
+#: Seconds after the page's last request at which planning of verdicts stops.
+_LOOKED_S = 6.0
 #: Characters outside the names of runs and files.
 _NO_NAME = re.compile(r"[^\w.-]+")
 
@@ -353,3 +353,53 @@ class NewRun:
         @api.post("/ft/new/change")
         def change(message: dict[str, Any]) -> Response:
             return as_json(self.change(message))
+
+
+class Badges:
+    """Verdicts by model."""
+
+    def __init__(self, planner: Worker, draft: Draft) -> None:
+        self._planner, self._draft, self._lock = planner, draft, threading.Lock()
+        self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
+        self._wanted: list[str] = []
+        self._looked_s, self._is_working = 0.0, False
+
+    def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        recipe = self._draft.read().recipe
+        key = _key(recipe)
+        with self._lock:
+            # the background thread plans missing verdicts while a page asks
+            self._wanted, self._looked_s = list(names), time.monotonic()
+            if not self._is_working:
+                self._is_working = True
+                threading.Thread(target=self._work, daemon=True).start()
+        return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            recipe, name = task
+            try:
+                # one call per model: a request of the page waits for one verdict at most
+                answer = self._planner.call("badge", recipe=write_recipe(recipe.recipe), model=name)
+            except SupersededError:  # the draft's plan goes first
+                continue
+            except FinetuneError as error:
+                answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+            self._verdicts[_key(recipe.recipe), name] = answer
+
+    def _next(self) -> Any:
+        edited = self._draft.read()
+        with self._lock:
+            if time.monotonic() - self._looked_s < _LOOKED_S:
+                key = _key(edited.recipe)
+                name = next((name for name in self._wanted if (key, name) not in self._verdicts), None)
+                if name is not None:
+                    return edited, name
+            self._is_working = False
+            return None
+
+
+def _key(recipe: Any) -> str:
+    # everything but the model that decides a verdict
+    values = recipe.model_dump(mode="json")
+    return json.dumps([values[name] for name in ("dataset", "gpu", "max_length")])

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
@@ -20,11 +19,8 @@ from ..background.tasks import Task
 from ..context import Context
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
-from ..views.markup import inert, note, table
-from ..views.options import HELD_OUT_BEFORE, SCORES
-from ..views.problems import problem
+from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, note, problem, render, table
 from ..views.scores import forgetting_notes, no_call_note, rows_of, scores, task_table, title_of
-from ..views.templates import render
 
 _KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ORDERS = {
@@ -151,16 +147,12 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
     if not results:
         return progress + benchmark or note(tr("Not evaluated yet."))
     written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
-    first, *others = sorted(results, key=lambda name: -written[name])
-    shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_notes(read_forgetting(run))]
-    shown += [
-        f"<details><summary>{inert(_title(results[name]))}</summary>{scores(results[name], order)}</details>" for name in others
+    titled = [
+        (tr("{score}, {rows}", score=title_of(result["score"]), rows=rows_of(result)), Safe(scores(result, order)))
+        for result in (results[name] for name in sorted(results, key=lambda name: -written[name]))
     ]
-    return progress + no_call_note(read_no_call(run)) + "".join(shown) + benchmark
-
-
-def _title(result: dict[str, Any]) -> str:
-    return tr("{score}, {rows}", score=title_of(result["score"]), rows=rows_of(result))
+    notes = Safe(forgetting_notes(read_forgetting(run)))
+    return progress + no_call_note(read_no_call(run)) + render("evaluations", results=titled, notes=notes) + benchmark
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
@@ -169,16 +161,13 @@ def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
         if (status := task.status()) is not None and status["state"] != "done"
     )  # fmt: skip
     files = {"report.html": tr("Download the report"), "comparison.html": tr("Download the comparison")}
-    links = [
-        f'<a href="/ft/report/{quote(run.path.name)}/{file}" download>{label}</a>'
-        for file, label in files.items() if (run.path / file).is_file()
-    ]  # fmt: skip
-    return going + (f"<p>{' · '.join(links)}</p>" if links else "" if going else note(tr("Not written yet.")))
+    there = {file: label for file, label in files.items() if (run.path / file).is_file()}
+    return going + render("reports", run=run.path.name, files=there, is_going=bool(going))
 
 
 def _pushed(task: Task) -> str:
-    status, result = task.status(), task.result()
-    if status is None or status["state"] != "done" or not isinstance(result, dict) or "files" not in result:
+    result = task.result()
+    if not _is_done(task) or "files" not in result:
         return _task("push", task)
     rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
     where = tr("{repo} (public)" if result["public"] else "{repo} (private)", repo=result["repo"])
@@ -189,8 +178,8 @@ def _pushed(task: Task) -> str:
 
 
 def _exported(task: Task) -> str:
-    status, result = task.status(), task.result()
-    if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
+    result = task.result()
+    if not _is_done(task) or "check" not in result:
         return _task("export", task)
     check = result["check"]
     names = {"file": tr("file"), "adapter": tr("adapter"), "modelfile": "Modelfile"}
@@ -202,6 +191,11 @@ def _exported(task: Task) -> str:
     return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)
 
 
+def _is_done(task: Task) -> bool:
+    status = task.status()
+    return status is not None and status["state"] == "done" and isinstance(task.result(), dict)
+
+
 def _gguf_files(run: RunDirectory) -> list[str]:
     paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
     return [path.relative_to(run.path).as_posix() for path in paths]
@@ -211,17 +205,16 @@ def _task(verb: str, task: Task) -> str:
     status = task.status()
     if status is None:
         return note(tr("Not run yet."))
-    command = f'<p class="ft-mono">{inert(status.get("command", ""))}</p>'
-    if status["state"] == "running":
-        last = task.log().strip().splitlines()[-1:] or [tr("starting")]
-        return f'{command}<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(last[0], 300)}</p>'
     result, failed = task.result(), tr("{action} failed", action=tr(_ACTIONS[verb]))
-    if isinstance(result, dict) and "problems" in result:
-        return command + problem(failed, result["problems"], result.get("fix", ""))
-    if status["state"] == "failed":
-        return command + problem(failed, task.log().strip().splitlines()[-5:] or [tr("no output")])
-    rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) and verb == "merge" else []
-    if not rows:
-        return command + note(tr("Done."))
-    caption = tr("Result of {action}", action=tr(_ACTIONS[verb]))
-    return command + table([tr("name"), tr("value")], rows, caption, hidden_caption=True)
+    result, lines, trouble, shown = result if isinstance(result, dict) else {}, task.log().strip().splitlines(), "", ""
+    if "problems" in result:
+        trouble = problem(failed, result["problems"], result.get("fix", ""))
+    elif status["state"] == "failed":
+        trouble = problem(failed, lines[-5:] or [tr("no output")])
+    elif verb == "merge" and result:
+        caption = tr("Result of {action}", action=tr(_ACTIONS[verb]))
+        shown = table([tr("name"), tr("value")], [[key, value] for key, value in result.items()], caption, hidden_caption=True)
+    return render(
+        "task", command=status.get("command", ""), is_running=status["state"] == "running", trouble=trouble, shown=shown,
+        last=lines[-1][:300] if lines else tr("starting"),
+    )  # fmt: skip

@@ -17,9 +17,8 @@ from ..language import tr
 from ..views import run_page
 from ..views import sweep as sweep_view
 from ..views.chart_series import answer
-from ..views.markup import note, page_title, to_new_run
-from ..views.problems import problem_of
-from ..views.run_head import TABS
+from ..views.markup import note, page_title, problem_of, render, to_new_run
+from ..views.run_page import TABS
 from ..web.followed import RefusedError, answered, attempted, changed_parts
 from . import chat, result
 
@@ -36,18 +35,18 @@ class RunPage:
         name, tab = query.get("run"), query.get("tab", "")
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            return run_page.page(sweep.path.name, tab, sweep_view.head(sweep), sweep_view.body(sweep))
+            return sweep_view.page(sweep, tab)
         run = self.context.workspace.run(name) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
-            return run_page.empty()
+            return render("run_none")
         live = self.context.lives.of(run)
         try:
             parts, chats = self.parts(run, tab), chat.pane(live.plan())
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
             return page_title(run.path.name) + problem_of(error)
         forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
-        return run_page.page(run.path.name, tab, run_page.head(parts), run_page.body(live, forms, parts))
+        return run_page.page(live, tab, forms, parts)
 
     def _default(self, tab: str) -> RunDirectory | None:
         if tab not in ("evaluate", "export", "chat"):

@@ -12,12 +12,8 @@ from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, res
 from ..browser_files import chart_element, has_charts
 from ..language import tr
 from ..views import runs as views
-from ..views.compare import comparison
-from ..views.markup import note, to_new_run
-from ..views.problems import problem, problem_of
-from ..views.run_row import row_of
-from ..views.sweep import listed
-from ..views.templates import render
+from ..views.markup import note, problem, problem_of, render, to_new_run
+from ..views.runs import comparison, row_of
 from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
@@ -40,11 +36,11 @@ class RunsPage(FollowedPage):
         rows, damaged = [], ""
         for run in workspace.list_runs()[:_LISTED]:
             try:
-                rows.append(row_of(self.context.lives.of(run), self.context.scores))
+                rows.append(row_of(self.context.lives.of(run)))
             except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {
-            "list": damaged + views.runs_table(rows), "sweeps": listed(workspace.list_sweeps()[:_LISTED]),
+            "list": damaged + views.runs_table(rows), "sweeps": views.sweeps(workspace.list_sweeps()[:_LISTED]),
             "queue": views.queue(entries), "trash": views.trash(deleted_runs(workspace.runs)[:_LISTED]),
         }  # fmt: skip
 
@@ -75,7 +71,7 @@ class RunsPage(FollowedPage):
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
-        rows = [row_of(live, self.context.scores) for live in lives]
+        rows = [row_of(live) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.card.find import catalogue_sizes
 from finetune.data.readers import READERS
 from finetune.errors import FinetuneError, RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
@@ -87,13 +86,8 @@ def search_models(query: str) -> list[Model]:
     return models
 
 
-def card_choices() -> list[tuple[str, str]]:
-    """Return label and name of each GPU."""
-    return [(f"{_spelt(name)} · {size} GB", name) for name, size in catalogue_sizes().items()]
-
-
-def _spelt(name: str) -> str:
-    # rtx-3080-laptop-8gb -> RTX 3080 Laptop
+def card_label(name: str) -> str:
+    """Return `RTX 3080 Laptop` for `rtx-3080-laptop-8gb`."""
     spelt = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
     parts = [part for part in name.split("-") if not part.endswith("gb")]
     return " ".join(spelt.get(part, part.upper()) for part in parts)

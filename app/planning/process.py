@@ -102,12 +102,8 @@ class Questions:
         except FinetuneError as error:
             return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
         peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
-        return {
-            "verdict": plan.verdict,
-            "peak_bytes": peak,
-            "bits": base.bits if base.setting else None,
-            "parameters": parameters,
-        }
+        bits = base.bits if base.setting else None
+        return {"verdict": plan.verdict, "peak_bytes": peak, "bits": bits, "parameters": parameters}
 
     def make_plan(
         self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False, has_data: bool = True

@@ -14,8 +14,7 @@ from finetune.data.pictures.reader import FileStat, file_stat
 from finetune.events import Sample
 
 from ..language import tr
-from .markup import inert
-from .pictures import small_pictures
+from .markup import Safe, inert, render, small_pictures
 
 #: Text and image files: rows with different images may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]
@@ -39,15 +38,8 @@ def answers(
         pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()
         by_prompt.setdefault((sample.prompt or "", pictures), {})[sample.step] = sample
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
-    if not prompts:
-        return ""
     names = [tr("Prompt"), tr("Expected"), *(tr("Step {step}", step=f"{step:,}") for step in steps)]
-    head = "".join(f'<th scope="col">{inert(name)}</th>' for name in names)
-    rows = "".join(_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts])
-    return (
-        f'<div class="ft-scroll" role="region" aria-label="{tr("Answers as it learns")}" tabindex="0">'
-        f'<table class="ft-answers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
+    return render("answers", names=names, rows=[_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]])
 
 
 @lru_cache(256)
@@ -56,20 +48,17 @@ def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     return small_copy_of(path)
 
 
-def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
+def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[Safe | None]]:
+    # pictures, prompt, expected answer, and the answer of each step
     expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
-    cells, earlier = "", None
+    shown: list[Safe | None] = []
+    earlier = None
     for step in steps:
-        sample = by_step.get(step)
-        answer = (sample.answer or "") if sample else None
-        shown = f'<span class="ft-faint">{tr("not asked")}</span>' if answer is None else marked(answer, expected, earlier)
-        cells += f'<td class="mono" data-label="{tr("Step {step}", step=f"{step:,}")}">{shown}</td>'
+        answer = (by_step[step].answer or "") if step in by_step else None
+        shown.append(None if answer is None else Safe(marked(answer, expected, earlier)))
         earlier = answer if answer is not None else earlier
     text, paths = prompt
-    pictures = small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)])
-    asked = f"<td>{pictures}{inert(text)}</td>"
-    wanted = f'<td class="mono" data-label="{tr("Expected")}">{inert(expected)}</td>'
-    return f"<tr>{asked}{wanted}{cells}</tr>"
+    return small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)]), text, expected, shown
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:

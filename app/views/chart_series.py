@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from finetune.events import CHARTS
 from finetune.settings.methods import METRICS
-from finetune.units import GIB, format_count
+from finetune.units import GIB
 
-from ..language import mark, tr
+from ..language import tr
 from .markup import as_on_page
-from .run import context_bytes
+from .run import context_bytes, memory_curves
 from .series import Series
 
 if TYPE_CHECKING:
@@ -18,22 +19,8 @@ if TYPE_CHECKING:
 
     from ..live import Digest, LiveRun
 
-_SMALL_PANELS = (
-    ("learning_rate", mark("Learning rate"), "short", "{:.3g}".format),
-    ("grad_norm", mark("Gradient norm"), "short", "{:.3g}".format),
-    ("tokens_per_s", mark("Tokens per second"), "count", format_count),
-    ("token_accuracy", mark("Token accuracy"), "percent", "{:.0%}".format),
-    ("temperature_c", mark("Temperature"), "°C", "{:.0f} °C".format),
-    ("power_w", mark("Power"), "W", "{:.0f} W".format),
-)
-#: Memory metrics: name, label, kind.
-_GPU_LINES = (
-    ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
-    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
-)  # fmt: skip
 #: A budget above this share of the GPU gets no line.
 _SAME = 0.99
-_HOST_LINES = (("process_rss_bytes", mark("this process"), "process"),)
 
 
 def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
@@ -51,9 +38,6 @@ def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
-    lines = [line for line in _GPU_LINES if line[0] in digest.series] or [
-        line for line in _HOST_LINES if line[0] in digest.series
-    ]
     # the forecast is of the process, so the CUDA context is added to the allocator's reserved memory
     added = round(context_bytes(digest, plan) / GIB, 3)
     levels = []
@@ -71,26 +55,22 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         "title": tr("Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB"), "unit": "GiB", "levels": levels,
         "lines": [
             {"name": name, "label": tr(label), "kind": kind, "add": added if name == "peak_reserved_bytes" else 0}
-            for name, label, kind in lines
+            for name, label, kind in memory_curves(digest)
         ],
     }  # fmt: skip
 
 
 def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
-    for name, title, unit, _ in small_curves():
+    # every metric besides loss and memory, metrics of methods last
+    charts = {name: (tr(title), unit) for name, (title, unit) in CHARTS.items()}
+    for name, (label, text) in METRICS.items():
+        unit = "percent" if "%" in text else "short"
+        charts[name] = as_on_page(label).capitalize(), unit
+        charts[f"eval/{name}"] = tr("Held-out {metric}", metric=as_on_page(label)), unit
+    for name, (title, unit) in charts.items():
         if name in digest.series:
             lines = [{"name": name, "label": "", "kind": "mean"}]
             yield {"title": title, "unit": unit, "small": True, "lines": lines, "levels": []}
-
-
-def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
-    """Yield name, title, unit and format of each metric besides loss and memory, metrics of methods last."""
-    for name, title, unit, show in _SMALL_PANELS:
-        yield name, tr(title), unit, show
-    for name, (label, text) in METRICS.items():
-        unit = "percent" if "%" in text else "short"
-        yield name, as_on_page(label).capitalize(), unit, text.format
-        yield f"eval/{name}", tr("Held-out {metric}", metric=as_on_page(label)), unit, text.format
 
 
 def answer(live: LiveRun, have: str = "") -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..language import tr, tr_n
-from .markup import inert
+from .markup import Safe, inert, render
 from .series import Point
 
 #: Box of the lines, which is stretched, and number of bars.
@@ -28,16 +27,8 @@ def picture(title: str, lines: Sequence[Line], show: Callable[[float], str]) -> 
     if not values:
         return ""
     lowest, highest, right = min(values), max(values), max(step for line in lines for step, _ in line.points)
-    legend = "".join(f'<li class="{line.css}">{inert(line.label)}</li>' for line in lines)
-    drawn = "".join(_polylines(line, lowest, highest, right) for line in lines)
-    label = tr(
-        "{title}: {low} to {high}, {steps} steps", title=title, low=show(lowest), high=show(highest), steps=f"{right:,.0f}"
-    )
-    return (
-        f'<div class="ft-curves" role="img" aria-label="{inert(label)}"><h3>{inert(title)}<ul>{legend}</ul>'
-        f"</h3><div><span>{inert(show(highest))}</span><span>{inert(show(lowest))}</span>{_svg(drawn)}</div>"
-        f"<p>{tr('{n} steps', n=f'{right:,.0f}')}</p></div>"
-    )
+    svg = _svg("".join(_polylines(line, lowest, highest, right) for line in lines))
+    return render("curves", title=title, lines=lines, low=show(lowest), high=show(highest), steps=f"{right:,.0f}", svg=svg)
 
 
 def sparkline(points: Sequence[Point], label: str) -> str:
@@ -57,19 +48,12 @@ def histogram(lengths: Sequence[int], limit: int | None, label: str) -> str:
     width, counts = (right + 1) / _BARS, [0] * _BARS
     for length in lengths:
         counts[int(length / width)] += 1
-    bars = "".join(
-        f'<i class="{"over" if limit and index * width >= limit else ""}" style="height:{100 * count / max(counts):.1f}%"></i>'
-        for index, count in enumerate(counts)
-    )
-    most, longest = tr_n("{n} row", "{n} rows", max(counts)), tr("{n} tokens per row", n=f"{right:,}")
-    return (
-        f'<div class="ft-bars" role="img" aria-label="{inert(label)}"><span>{most}</span><div>{bars}</div>'
-        f"<p><span>0</span><span>{longest}</span></p></div>"
-    )
+    bars = [(100 * count / max(counts), bool(limit and index * width >= limit)) for index, count in enumerate(counts)]
+    return render("histogram", label=label, bars=bars, most=max(counts), longest=right)
 
 
-def _svg(shapes: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDE:g} {_HIGH:g}" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'
+def _svg(shapes: str) -> Safe:
+    return Safe(f'<svg viewBox="0 0 {_WIDE:g} {_HIGH:g}" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>')
 
 
 def _polylines(line: Line, lowest: float, highest: float, right: float) -> str:

@@ -14,9 +14,7 @@ from finetune.units import format_count
 from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .markup import Safe, as_on_page, inert, note
-from .pictures import pixels, small_pictures
-from .templates import render
+from .markup import Safe, as_on_page, inert, note, pixels, render, small_pictures
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000

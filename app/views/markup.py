@@ -1,4 +1,4 @@
-"""Escaping of untrusted text: names, rows, chat and logs can't add markup, scripts, colours or text direction."""
+"""HTML: escaped texts, templates, tables, problems. Names, rows, chat and logs can't add markup, colours or text direction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,35 @@ import unicodedata
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from ..language import tr
-from .options import with_labels
+from finetune.errors import FinetuneError, RecipeError
+
+from ..language import mark, tr, tr_n
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
+#: Scores of `finetune eval` by the page's label.
+SCORES = {
+    mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
+    mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
+    mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
+}  # fmt: skip
+HELD_OUT_BEFORE = mark("held-out rows of the run it continued")
+#: Page labels by option.
+_LABELS = {
+    "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
+    "forgetting": HELD_OUT_BEFORE, "last": mark("Last step, not the best"), "output": mark("Folder in the run"),
+    "type": mark("Type"), "to": mark("Base and adapter in two files"), "public": mark("Public, else private"),
+    "force": mark("Start anyway"),
+}  # fmt: skip
+_SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
+#: An option and its value: number, quoted text, score, GGUF type, or the placeholder `FILE`.
+_OPTION = re.compile(
+    rf"(?<![\w-])--({'|'.join(_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
+)
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -36,23 +57,9 @@ def _is_shown(letter: str) -> bool:
     return letter == "\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> Safe:
     """Return a table; `Safe` cells are HTML, and columns that start with `>` are right-aligned."""
-    aligned = ["right" if column.startswith(">") else "left" for column in columns]
-    head = "".join(
-        f'<th scope="col" class="{align}">{inert(column.removeprefix(">"))}</th>'
-        for column, align in zip(columns, aligned, strict=True)
-    )
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{align}">{_cell(cell)}</td>' for cell, align in zip(row, aligned, strict=True)) + "</tr>"
-        for row in rows
-    )
-    shown = f'<caption class="{"sr-only" if hidden_caption else ""}">{inert(caption)}</caption>'
-    label = inert(caption)
-    return (
-        f'<div class="ft-scroll" role="region" aria-label="{label}" tabindex="0"><table>{shown}'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return render("table", columns=columns, rows=rows, caption=caption, is_hidden=hidden_caption)
 
 
 def stamp_of(name: str, html: str) -> str:
@@ -84,24 +91,28 @@ def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "")
 
 def as_on_page(text: str) -> str:
     """Return an engine message in page terms: settings as in a recipe, options as labels, commands as typed."""
-    return "".join(part if is_command else with_labels(_as_in_recipe(part)) for is_command, part in _parts(text))
-
-
-def _parts(text: str) -> Iterable[tuple[int, str]]:
     # split with one group: every second part is a command
-    return ((number % 2, part) for number, part in enumerate(_COMMAND.split(text)))
+    parts = enumerate(_COMMAND.split(text))
+    return "".join(part if number % 2 else _OPTION.sub(_labelled, _OVERRIDE.sub(_as_in_recipe, part)) for number, part in parts)
 
 
-def _as_in_recipe(text: str) -> str:
-    return _OVERRIDE.sub(lambda match: f"{match[1]}: {match[2]}" if match[1] in setting_names() else match[0], text)
+def _as_in_recipe(override: re.Match[str]) -> str:
+    return f"{override[1]}: {override[2]}" if override[1] in _setting_names() else override[0]
 
 
 @cache
-def setting_names() -> frozenset[str]:
-    """Return the setting names of a recipe."""
-    from finetune.settings.reference import settings_reference
+def _setting_names() -> frozenset[str]:
+    from finetune.settings.reference import settings_reference  # here: imports stay at most ten deep
 
     return frozenset(row.name for row in settings_reference())
+
+
+def _labelled(option: re.Match[str]) -> str:
+    # `--tolerance 0.01` is “Tolerance: 0.01” on the page
+    label, value = tr(_LABELS[option[1]]), option[2] or ""
+    if value not in ("", "FILE"):
+        label = tr("{change}: {result}", change=label, result=tr(_SCORE_LABELS.get(value, value)))
+    return f"“{label}”"
 
 
 def page_title(name: str) -> str:
@@ -109,9 +120,9 @@ def page_title(name: str) -> str:
     return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
-def note(text: str, kind: str = "") -> str:
+def note(text: str, kind: str = "") -> Safe:
     """Return one line of information."""
-    return f'<p class="ft-note {kind}">{inert(text)}</p>'
+    return Safe(f'<p class="ft-note {kind}">{inert(text)}</p>')
 
 
 def to_new_run(text: str) -> str:
@@ -119,5 +130,63 @@ def to_new_run(text: str) -> str:
     return f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>'
 
 
-def _cell(value: Any) -> str:
-    return value if isinstance(value, Safe) else inert("–" if value is None else value)
+def problem(title: str, problems: Sequence[str], fix: str = "") -> Safe:
+    """Return a box with the problems and the fix of an error, which screen readers announce."""
+    return render("problem", title=tr(title), problems=problems[:20], fix=fix)
+
+
+def problem_of(error: Exception) -> Safe:
+    """Return the box of any error."""
+    if isinstance(error, FinetuneError):
+        return problem(error.title, error.problems, error.fix)
+    return problem(FinetuneError.title, [str(error)])
+
+
+#: Errors in handling a message that the page never sends.
+WRONG_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
+
+
+def refusal(error: Exception) -> Safe:
+    """Return the box of an error in handling a message."""
+    if isinstance(error, RecipeError):
+        title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
+        return problem(title, error.problems, error.fix)
+    # UnicodeError is a ValueError, but of a file's text
+    if isinstance(error, WRONG_MESSAGE) and not isinstance(error, UnicodeError):
+        return problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+    return problem_of(error)
+
+
+def small_pictures(small: Sequence[Mapping[str, Any]]) -> Safe:
+    """Return small copies of images; missing images as text."""
+    return render("pictures", pictures=small, pixels=pixels)
+
+
+def pixels(width: int, height: int) -> str:
+    """Return `640 x 480 pixels`."""
+    return tr("{width} x {height} pixels", width=f"{width:,}", height=f"{height:,}")
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    # stricter than autoescape: `inert` also removes colours and text direction
+    def shown(value: Any) -> Any:
+        return value if isinstance(value, Markup) else Markup(value if isinstance(value, Safe) else inert(value))
+
+    folder = Path(__file__).parents[1] / "templates"
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.globals.update(
+        tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part
+    )
+    return environment
+
+
+def render(name: str, /, **values: Any) -> Safe:
+    """Return the HTML of a template."""
+    return Safe(_environment().get_template(f"{name}.html").render(**values).strip())

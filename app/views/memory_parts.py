@@ -10,13 +10,6 @@ from finetune.units import format_bytes, gib
 from ..language import mark, tr
 from .words import precision, rows
 
-#: Name and explanation of each phase in a forecast.
-PHASES = {
-    "train": (mark("Training"), ""),
-    "load": (mark("Loading"), mark("The most that is allocated while loading.")),
-    "eval": (mark("Evaluating"), mark("The most that is allocated while evaluating.")),
-    "save": (mark("Saving"), mark("The most that is allocated while saving.")),
-}
 #: Parts that adapter training keeps.
 _STATES = {"adapters": mark("adapters {size}"), "gradients": mark("gradients {size}"), "optimizer": mark("optimizer {size}")}
 
@@ -31,35 +24,22 @@ class Part:
     why: str
 
 
-def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
-    """Return the parts of a phase, which sum to the GPU's memory, and the excess bytes."""
+def parts_of(plan: Plan) -> tuple[list[Part], int]:
+    """Return the parts while training, which sum to the GPU's memory, and the excess bytes."""
     forecast, card = plan.forecast, plan.card
     assert forecast is not None
     budget = min(plan.usable_bytes, card.total_bytes)
-    if phase == "train":
-        owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
-        whose = tr(
-            "What Python and its libraries take, and memory that the allocator holds and can't use." if card.is_cpu
-            else "The CUDA context, and memory that the allocator holds and can't use."
-        )  # fmt: skip
-        beyond = max(0, forecast.peak_bytes - forecast.allocated_bytes)
-        spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
-        parts = [
-            *_training(plan),
-            Part("overhead", owner, beyond, whose),
-            Part(
-                "spread",
-                tr("May be needed"),
-                spread,
-                tr("How far it can go above the forecast. The plan must fit with all of it."),
-            ),
-        ]
-    else:
-        context = card.context_bytes or 0
-        parts = [
-            Part("weights", tr("Allocated"), forecast.peaks[phase], tr(PHASES[phase][1])),
-            Part("overhead", tr("CUDA context"), context, tr("What the driver takes for the process.")),
-        ]
+    owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
+    whose = tr(
+        "What Python and its libraries take, and memory that the allocator holds and can't use." if card.is_cpu
+        else "The CUDA context, and memory that the allocator holds and can't use."
+    )  # fmt: skip
+    spread = tr("How far it can go above the forecast. The plan must fit with all of it.")
+    parts = [
+        *_training(plan),
+        Part("overhead", owner, max(0, forecast.peak_bytes - forecast.allocated_bytes), whose),
+        Part("spread", tr("May be needed"), max(0, forecast.peak_high_bytes - forecast.peak_bytes), spread),
+    ]
     used, others = sum(part.size for part in parts), card.total_bytes - budget
     is_assumed = card.source == "catalogue"
     why = tr(

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
+from finetune.card.find import catalogue_sizes
 from finetune.card.visible import usable_devices
 from finetune.errors import DataError
 from finetune.planner.history import read_history
@@ -20,24 +20,18 @@ from finetune.units import GIB, format_count, gib
 
 from ..language import mark, tr, tr_n
 from ..planning.blocker import Blocker
-from ..planning.catalogue import DATA_ENDINGS, Model, card_choices
+from ..planning.catalogue import DATA_ENDINGS, Model, card_label
 from ..planning.draft import Edited, command_line
 from .choices import chosen as reasons_of
-from .markup import Safe, action, as_on_page, inert, note
+from .markup import Safe, as_on_page, problem, render
 from .memory_parts import parts_of
-from .problems import problem
-from .rail import short_name
 from .recipe_form import form
-from .templates import render
-from .words import QUEUE_STATES, SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
+from .words import QUEUE_STATES, capital, in_words, minutes, plan_in_words, rows, setting_name, short_name, slower_in_words
 
-#: Label, lowest and highest value, and step of each setting with a field.
+#: Lowest and highest value, and step of each setting with a field.
 FIELDS = {
-    "num_train_epochs": (SETTING_NAMES["num_train_epochs"], "0.01", "1000", "any"),
-    "learning_rate": (SETTING_NAMES["learning_rate"], "1e-8", "1", "any"),
-    "max_length": (mark("Longest row, tokens"), "8", "1048576", "1"),
-    "lora_r": (SETTING_NAMES["lora_r"], "1", "1024", "1"),
-    "effective_batch_size": (SETTING_NAMES["effective_batch_size"], "1", "65536", "1"),
+    "num_train_epochs": ("0.01", "1000", "any"), "learning_rate": ("1e-8", "1", "any"), "max_length": ("8", "1048576", "1"),
+    "lora_r": ("1", "1024", "1"), "effective_batch_size": ("1", "65536", "1"),
 }  # fmt: skip
 #: Roles of data columns, by field of `dataset.columns`.
 ROLES = {
@@ -63,18 +57,20 @@ def gpu_name(gpu: str) -> str:
     devices = [device for device in usable_devices() if gpu in (AUTO, device.index)]
     if devices:
         return f"{short_name(devices[0].name)} · {gib(devices[0].total_bytes)}"
-    return {name: label for label, name in card_choices()}.get(gpu, gpu)
+    sizes = catalogue_sizes()
+    return f"{card_label(gpu)} · {sizes[gpu]} GB" if gpu in sizes else gpu
 
 
 def settings(edited: Edited, plan: Plan | None) -> str:
     """Return the fields with value, recommendation and cost."""
     planned, fields = plan.settings if plan else None, []
-    for name, (label, lowest, highest, step) in FIELDS.items():
+    for name, (lowest, highest, step) in FIELDS.items():
         value = edited.values.get(name)
         is_yours = value not in (None, AUTO)
         shown = value if is_yours else getattr(planned, name, "")
         fields.append({
-            "name": name, "label": tr(label), "lowest": lowest, "highest": highest, "step": step, "is_yours": is_yours,
+            "name": name, "label": tr("Longest row, tokens") if name == "max_length" else setting_name(name),
+            "lowest": lowest, "highest": highest, "step": step, "is_yours": is_yours,
             "value": f"{shown:g}" if isinstance(shown, float) else shown, "price": _price(name, plan) if plan else "",
         })  # fmt: skip
     return render("settings", fields=fields)
@@ -101,30 +97,18 @@ def _price(name: str, plan: Plan) -> str:
 
 def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) -> str:
     """Return the verdict, its figures, and the memory bar."""
-    forecast, level = plan.forecast, plan.verdict.level
+    level, is_ready = plan.verdict.level, not _failed(plan) and (blocked is None or blocked.elsewhere)
     return render(
-        "answer",
-        notes=[Safe(blocker_note(blocked))] if blocked else [],
-        level="warn" if level == "ok" and (_failed(plan) or (blocked and not blocked.elsewhere)) else level,
-        title=capital(tr(plan.verdict)),
-        text="" if plan.verdict in (Verdict.FITS, Verdict.NO_FIT) else _because(plan),
-        figures=_figures(plan) if forecast else [],
-        bar=_bar(plan) if forecast and has_bar else None,
-        trust=_trust(plan),
-    )
+        "answer", note=blocker_note(blocked) if blocked else "", level="warn" if level == "ok" and not is_ready else level,
+        title=capital(tr(plan.verdict)), text="" if plan.verdict in (Verdict.FITS, Verdict.NO_FIT) else _because(plan),
+        plan=plan, gib=gib, time=_time(plan), bar=_bar(plan) if plan.forecast and has_bar else None, trust=_trust(plan),
+    )  # fmt: skip
 
 
-def blocker_note(blocker: Blocker) -> str:
+def blocker_note(blocker: Blocker) -> Safe:
     """Return a blocker with its fix."""
-    if blocker.elsewhere:
-        return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
     shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
-    if blocker.override:
-        press = action(override=blocker.override)
-        shown += f'<p><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'
-    is_data = blocker.title == DataError.title and not blocker.override
-    choose = f'<button type="button" class="ft-act" data-panel="data">{tr("Choose other data")}</button>'
-    return shown + (f"<p>{choose}</p>" if is_data else "")
+    return render("blocker", blocker=blocker, problem=shown, is_data=blocker.title == DataError.title)
 
 
 def _because(plan: Plan) -> str:
@@ -133,42 +117,30 @@ def _because(plan: Plan) -> str:
     return capital(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
 
 
-def trouble(note: str, title: str) -> str:
+def trouble(note: Safe, title: str) -> str:
     """Return an error in place of the verdict."""
-    return render("answer", notes=[Safe(note)], level="unknown", title=title, text="", figures=[], bar=None, trust="")
+    return render("answer", note=note, level="unknown", title=title, text="", plan=None, bar=None)
 
 
-def _figures(plan: Plan) -> list[dict[str, str]]:
-    forecast = plan.forecast
-    assert forecast is not None
-    spare, step_s, steps = plan.headroom_bytes or 0, forecast.step_s, plan.total_steps
-    figures = [
-        {"value": tr("{likely} of {usable}", likely=gib(forecast.peak_bytes), usable=gib(plan.usable_bytes)), "css": "",
-         "text": tr("peak while training, at most {most}", most=gib(forecast.peak_high_bytes))},
-        {"value": tr("{size} to spare" if spare >= 0 else "{size} too much", size=gib(abs(spare))),
-         "css": "ok" if spare >= 0 else "bad",
-         "text": tr("with other programs at {size}", size=gib(max(0, plan.card.total_bytes - plan.usable_bytes)))},
-    ]  # fmt: skip
-    epochs = plan.settings.num_train_epochs
+def _time(plan: Plan) -> tuple[str, str] | None:
+    # the figure of time, speed or updates, and the text below it
+    forecast, steps, epochs = plan.forecast, plan.total_steps, plan.settings.num_train_epochs
     counted = tr_n("{n} update", "{n} updates", steps) if steps else ""
     if not plan.settings.max_steps and steps:
         several = mark("{epochs} epoch, {updates}") if epochs == 1 else mark("{epochs} epochs, {updates}")
         counted = tr(several, epochs=f"{epochs:g}", updates=counted)
-    if step_s and steps:
+    if forecast and forecast.step_s and steps:
         cost = f", {plan.cost:,.2f}" if plan.cost is not None else ""
-        figures.append({"value": tr("about {time}", time=minutes(step_s * steps)), "css": "", "text": counted + cost})
-    elif forecast.tokens_per_s:
+        return tr("about {time}", time=minutes(forecast.step_s * steps)), counted + cost
+    if forecast and forecast.tokens_per_s:
         speed = tr("{n} tokens/s", n=f"{forecast.tokens_per_s:,.0f}")
-        figures.append({"value": speed, "css": "", "text": tr("with full rows, until your data is read")})
-    elif steps:
-        why = tr("a run measures the time" if plan.card.is_cpu else "this GPU's speed is not known")
-        figures.append({"value": counted, "css": "", "text": why})
-    return figures
+        return speed, tr("with full rows, until your data is read")
+    return (counted, tr("a run measures the time" if plan.card.is_cpu else "this GPU's speed is not known")) if steps else None
 
 
 def _bar(plan: Plan) -> dict[str, Any]:
     # widths in percent of the GPU, or of the needed bytes if they exceed the GPU
-    parts, over = parts_of(plan, "train")
+    parts, over = parts_of(plan)
     total = plan.card.total_bytes
     # a round step with at most seven ticks
     whole, step = total + over, next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if total / GIB / step <= 7)
@@ -206,19 +178,18 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
     """Return ways to run the recipe: plans that fit, fastest first."""
     is_big = plan.verdict == Verdict.NO_FIT
     fitting = [row for row in plan.alternatives if row.verdict.fits or (row.chosen and not is_big)]
+    title = tr("Make it fit" if is_big else "Ways to run it: same rows, same batch")
     if is_big:
-        items = sorted(
-            (item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes), key=attrgetter("saves_bytes")
-        )[:_CARDS]
-        cards = [_suggestion(item, plan) for item in items] or [_card(row, plan, mark("Fits")) for row in fitting[:_CARDS]]
+        fits = [item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes]
+        items = sorted(fits, key=attrgetter("saves_bytes"))[:_CARDS]
+        cards = [_suggestion(item) for item in items] or [_card(row, plan, mark("Fits")) for row in fitting[:_CARDS]]
         largest = plan.shortfall.largest_model_that_fits if plan.shortfall else None
-        largest_text = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else ""
-        return render(
-            "plans", title=tr("Make it fit"), cards=cards, otherwise=largest_text or tr("No smaller plan of this recipe fits.")
-        )
-    otherwise = tr("There is no other way to fit these settings." if is_complete else "being planned …")
-    cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
-    return render("plans", title=tr("Ways to run it: same rows, same batch"), cards=cards, otherwise=otherwise)
+        otherwise = tr("No smaller plan of this recipe fits.")
+        otherwise = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else otherwise
+    else:
+        cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
+        otherwise = tr("There is no other way to fit these settings." if is_complete else "being planned …")
+    return render("plans", title=title, cards=cards, otherwise=otherwise, gib=gib, total_bytes=plan.card.total_bytes)
 
 
 def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternative]]:
@@ -246,17 +217,15 @@ def _card(row: Alternative, plan: Plan, name: str) -> dict[str, Any]:
     time = minutes(seconds) if seconds else f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else ""
     return {
         "name": tr(name), "chosen": row.chosen, "how": plan_in_words(plan.settings) if row.chosen else in_words(row.differs),
-        "share": min(100.0, 100 * row.peak_high_bytes / plan.card.total_bytes), "memory": gib(row.peak_high_bytes),
-        "time": time, "time_name": tr("time" if seconds else "tokens/s"), "act": Safe(action(override=row.differs)),
+        "bytes": row.peak_high_bytes, "time": time, "time_name": tr("time" if seconds else "tokens/s"), "override": row.differs,
         "price": "" if row.chosen else slower_in_words(row.tokens_per_s, chosen.tokens_per_s),
     }  # fmt: skip
 
 
-def _suggestion(item: Suggestion, plan: Plan) -> dict[str, Any]:
+def _suggestion(item: Suggestion) -> dict[str, Any]:
     return {
-        "name": in_words(item.override), "chosen": False, "how": as_on_page(item.cost), "memory": gib(item.peak_bytes),
-        "share": min(100.0, 100 * item.peak_bytes / plan.card.total_bytes), "time": "", "time_name": "",
-        "act": Safe(action(override=item.override)), "price": "",
+        "name": in_words(item.override), "chosen": False, "how": as_on_page(item.cost), "bytes": item.peak_bytes, "time": "",
+        "override": item.override, "price": "",
     }  # fmt: skip
 
 
@@ -278,8 +247,7 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
         needs_host = tr("{needs} of host memory are needed, {free} are free.", **values)
         return render("ready", state=tr("Not ready."), text=needs_disk if short.what == "disk" else needs_host), False
     if plan.verdict == Verdict.NO_FIT:
-        text = Safe(f'<button type="button" class="ft-link" {action(start=True, force=True)}>{tr("Start anyway")}</button>')
-        return render("ready", state=tr("Choose a plan that fits."), text=text), False
+        return render("ready", state=tr("Choose a plan that fits."), text="", can_force=True), False
     disk = next((check for check in plan.checks if check.what == "disk" and check.free_bytes), None)
     needs = tr("{size} of {free} free disk", size=gib(disk.needs_bytes), free=gib(disk.free_bytes or 0)) if disk else ""
     return render("ready", state=tr("Ready."), text=needs), True
@@ -289,10 +257,8 @@ def progress(status: Mapping[str, Any]) -> str:
     """Return the progress of a start; the page opens a started run."""
     if status["state"] == "failed":
         return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
-    if status["state"] == "started":
-        return render("started", run=status["run"], link=f"/run?run={quote(status['run'])}")
-    state, message = QUEUE_STATES.get(status["state"], status["state"]), status["message"]
-    return Safe(f'<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(tr(state))}: {inert(tr(message))}</p>')
+    state = tr(QUEUE_STATES.get(status["state"], status["state"]))
+    return render("started", run=status.get("run"), state=state, message=tr(status["message"]))
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
@@ -343,13 +309,10 @@ def gpu_panel(edited: Edited) -> str:
     elif here:
         here = [(tr("the fastest with free memory"), AUTO), *here]
     groups = [{"title": tr("This machine"), "cards": [*here, ("CPU", "cpu")]}]
-    for size, cards in itertools.groupby(sorted(card_choices(), key=_memory_gb), key=_memory_gb):
-        groups.append({"title": f"{size} GB", "cards": [(label.partition(" · ")[0], name) for label, name in cards]})
+    sizes = catalogue_sizes()
+    for size, names in itertools.groupby(sorted(sizes, key=lambda name: sizes[name]), key=lambda name: sizes[name]):
+        groups.append({"title": f"{size} GB", "cards": [(card_label(name), name) for name in names]})
     return render("panel_gpu", groups=groups, chosen=edited.recipe.gpu)
-
-
-def _memory_gb(choice: tuple[str, str]) -> int:
-    return int(choice[0].rpartition(" · ")[2].split()[0])
 
 
 def data_panel(edited: Edited, names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from finetune.settings.schema import GROUPS
 
 from ..language import tr
 from ..planning.draft import Edited, as_text
-from .templates import render
+from .markup import render
 
 #: A click must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)

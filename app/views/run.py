@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from finetune.errors import DiskFull
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.run.out_of_memory import explanation_lines
+from finetune.run.state import RunState
 from finetune.units import format_bytes
 
 from ..language import mark, tr
 from .charts import Line, picture
-from .markup import as_on_page, inert, note, table
+from .markup import Safe, as_on_page, inert, note, table
 from .series import smoothed
+from .words import STATES
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -24,6 +27,14 @@ _KINDS = {
     "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
     "out_of_memory": mark("out of memory"),
 }  # fmt: skip
+#: Curves of memory: metric, label, kind.
+_GPU_CURVES = (
+    ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
+    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
+)  # fmt: skip
+#: Metric that stands for a run's memory: a GPU's, else the host's.
+MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
+_HOST_CURVES = (("process_rss_bytes", mark("this process"), "process"),)
 _SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
@@ -72,8 +83,6 @@ def summary_of(digest: Digest, plan: Plan) -> str:
 
 def messages(digest: Digest) -> str:
     """Return states, retries and warnings."""
-    from .run_head import STATES
-
     rows = []
     for event in reversed(digest.messages):
         match event:
@@ -99,6 +108,15 @@ def messages(digest: Digest) -> str:
     return table([tr("time"), tr("event"), tr("message")], rows, tr("Messages"), hidden_caption=True)
 
 
+def pill(state: RunState) -> Safe:
+    """Return the state as a coloured word."""
+    name, css = STATES.get(state.state, (state.state.capitalize(), "plain"))
+    if state.exit_code == DiskFull.exit_code:
+        name = mark("Paused, disk full")
+    live = " live" if state.state in ("running", "starting", "pausing") else ""
+    return Safe(f'<span class="ft-pill {css}{live}" data-state="{inert(state.state)}"><i></i>{inert(tr(name))}</span>')
+
+
 def log_tail(live: LiveRun) -> str:
     """Return the end of log.txt."""
     try:
@@ -111,12 +129,12 @@ def log_tail(live: LiveRun) -> str:
     return f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("End of the log")}">{shown}</pre>'
 
 
-def numbers(digest: Digest, plan: Plan) -> str:
+def numbers(digest: Digest) -> str:
     """Return loss and memory at evenly spaced steps as a table."""
     loss = digest.series.get("loss")
     if loss is None:
         return note(tr("No step is complete yet."))
-    memory_at = dict(memory[-1].points) if (memory := _memory_lines(digest, plan)) else {}
+    memory_at = next((dict(digest.series[name].points(highest=True)) for name in MEMORY if name in digest.series), {})
     points = loss.points()
     chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
     if points[-1] not in chosen:
@@ -129,20 +147,20 @@ def numbers(digest: Digest, plan: Plan) -> str:
     return table(columns, rows, tr("Loss and memory by step"), hidden_caption=True)
 
 
+def memory_curves(digest: Digest) -> list[tuple[str, str, str]]:
+    """Return metric, label and kind of each curve of memory: the GPU's, else the host's."""
+    return [curve for curve in _GPU_CURVES if curve[0] in digest.series] or [
+        curve for curve in _HOST_CURVES if curve[0] in digest.series
+    ]
+
+
 def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
-    names = {
-        "card_used_bytes": (tr("whole GPU, with other programs"), "whole"),
-        "peak_reserved_bytes": (tr("Reserved memory and CUDA context"), "reserved"),
-        "peak_allocated_bytes": (tr("allocated, peak of the step"), "memory"),
-    }
-    if names.keys().isdisjoint(digest.series):
-        names = {"process_rss_bytes": (tr("process"), "memory")}
     # the forecast includes the CUDA context, the allocator's reserved memory does not
     added = {"peak_reserved_bytes": context_bytes(digest, plan)}
-    curves = [(name, digest.series[name].points(highest=True)) for name in names if name in digest.series]
+    curves = [(curve, digest.series[curve[0]].points(highest=True)) for curve in memory_curves(digest)]
     return [
-        Line(names[name][0], [(step, size and size + added.get(name, 0)) for step, size in points], names[name][1])
-        for name, points in curves
+        Line(tr(label), [(step, size and size + added.get(name, 0)) for step, size in points], kind)
+        for (name, label, kind), points in curves
     ]
 
 

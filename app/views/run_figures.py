@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from finetune.events import Evaluation, Step
 from finetune.planner.plan import Plan
-from finetune.units import GIB, gib
+from finetune.units import gib
 
 from ..language import mark, tr
 from ..live import Digest
-from .markup import Safe, as_on_page
+from .markup import Safe, as_on_page, render
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
-from .templates import render
 from .words import loss_text
 
 _SMOOTHING = 0.8
@@ -25,26 +23,8 @@ _PHASES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark(
 _NOT_TAKEN = ("spread", "free", "held")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Forecast and measured bytes; None if unknown."""
-
-    name: str
-    forecast: int | None
-    measured: int | None
-
-    @property
-    def label(self) -> str:
-        sizes = {tr("measured"): self.measured, tr("forecast"): self.forecast}
-        return f"{self.name}: {', '.join(f'{name} {gib(size)}' for name, size in sizes.items() if size is not None)}"
-
-    @property
-    def value(self) -> str:
-        return f"{(self.forecast or 0 if self.measured is None else self.measured) / GIB:.2f}"
-
-    @property
-    def off(self) -> str:
-        return tr("forecast") if self.measured is None else _percent(self.measured, self.forecast) if self.forecast else ""
+#: Name, forecast and measured bytes; None if unknown.
+_Pair = tuple[str, int | None, int | None]
 
 
 def figures(digest: Digest, plan: Plan) -> str:
@@ -130,12 +110,11 @@ def _percent(measured: float, forecast: float) -> str:
 def memory(digest: Digest, plan: Plan) -> str:
     """Return the measured memory beside the forecast, by phase and part."""
     on_gpu = not plan.card.is_cpu
-    process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
-    peaks = [process, *(_phases(digest, plan) if on_gpu else [])]
-    pairs = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
+    process = (tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
+    pairs = [pair for pair in (process, *(_phases(digest, plan) if on_gpu else [])) if pair[1:] != (None, None)]
     # 6 % of space right of the longest bar
-    scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in pairs)]) * 1.06
-    parts = [part for part in parts_of(plan, "train")[0] if part.key not in _NOT_TAKEN] if plan.forecast else []
+    scale = 1.06 * max([1, *(size or 0 for pair in pairs for size in pair[1:])])
+    parts = [part for part in parts_of(plan)[0] if part.key not in _NOT_TAKEN] if plan.forecast else []
     foot = tr(
         "Process: reserved memory and the CUDA context. Phases: allocated at most. Other programs are not counted."
         if on_gpu
@@ -145,7 +124,7 @@ def memory(digest: Digest, plan: Plan) -> str:
     return render(
         "memory", title=tr("GPU memory" if on_gpu else "Process memory"), css=css, summary=Safe(summary), pairs=pairs,
         parts=parts, whole=sum(part.size for part in parts) or 1, gib=gib, share=lambda size: f"{100 * size / scale:.2f}%",
-        foot=foot,
+        foot=foot, percent=_percent,
     )  # fmt: skip
 
 
@@ -172,11 +151,8 @@ def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
     return "ok", f"<b>{tr('As forecast.')}</b> {how} {free}"
 
 
-def _phases(digest: Digest, plan: Plan) -> list[Pair]:
-    pairs = []
-    for phase, name in _PHASES.items():
-        measured = digest.phases.get(phase)
-        if measured is not None:
-            expected = plan.forecast.of_phase(phase).allocated_bytes if plan.forecast else None
-            pairs.append(Pair(tr(name), expected, measured))
-    return pairs
+def _phases(digest: Digest, plan: Plan) -> list[_Pair]:
+    return [
+        (tr(name), plan.forecast.of_phase(phase).allocated_bytes if plan.forecast else None, digest.phases[phase])
+        for phase, name in _PHASES.items() if phase in digest.phases
+    ]  # fmt: skip

@@ -3,119 +3,211 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Mapping
-from urllib.parse import quote
+from pathlib import Path
 
-from finetune.errors import RecipeError
+from finetune.errors import DiskFull, RecipeError
+from finetune.events import Checkpoint, OutOfMemory, Result, Retry, State
 from finetune.recipe import parse_recipe
+from finetune.run.out_of_memory import explanation_lines
+from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
-from ..language import mark, tr
-from ..live import LiveRun
+from ..language import mark, tr, tr_n
+from ..live import Digest, LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
 from .choices import chosen
-from .markup import inert, note, part
+from .markup import Safe, as_on_page, inert, note, render
 from .run_figures import figures, memory
-from .run_head import BROKEN, failure, next_steps, progress, survived, tabs, title
+from .words import STATES, clock, in_words, loss_text, minutes, precision
 
+#: Address and name of each tab.
+TABS = {
+    "overview": mark("Overview"), "samples": mark("Samples"), "evaluate": mark("Evaluate"), "chat": mark("Chat"),
+    "export": mark("Export"), "settings": mark("Settings"), "log": mark("Log"),
+}  # fmt: skip
+#: States whose reason replaces the figures on the page.
+BROKEN = ("diverged", "failed", "lost")
+#: Age in seconds from which values are called old.
+_OLD_S = 5.0
+#: Start of a message's command for the terminal.
+_TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
+#: Headings for out of memory outside training.
+_OUT_OF_MEMORY = {
+    "load": mark("Out of memory while the model was loading"), "evaluate": mark("Out of memory in an evaluation"),
+    "save": mark("Out of memory while it was saving"),
+}  # fmt: skip
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
-_NO_CHARTS = mark("Charts need uPlot, which the build could not fetch: build again with a connection.")
-_NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here they stand side by side.")
 
 
-def page(name: str, tab: str, head: str, body: str) -> str:
-    """Return the page of a run or a sweep; `run.js` follows its parts."""
-    address = f"/ft/run/{quote(name, safe='')}"
-    return (
-        f'<div id="run-page" class="ft-page" data-run="{inert(name)}" data-tab="{tab}" data-address="{address}" '
-        f'data-follow="{address}?tab={tab}" data-every="1000">'
-        f'<div id="run-head">{head}</div><div id="run-body">{body}</div></div>'
-    )
-
-
-def head(parts: Mapping[str, str]) -> str:
-    """Return the head with its parts."""
-    return (
-        f'{part("title", parts)}<div data-said role="status"></div>{part("progress", parts)}'
-        f'<p id="run-lost" role="status" hidden></p>{part("now", parts)}{part("tabs", parts)}'
-    )
-
-
-def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
-    """Return the tabs. `forms`: HTML of tabs with forms; `parts`: HTML of the open tab."""
-    chart = chart_element([live.run.path.name]) if has_charts() else part("curves", parts)
-    overview = (
-        f'{part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
-        f"{part('memory', parts, 'ft-box ft-memory')}</div>{part('answers', parts)}"
-    )
-    log = f"{part('messages', parts, 'ft-box')}{part('log', parts, 'ft-box')}"
-    panes = {
-        "overview": overview,
-        "samples": part("samples", parts, "ft-box"),
-        **forms,
-        "settings": _settings(live),
-        "log": log,
-    }
-    return "".join(f'<div class="ft-pane ft-pane-{name}">{pane}</div>' for name, pane in panes.items())
-
-
-def empty() -> str:
-    """Return the page without a run."""
-    return (
-        f'<div class="ft-empty" data-title="{tr("Run")}"><h1 class="ft-title">{tr("No run yet")}</h1>'
-        f"<p>{tr('A run shows here while it trains, and stays when it is done.')}</p>"
-        f'<p><a class="ft-button primary" href="/">{tr("New run")}</a></p></div>'
-    )
+def page(live: LiveRun, tab: str, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
+    """Return the page of a run. `forms`: HTML of tabs with forms; `parts`: HTML of the head and of the open tab."""
+    text = command = ""
+    with contextlib.suppress(OSError):
+        text = live.run.recipe.read_text(encoding="utf-8")
+    with contextlib.suppress(RecipeError):  # a hand-edited recipe may be invalid
+        command = command_line(parse_recipe(text))
+    name = live.run.path.name
+    return render(
+        "run", name=name, tab=tab, parts=parts, forms={key: Safe(form) for key, form in forms.items()},
+        chart=Safe(chart_element([name])) if has_charts() else "", chosen=Safe(chosen(live.plan())),
+        recipe=Safe(inert(text, 100_000)), command=command,
+    )  # fmt: skip
 
 
 def texts(live: LiveRun, tab: str) -> dict[str, str]:
     """Return the HTML of each part of the head and of a tab without forms."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
+    name = live.run.path.name
     shown = {
         "title": title(live, state),
         "progress": progress(live, state) + reading,
-        "now": survived(live) + next_steps(live, state),
+        "now": now(live, state),
+        "tabs": render("run_tabs", run=name, tabs=TABS, n_samples=len(digest.samples), open=tab),
     }
-    shown["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
     if tab == "overview":
         shown["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
         shown["memory"] = memory(digest, plan)
-        shown["answers"] = _answers(live)
+        shown["answers"] = render("run_answers", run=name, table=Safe(answers(digest.samples, _PROMPTS_SHOWN)))
         if not has_charts():
-            shown["curves"] = note(tr(_NO_CHARTS)) + run_view.numbers(digest, plan)
+            how = tr("Charts need uPlot, which the build could not fetch: build again with a connection.")
+            shown["curves"] = note(how) + run_view.numbers(digest)
     elif tab == "samples":
+        none = note(tr("The model answers held-out prompts at each evaluation; here they stand side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
-        shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or note(tr(_NO_SAMPLES))}"
+        shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or none}"
     elif tab == "log":
         shown["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
         shown["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
     return shown
 
 
-def _answers(live: LiveRun) -> str:
-    table = answers(live.digest.samples, _PROMPTS_SHOWN)
-    if not table:
-        return ""
-    address = f"/run?run={quote(live.run.path.name)}&amp;tab=samples"
-    head = f'<h2>{tr("Answers as it learns")}</h2><a href="{address}" data-tab="samples">{tr("All samples")}</a>'
-    return f'<section class="ft-box"><div class="ft-boxhead">{head}</div>{table}</section>'
+def title(live: LiveRun, state: RunState) -> str:
+    """Return name, state, buttons and facts."""
+    return render(
+        "run_title", name=live.run.path.name, pill=run_view.pill(state), state=state.state,
+        can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
+    )  # fmt: skip
 
 
-def _settings(live: LiveRun) -> str:
-    try:
-        text = live.run.recipe.read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    command = ""
-    with contextlib.suppress(RecipeError):  # a hand-edited recipe may be invalid
-        typed = command_line(parse_recipe(text))
-        command = f'<h3>{tr("The same as a command")}</h3><p class="ft-mono">{inert(typed)}</p>'
-    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("Recipe")}">{inert(text, 100_000)}</pre>{command}'
-    return (
-        f'<section class="ft-box"><h2>{tr("What was chosen, and why")}</h2>{chosen(live.plan())}</section>'
-        f'<section class="ft-box"><h2>{tr("Recipe")}</h2>{shown}</section>'
+def about(live: LiveRun) -> list[str]:
+    """Return model, data, method, GPU and start time."""
+    plan, settings = live.plan(), live.plan().settings
+    data = Path(str(settings.dataset.path)).name if settings.dataset.path else tr("the bundled data")
+    if plan.data:
+        data += f" · {tr_n('{n} row', '{n} rows', plan.data.rows)}"
+    kind = tr("{precision} LoRA, rank {rank}", precision=precision(settings), rank=settings.lora_r)
+    started = tr("started {time}", time=clock(live.run.plan.stat().st_mtime))
+    where = tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
+    return [Path(settings.model_name_or_path).name, data, kind, where, started]
+
+
+def _resume_label(live: LiveRun) -> str:
+    step = checkpoint_step(live)
+    return tr("Resume from step {step}", step=f"{step:,}") if step else tr("Resume")
+
+
+def checkpoint_step(live: LiveRun) -> int | None:
+    """Return the step of the newest checkpoint on disk."""
+    newest = live.digest.newest.get(Checkpoint.kind)
+    if isinstance(newest, Checkpoint) and (live.run.checkpoints / f"checkpoint-{newest.step}").is_dir():
+        return newest.step
+    return None
+
+
+def progress(live: LiveRun, state: RunState) -> str:
+    """Return the finished steps and the time left."""
+    digest, newest, settings = live.digest, live.digest.newest_step, live.plan().settings
+    total = (newest.total_steps if newest else None) or live.plan().total_steps
+    share = min(1.0, digest.step / total) if total else 0.0
+    short = tr(STATES.get(state.state, (state.state, ""))[0])
+    tab = f"{100 * share:.0f} % · {live.run.path.name}" if total and not state.ended else f"{short} · {live.run.path.name}"
+    steps = tr(
+        "<b>Step {step}</b> of {total}" if total else "<b>Step {step}</b>", step=f"{digest.step:,}", total=f"{total or 0:,}"
     )
+    epoch, epochs = newest.epoch if newest else None, ""
+    if epoch and not settings.max_steps:
+        epochs = tr("epoch {epoch} of {all}", epoch=f"{epoch:.2f}", all=f"{settings.num_train_epochs:g}")
+    if not digest.step and not state.ended:
+        steps = inert(as_on_page(state.message).capitalize() or tr("Waiting for the first step"))
+    return render(
+        "run_progress", tab=tab, css=STATES.get(state.state, ("", ""))[1], total=total or 0, step=digest.step, share=share,
+        steps=Safe(steps), epochs=epochs, age="" if state.ended else _age(digest), left=Safe(_left(digest, state)),
+    )  # fmt: skip
+
+
+def _left(digest: Digest, state: RunState) -> str:
+    if state.ended:
+        last = digest.newest.get(State.kind)
+        return tr("ended {time}", time=clock(last.time_s)) if last is not None and last.time_s else ""
+    if state.state == "pausing":
+        return tr("a checkpoint is being written")
+    left_s = digest.pace.left_s
+    if left_s is None or not digest.step:
+        return ""
+    return tr("<b>{time} left</b>, ends about {clock}", time=minutes(left_s), clock=clock(time.time() + left_s))
+
+
+def _age(digest: Digest) -> str:
+    newest = digest.newest_step
+    seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
+    if seconds <= _OLD_S:
+        return ""
+    # in steps of 5 s, so that the text changes rarely
+    return tr("values are {time} old", time=minutes(5 * (seconds // 5)))
+
+
+def now(live: LiveRun, state: RunState) -> str:
+    """Return the smaller plan after out of memory, and the result of an ended run with its next steps."""
+    retry, failed = live.digest.newest.get(Retry.kind), live.digest.newest.get(OutOfMemory.kind)
+    changes = retry.changes if isinstance(retry, Retry) and isinstance(failed, OutOfMemory) else {}
+    phase = failed.phase or "" if isinstance(failed, OutOfMemory) else ""
+    result, is_full = live.digest.newest.get(Result.kind), state.exit_code == DiskFull.exit_code
+    free = tr("The GPU is free.") if not live.plan().card.is_cpu else ""
+    return render(
+        "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=checkpoint_step(live),
+        changes=in_words(" ".join(f"{name}={str(value).lower()}" for name, value in changes.items())) if changes else "",
+        happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory in a step"))), loss_text=loss_text, tabs=TABS,
+        why=tr("The disk is full: free some space first.") if is_full else free,
+        result=result if isinstance(result, Result) else None,
+    )  # fmt: skip
+
+
+def failure(live: LiveRun, state: RunState) -> str:
+    """Return a card with cause, step and remedies, instead of the figures."""
+    is_float16 = live.plan().settings.dtype == "float16"
+    half = f"{live.plan().settings.learning_rate / 2:.2g}" if state.state == "diverged" and not is_float16 else ""
+    other = not half and (state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest))
+    return render(
+        "run_failure", explanation=Safe(explanation_of(live, state)), half=half, other=other, resume=_resume_label(live),
+        run=live.run.path.name,
+    )  # fmt: skip
+
+
+def explanation_of(live: LiveRun, state: RunState) -> str:
+    """Return the cause of a failure."""
+    step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
+    name, why = tr(STATES[state.state][0]), _reason(state.message)
+    heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
+    if state.state == "failed" and isinstance(event, OutOfMemory):
+        heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
+        heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
+        why = " ".join(map(as_on_page, explanation_lines(event)))
+    if state.state == "diverged" and live.plan().settings.dtype != "float16":
+        why += f" {tr('A lower learning rate is the usual remedy.')}"
+    return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
+
+
+def _reason(message: str) -> str:
+    # without the command for the terminal: the page has buttons
+    text = as_on_page(_TYPED.split(message)[0].strip())
+    if not text:
+        return tr("It left no message.")
+    sentence = f"{text[:1].upper()}{text[1:]}"
+    return sentence if sentence.endswith((".", "?", "!", "。")) else tr("{sentence}.", sentence=sentence)

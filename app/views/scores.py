@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from finetune.evaluate.paired import format_difference, rank_rows
-from finetune.evaluate.results import Forgetting, NoCall, TaskScore, measures
+from finetune.evaluate.results import Forgetting, NoCall, TaskScore, measures, read_evaluations
+from finetune.run.directory import RunDirectory
 
-from ..language import mark, tr
+from ..language import current, mark, tr
 from .markup import as_on_page, note, table
 from .words import minutes
 
 _ROWS_SHOWN = 12
+#: Names of scores in a list.
+_SHORT = {
+    "exact": "EM", "contains": mark("contains"), "regex": mark("regex"), "json": "JSON", "numeric": mark("number"),
+    "calls": mark("calls"), "token accuracy": mark("token accuracy"),
+}  # fmt: skip
 #: Displayed names of figures and scores; a JSON field's score has the field's name.
 _TITLES = {
     "exact": mark("exact match"), "contains": mark("contains"), "regex": mark("regular expression"), "json": "JSON",
@@ -90,3 +97,30 @@ def no_call_note(no_call: NoCall | None) -> str:
 
 def _number(value: float | None) -> str:
     return tr("not measured") if value is None else f"{value:.4f}"
+
+
+def newest_score(run: RunDirectory) -> str:
+    """Return `EM 0 → 97 %`, base and tuned model of the newest evaluation; empty without an evaluation."""
+    folder = run.path / "evaluations"
+    try:
+        return _newest_score(run, folder.stat().st_mtime_ns, current())
+    except FileNotFoundError:
+        return ""
+
+
+@lru_cache(1024)
+def _newest_score(run: RunDirectory, _changed_ns: int, _language: str) -> str:
+    # cached: lists show it again and again, and it is read anew when the folder has changed
+    results = read_evaluations(run)
+    if not results:
+        return ""
+    folder = run.path / "evaluations"
+    newest = results[max(results, key=lambda name: (folder / f"scores-{name}.json").stat().st_mtime)]
+    base, tuned = (_share(newest, model) for model in ("base", "tuned"))
+    return f"{tr(_SHORT[newest['score']])} {base} → {tuned} %" if newest["score"] in _SHORT and base and tuned else ""
+
+
+def _share(result: dict[str, Any], model: str) -> str:
+    score = result[model].get("score")
+    share = result[model].get("exact_match") if score is None or result["score"] == "exact" else score
+    return "" if share is None else f"{100 * share:.3g}"

@@ -9,10 +9,8 @@ from urllib.parse import quote
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, picture
-from .lists import Item, item_list
-from .markup import Safe, as_on_page, inert, interval_text, note, part, table
-from .run_head import STATES
-from .words import setting_name, value_text
+from .markup import Safe, as_on_page, inert, interval_text, render, table
+from .words import STATES, setting_name, value_text
 
 if TYPE_CHECKING:
     from finetune.sweep.sweep import ArmResult, Sweep
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
 MOST_CURVES = 5
 #: States of arms only.
 _ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
-
-
-def listed(sweeps: Sequence[Sweep]) -> str:
-    """Return the sweeps; empty without sweeps."""
-    summaries = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in sweeps]
-    rows = zip(sweeps, summaries, strict=True)
-    return item_list(tr("Sweeps"), [Item(summary, _state(sweep), run=sweep.path.name) for sweep, summary in rows])
 
 
 def sentence(sweep: Sweep) -> str:
@@ -40,36 +31,24 @@ def arm_name(values: dict[str, Any]) -> str:
     return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
 
 
-def head(sweep: Sweep) -> str:
-    """Return name, rule and command of a sweep."""
+def page(sweep: Sweep, tab: str) -> str:
+    """Return the page of a sweep: rule and command, the curves of the best arms, and the place of `arms`."""
     from finetune.sweep.sweep import RULE
 
-    name = inert(sweep.path.name)
-    more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
-    return (
-        f'<h1 class="ft-title" data-title="{name}">{name}</h1>'
-        '<p id="run-lost" role="status" hidden></p>'
-        f"{note(' '.join((tr('A sweep.'), as_on_page(RULE))))}"
-        f"{'' if sweep.is_finished else note(more)}"
-    )
-
-
-def body(sweep: Sweep) -> str:
-    """Return the curves of the best arms, and the place of `arms`."""
-    results = sweep.results()
-    chosen = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
-    element = chart_element([entry.name for entry in chosen], [arm_name(entry.values) for entry in chosen])
-    fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
-    shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else losses(sweep)
-    return (
-        f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>{part("arms", {"arms": arms(sweep)}, "", "run-arms")}'
-    )
+    results, name = sweep.results(), sweep.path.name
+    best = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
+    element = chart_element([entry.name for entry in best], [arm_name(entry.values) for entry in best]) if has_charts() else ""
+    return render(
+        "sweep", name=name, tab=tab, rule=as_on_page(RULE), most=MOST_CURVES, chart=Safe(element),
+        command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > MOST_CURVES,
+        losses="" if element else Safe(losses(sweep)), parts={"arms": arms(sweep)},
+    )  # fmt: skip
 
 
 def arms(sweep: Sweep) -> str:
     """Return the result in words and the table of arms."""
     linked = arms_table(sweep.results(), lambda entry: f'<a href="/run?run={quote(entry.name)}">{inert(entry.name)}</a>')
-    state = tr("{sentence}.", sentence=_state(sweep))
+    state = tr("{sentence}.", sentence=state_of(sweep))
     return f'<section class="ft-box"><p role="status"><b>{state}</b> {inert(sentence(sweep))}</p>{linked}</section>'
 
 
@@ -97,7 +76,8 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
     return table(columns, rows, tr("Arms"), hidden_caption=True)
 
 
-def _state(sweep: Sweep) -> str:
+def state_of(sweep: Sweep) -> str:
+    """Return whether the sweep goes on, in a word."""
     if sweep.is_running:
         return tr("Running")
     return tr("Finished" if sweep.is_finished else "Stopped")

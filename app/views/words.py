@@ -16,22 +16,15 @@ from ..language import mark, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
-#: Displayed names of settings.
+#: Displayed names of settings where the name itself, as `Warmup ratio`, is not what people call them.
 SETTING_NAMES = {
     "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
     "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
     "optim": mark("Optimizer"), "model_name_or_path": mark("Model"), "load_in_4bit": mark("4-bit weights"),
     "load_in_8bit": mark("8-bit weights"), "num_train_epochs": mark("Epochs"), "gpu": "GPU", "dataset": mark("Data"),
-    "learning_rate": mark("Learning rate"), "warmup_ratio": mark("Warmup ratio"), "warmup_steps": mark("Warmup steps"),
-    "weight_decay": mark("Weight decay"), "lora_dropout": mark("LoRA dropout"), "max_steps": mark("Max steps"),
-    "seed": mark("Seed"), "target_modules": mark("Target modules"), "packing": mark("Packing"), "method": mark("Method"),
-    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Learning rate schedule"),
-    "memory_budget": mark("Memory budget"), "eval_steps": mark("Eval steps"), "save_steps": mark("Save steps"),
-    "activation_checkpointing": mark("Activation checkpointing"), "layer_offloading": mark("Layer offloading"),
-    "dtype": mark("Data type"), "max_grad_norm": mark("Max grad norm"), "train_on_inputs": mark("Train on inputs"),
-    "chat_template": mark("Chat template"), "loss_type": mark("Loss type"), "excess_length": mark("Longer rows"),
-    "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
-    "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
+    "lora_dropout": mark("LoRA dropout"), "lr_scheduler_type": mark("Learning rate schedule"), "dtype": mark("Data type"),
+    "excess_length": mark("Longer rows"), "attn_implementation": mark("Attention"), "use_dora": "DoRA",
+    "use_rslora": "rsLoRA", "beta": "beta", "adapter_name_or_path": mark("Adapter"),
 }  # fmt: skip
 #: Phrases for numeric settings.
 _NUMBERS = {
@@ -53,6 +46,13 @@ _SWITCHES = {
     ("lora_dropout", "0.0"): mark("No dropout"), ("use_dora", "false"): mark("Plain LoRA instead of DoRA"),
     ("excess_length", "drop"): mark("leave longer rows out"), ("gpu", "auto"): mark("Use this machine's GPU"),
     ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
+}  # fmt: skip
+#: Name and look of each state of a run.
+STATES = {
+    "queued": (mark("In the queue"), "plain"), "starting": (mark("Starting"), "plain"), "running": (mark("Running"), "ok"),
+    "pausing": (mark("Pausing"), "warn"), "paused": (mark("Paused"), "warn"),
+    "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
+    "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
 #: Displayed states of the queue.
 QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
@@ -189,3 +189,8 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return tr("yes" if value else "no")
     return tr("not set") if value is None else str(value)
+
+
+def short_name(gpu_name: str) -> str:
+    """Return a GPU's name without NVIDIA and GeForce."""
+    return gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")

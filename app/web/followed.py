@@ -12,9 +12,7 @@ from fastapi import Response
 from finetune.errors import FinetuneError
 
 from ..context import Context
-from ..views.markup import Safe, stamp_of
-from ..views.problems import WRONG_MESSAGE, refusal
-from ..views.templates import render
+from ..views.markup import WRONG_MESSAGE, Safe, refusal, render, stamp_of
 
 
 class RefusedError(ValueError):

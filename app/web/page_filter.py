@@ -16,9 +16,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import language
-from ..browser_files import FOLDER, has_charts
-from ..views.problems import problem_of
-from .own_files import OWN_FOLDER
+from ..browser_files import FOLDER, OWN_FOLDER, has_charts
+from ..views.markup import problem_of
 
 #: Gradio's script for frames of other sites; frames are refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)

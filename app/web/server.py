@@ -20,7 +20,7 @@ from finetune.privacy import SETTINGS
 from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
-from ..browser_files import fetched_files
+from ..browser_files import OWN_FILES, fetched_files, own_file
 from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
 from .page_filter import PageFilter
@@ -87,7 +87,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
     from ..context import Context
     from ..page import build_page
-    from .own_files import OWN_FILES, own_file
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

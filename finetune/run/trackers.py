@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from finetune.events import Evaluation, Event, EventWriter, Memory, Start, Step
+from finetune.events import CHARTS, Evaluation, Event, EventWriter, Memory, Start, Step
 from finetune.planner.plan import Plan
 from finetune.requirements import installed_version
 from finetune.run.directory import RunDirectory
@@ -21,8 +21,9 @@ from finetune.run.directory import RunDirectory
 _PROJECT = "finetune"
 #: Tracker name of each event field: transformers' name where one exists, else the field's name with its unit.
 _STEP_NAMES = {
+    **dict(zip(CHARTS, CHARTS, strict=True)),
     "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
-    "token_accuracy": "train/mean_token_accuracy", "tokens_per_s": "tokens_per_s", "step_s": "step_s",
+    "token_accuracy": "train/mean_token_accuracy", "step_s": "step_s",
     **{field.name: f"memory/{field.name}" for field in fields(Memory)},
     "temperature_c": "card/temperature_c", "power_w": "card/power_w",
 }  # fmt: skip

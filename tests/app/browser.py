@@ -1,4 +1,4 @@
-"""The app as a user starts it, and its pages in Chromium."""
+"""The app as a user starts it, its pages in Chromium, and their texts."""
 
 import os
 import re
@@ -6,6 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 from finetune.run import control
 from finetune.run.directory import list_runs
@@ -57,6 +61,30 @@ def served_app(folder, forecasts, python):
         control.stop(run, signal.SIGKILL, now=True)
 
 
+@contextmanager
+def serving(root):
+    """(port, application) of the page in a thread: guard, uploads, filter, FastAPI, Gradio."""
+    import uvicorn
+
+    from app.web.server import build, listen, make_access
+    from app.workspace import Workspace
+
+    before, bound = Path.cwd(), listen("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    application, context = build(Workspace(root, root / "runs"), make_access("127.0.0.1", port, TOKEN))
+    config = uvicorn.Config(application, log_level="error", access_log=False, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield port, application
+    server.should_exit = True
+    thread.join(30)
+    context.close()
+    os.chdir(before)
+
+
 def visits(chromium, link):
     """Yields visit(address, **options), which opens a page in a fresh context; what went wrong in one is raised at the end."""
     wrong, contexts = [], []
@@ -77,3 +105,36 @@ def visits(chromium, link):
     for context in contexts:
         context.close()
     assert not wrong, wrong
+
+
+#: Words that are the same in Chinese: names, units and file endings.
+NAMES = re.compile(
+    r"finetune|LoRA|GPU|CPU|[KMG]iB|RTX|Hugging Face|OWNER/NAME|English|\.\w+|\d[\w.]*|hf auth login|HOUR|tokens?|CUDA|"
+    r"CSV|bf16|NF4|AdamW|Logits|DoRA|Python|torch"
+)
+#: `key=value` and `--flag`.
+OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
+#: Texts that are seen or spoken, outside of recipes, commands, logs and what is said in a chat.
+_SHOWN = """() => {
+  const names = ["aria-label", "title", "placeholder", "alt"];
+  const elsewhere = "script, style, code, pre, textarea, .ft-mono, .ft-log, .ft-turn p";
+  const texts = new Set([document.title]), walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walk.nextNode());) {
+    if (!node.parentElement.closest(elsewhere) && node.parentElement.checkVisibility()) texts.add(node.textContent.trim());
+  }
+  for (const each of document.querySelectorAll(names.map((name) => `[${name}]`))) {
+    if (each.checkVisibility()) for (const name of names) texts.add(each.getAttribute(name) ?? "");
+  }
+  return [...texts];
+}"""
+
+
+def shown_texts(page):
+    """Each text of the page that is seen, or spoken by a screen reader, once."""
+    return page.evaluate(_SHOWN)
+
+
+def english_texts(page, names=""):
+    """Those with English words that are no names, `names` (a pattern) neither."""
+    shown = {text: NAMES.sub("", re.sub(names, "", text)) for text in shown_texts(page)}
+    return [text for text, others in shown.items() if re.search(r"[A-Za-z]{2,}", others)]

@@ -1,16 +1,13 @@
 """The page in this process, and Chromium: for tests of what a browser shows of runs that are written by the test."""
 
 import json
-import os
 import subprocess
 import sys
-import threading
-import time
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, TOKEN, visits
+from browser import CHROMIUM, serving, visits
 
 import screenshots
 
@@ -18,29 +15,23 @@ ROOT = Path(__file__).resolve().parents[2]
 Address = namedtuple("Address", "link, runs")
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    import uvicorn
-
-    from app.web.server import build, listen, make_access
+@pytest.fixture
+def context(tmp_path):
+    """The state of a page whose runs are in tmp_path/runs."""
+    from app.context import Context
     from app.workspace import Workspace
 
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "browser_files.py")], check=True)
-    before, runs = Path.cwd(), tmp_path_factory.mktemp("workspace") / "runs"
-    bound = listen("127.0.0.1", 0)
-    port = bound.getsockname()[1]
-    application, context = build(Workspace(runs.parent, runs), make_access("127.0.0.1", port, TOKEN))
-    config = uvicorn.Config(application, log_level="error", access_log=False, ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield Address(f"http://127.0.0.1:{port}/", runs)
-    server.should_exit = True
-    thread.join(30)
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    yield context
     context.close()
-    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "browser_files.py")], check=True)
+    root = tmp_path_factory.mktemp("workspace")
+    with serving(root) as (port, _):
+        yield Address(f"http://127.0.0.1:{port}/", root / "runs")
 
 
 @pytest.fixture(scope="module")

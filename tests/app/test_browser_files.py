@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from app import browser_files
+from app.browser_files import OWN_FILES, OWN_FOLDER, own_file
 from app.live import LiveRun
 from app.views import run_page
 from finetune.run.directory import RunDirectory
@@ -53,7 +57,17 @@ def test_the_files_are_fetched_with_their_licences(script, tmp_path):
 def test_where_nothing_was_fetched_the_curves_are_a_table_and_how_to_get_them(tmp_path, kept_run, monkeypatch):
     live = LiveRun(RunDirectory(kept_run(tmp_path)))
     monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
-    curves = run_page.body(live, {}, run_page.texts(live, "overview"))
+    curves = run_page.page(live, "overview", {}, run_page.texts(live, "overview"))
     assert "Charts need uPlot" in curves and "<td" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")
-    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.body(live, {}, {})
+    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.page(live, "overview", {}, {})
+
+
+def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_another():
+    path = next(path for path in OWN_FILES if path.name == "page.js")
+    browser = TestClient(Starlette(routes=[Route("/ft/{version}/page.js", own_file(path))]))
+    current, older = (browser.get(f"{folder}/page.js") for folder in (OWN_FOLDER, "/ft/v0"))
+    assert "immutable" in current.headers["cache-control"] and older.headers["cache-control"] == "no-cache"
+    assert current.text == older.text and "const update" in current.text
+    unchanged = browser.get("/ft/v0/page.js", headers={"if-none-match": older.headers["etag"]})
+    assert unchanged.status_code == 304 and unchanged.content == b""

@@ -8,22 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import written_runs
+from browser import OPTION
 
-from app.context import Context
 from app.language import spoken
+from app.pages import models
 from app.pages.new_run import NewRun
 from app.planning.blocker import Blocker
 from app.planning.refused_rows import Problem
-from app.views import choices, data, models, new_run
-from app.views.markup import as_on_page
-from app.views.templates import render
+from app.views import choices, data, new_run
+from app.views.markup import as_on_page, render
 from app.views.words import in_words
-from app.workspace import Workspace
 from finetune.errors import DataError
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.units import GIB
-from tests.app.shown_texts import OPTION
 from tests.app.test_language import marked
 
 CHANGES = ("load_in_4bit=true load_in_8bit=false", "max_length=512 excess_length=drop", "layer_offloading=cpu")
@@ -123,8 +121,7 @@ def test_a_message_of_the_engine_names_settings_as_a_recipe_does():
     assert as_on_page("the row says a=b") == "the row says a=b"
 
 
-def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_path, monkeypatch):
-    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(context, monkeypatch):
     asked = []
     answer = plan_of(Verdict.FITS).as_json()
     monkeypatch.setattr(context.planner, "call", lambda *_, **__: asked.append(1) or answer)
@@ -135,4 +132,3 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
         shown = page.plan(complete=True)["parts"]
     assert ">放得下</h2>" in shown["answer"] and len(asked) == 1
     assert "32 比特权重，不用梯度检查点" in shown["plans"]
-    context.close()

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.context import Context
-from app.pages.new_run import NewRun
-from app.planning.badges import Badges
+from app.pages.new_run import Badges, NewRun
 from app.planning.catalogue import Model
 from app.planning.draft import Draft
 from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
@@ -61,8 +59,7 @@ def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
     assert rows[3].startswith("a.jsonl,2,,'=SUM(A1)")
 
 
-def test_buttons_of_the_data_panel_change_the_draft(workspace):
-    context = Context(workspace, workspace.root / "temporary")
+def test_buttons_of_the_data_panel_change_the_draft(workspace, context):
     context.planner.call = lambda method, **_: {"is_guess": False, "roles": {}} if method == "columns" else answer()
     page, draft = NewRun(context), context.draft
     for action in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
@@ -70,7 +67,6 @@ def test_buttons_of_the_data_panel_change_the_draft(workspace):
     dataset = draft.read().recipe.dataset
     assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
     assert draft.read().recipe.chat_template == "plain"
-    context.close()
 
 
 def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):

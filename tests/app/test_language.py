@@ -5,14 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+from browser import NAMES
 
 from app import language
 from app.language import catalogue, preferred, spoken, tr, tr_n
 from app.page import PAGES
-from app.views import rail, recipe_form
+from app.pages import rail
+from app.views import recipe_form
+from app.views.words import setting_name
 from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
 from finetune.errors import FinetuneError
+from finetune.events import CHARTS
 from finetune.planner.plan import VERDICTS
 from finetune.run.best import COMPARED, NOT_COMPARED
 from finetune.run.pace import STEP_TIME
@@ -33,6 +37,8 @@ def marked():
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
     texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
+    texts |= ZH.keys() & {setting_name(field.name) for field in recipe_form.fields()}
+    texts |= {chart.title for chart in CHARTS.values()}
     texts |= {field.row.description for field in recipe_form.fields()}
     for path in [*APP.glob("*.js"), *APP.glob("templates/*.html")]:
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
@@ -75,13 +81,6 @@ def test_scripts_get_only_the_texts_that_they_use():
     assert _script_texts("en") == "{}"
 
 
-#: Words that are the same in Chinese: names, units and file endings.
-NAMES = re.compile(
-    r"finetune|LoRA|GPU|CPU|[KMG]iB|RTX|Hugging Face|OWNER/NAME|English|\.\w+|\d[\w.]*|hf auth login|HOUR|tokens?|CUDA|"
-    r"CSV|bf16|NF4|AdamW|Logits|DoRA|Python|torch"
-)
-
-
 def english_in(html):
     """Words of a page in Chinese that are English, without its names."""
     shown = re.findall(r"(?:aria-label|placeholder|title|data-title|data-label)=\"([^\"]*)\"", html)
@@ -105,11 +104,8 @@ def test_the_rail_is_chinese():
 #: Modules of the page that show no text of their own, or only through others.
 WITHOUT_TEXTS = {
     "pages/__init__.py",
-    "pages/models.py",
-    "pages/rail.py",
     "views/__init__.py",
-    "views/lists.py",
-    "views/templates.py",
+    "views/charts.py",
 }
 
 

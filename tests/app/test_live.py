@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import written_runs
+from written_runs import append
 
 from app.live import LiveRun
 from app.views.run import _memory_lines, measured_peak, numbers, summary_of
 from app.views.run_figures import figures, memory
 from finetune.card import find_card
-from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Sample, Start, Step
+from finetune.events import Checkpoint, Evaluation, Phase, Retry, Sample, Start, Step
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
@@ -24,19 +25,20 @@ def run(tmp_path):
 
 
 def write_steps(run, first, last):
-    writer = EventWriter(run.events)
-    for step in range(first, last + 1):
-        writer.emit(Step(step=step, total_steps=1000, loss=10.0 / step, process_rss_bytes=2**30, step_s=0.5))
-    writer.close()
+    values = {"total_steps": 1000, "process_rss_bytes": 2**30, "step_s": 0.5}
+    append(run, [Step(step=step, loss=10.0 / step, **values) for step in range(first, last + 1)])
 
 
-def follow(run):
-    return LiveRun(run)
+def followed(run, *events):
+    append(run, events)
+    live = LiveRun(run)
+    live.wait()
+    return live
 
 
 def test_a_tick_reads_only_what_is_new(run, monkeypatch):
     write_steps(run, 1, 50)
-    live = follow(run)
+    live = LiveRun(run)
     live.refresh()
     taken = []
     monkeypatch.setattr(live.digest, "add", taken.append)
@@ -48,18 +50,18 @@ def test_a_tick_reads_only_what_is_new(run, monkeypatch):
 
 
 def test_reading_at_once_and_in_pieces_gives_the_same(run):
-    pieces = follow(run)
+    pieces = LiveRun(run)
     for first in range(1, 100, 10):
         write_steps(run, first, first + 9)
         pieces.refresh()
-    once = follow(run)
+    once = LiveRun(run)
     once.wait()
     assert once.digest == pieces.digest
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(run):
     write_steps(run, 1, 20)
-    live = follow(run)
+    live = LiveRun(run)
     live.refresh()
     run.events.rename(run.path / "old")
     write_steps(run, 1, 3)
@@ -69,43 +71,31 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning(run):
 
 
 def test_nan_and_unknown_kinds_do_no_harm(run):
-    writer = EventWriter(run.events)
-    writer.emit(Step(step=1, total_steps=9, loss=float("nan"), grad_norm=None))
+    append(run, [Step(step=1, total_steps=9, loss=float("nan"), grad_norm=None)])
     with run.events.open("a") as file:
         file.write('{"kind": "news of a later version", "step": ["?"]}\n{"kind": "step", "step": ["?"], "loss": {}}\n')
-    writer.emit(Step(step=2, total_steps=9, loss=1.5))
-    writer.close()
-    live = follow(run)
-    live.refresh()
+    live = followed(run, Step(step=2, total_steps=9, loss=1.5))
     assert live.digest.series["loss"].points() == [(1.0, None), (2.0, 1.5)]
 
 
 def test_a_loss_that_is_not_a_number_is_said_with_its_own_step(run):
-    writer = EventWriter(run.events)
-    for step, loss in ((1, 60.0), (120, 55.824), (300, float("nan"))):
-        writer.emit(Step(step=step, total_steps=400, loss=loss, grad_norm=loss))
-    writer.close()
-    live = follow(run)
-    live.refresh()
+    losses = {1: 60.0, 120: 55.824, 300: float("nan")}
+    live = followed(run, *(Step(step=step, total_steps=400, loss=loss, grad_norm=loss) for step, loss in losses.items()))
     digest, plan = live.digest, Plan(SimpleNamespace(), {}, find_card("rtx-4090"), Verdict.FITS)
     assert summary_of(digest, plan).startswith("Loss nan at step 300 (last number: 55.8240 at step 120)")
     assert digest.series["loss"].newest_text("{:.4f}".format) == "nan at step 300 (last number: 55.8240 at step 120)"
-    assert re.findall(r"<td[^>]*>([^<]*)</td>", numbers(digest, plan))[-3:-1] == ["300", "not a number"]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", numbers(digest))[-3:-1] == ["300", "not a number"]
 
 
 @pytest.mark.parametrize(("others", "measured"), [(2 * GIB, 8.5), (None, 8.25)], ids=["reported", "not reported"])
 def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_programs(run, others, measured):
     card = dataclasses.replace(find_card("rtx-4090"), context_bytes=GIB // 4)
-    writer = EventWriter(run.events)
     memory_bytes = {"reserved_bytes": 7 * GIB, "card_used_bytes": 7 * GIB + GIB // 2 + 2 * GIB, "other_processes_bytes": others}
-    writer.emit(Step(step=1, loss=1.0, peak_reserved_bytes=8 * GIB, process_peak_rss_bytes=3 * GIB, **memory_bytes))
-    writer.close()
-    live = follow(run)
-    live.refresh()
+    live = followed(run, Step(step=1, loss=1.0, peak_reserved_bytes=8 * GIB, process_peak_rss_bytes=3 * GIB, **memory_bytes))
     forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
     plan = dataclasses.replace(written_runs.plan(1), card=card, forecast=forecast, budget_bytes=None)
     assert measured_peak(live.digest, plan)[1] == measured * GIB
-    (reserved,) = [line for line in _memory_lines(live.digest, plan) if line.css == "reserved"]
+    (reserved,) = [line for line in _memory_lines(live.digest, plan) if line.css == "process"]
     assert max(size for _, size in reserved.points) == measured * GIB
     assert f"peak: {measured:.2f} GiB, forecast {forecast.peak_bytes / GIB:.2f} GiB" in summary_of(live.digest, plan)
     assert f'aria-label="Process: measured {measured:.1f} GiB, forecast 8.0 GiB"' in memory(live.digest, plan)
@@ -121,7 +111,7 @@ def test_no_number_of_a_damaged_file_stops_the_page(run):
                 values = {"step": "4", "total_steps": "9", "loss": "1.0", **{name: number}}
                 fields = ", ".join(f'"{key}": {value}' for key, value in values.items())
                 file.write(f'{{"kind": "step", {fields}}}\n')
-    live = follow(run)
+    live = LiveRun(run)
     live.wait()
     assert live.digest.step and live.state().step == live.digest.step
     assert live.digest.pace.left_s is not None and live.digest.series["loss"].points()
@@ -129,49 +119,42 @@ def test_no_number_of_a_damaged_file_stops_the_page(run):
 
 def test_a_long_history_is_read_in_the_background(run):
     write_steps(run, 1, 5000)
-    live = follow(run)
+    live = LiveRun(run)
     assert live.refresh() is False
     live.wait()
     assert live.digest.step == 5000
 
 
 def test_marks_say_what_happened_when(run):
-    writer = EventWriter(run.events)
-    writer.emit(Start(resumed_from=None, step=0))
-    writer.emit(Step(step=1, total_steps=4, loss=1.0))
-    writer.emit(Evaluation(step=2, eval_loss=0.9, eval_s=1.0))
-    writer.emit(Checkpoint(step=2, path="x", bytes=1, save_s=0.1, seal_s=0.1))
-    writer.emit(Retry(attempt=2, reason="out of memory", changes={}))
-    writer.emit(Start(resumed_from="checkpoint-2", step=2))
-    writer.close()
-    live = follow(run)
-    live.refresh()
+    live = followed(
+        run,
+        Start(resumed_from=None, step=0),
+        Step(step=1, total_steps=4, loss=1.0),
+        Evaluation(step=2, eval_loss=0.9, eval_s=1.0),
+        Checkpoint(step=2, path="x", bytes=1, save_s=0.1, seal_s=0.1),
+        Retry(attempt=2, reason="out of memory", changes={}),
+        Start(resumed_from="checkpoint-2", step=2),
+    )
     assert [(mark["name"], mark["step"]) for mark in live.digest.marks] == [
         ("evaluation", 2), ("save", 2), ("retry", 1), ("resume", 2),
     ]  # fmt: skip
 
 
 def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is_of(run):
-    writer = EventWriter(run.events)
-    writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB))
-    writer.emit(Retry(attempt=2, reason="out of memory", changes={"per_device_train_batch_size": 1}))
-    writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=4 * GIB))
-    writer.close()
-    live = follow(run)
-    live.refresh()
+    live = followed(
+        run,
+        Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB),
+        Retry(attempt=2, reason="out of memory", changes={"per_device_train_batch_size": 1}),
+        Step(step=1, loss=1.0, peak_allocated_bytes=4 * GIB),
+    )
     assert live.digest.peaks == {"peak_allocated_bytes": 4 * GIB}
     assert live.digest.phases == {"train": 4 * GIB}
 
 
 def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run):
-    writer = EventWriter(run.events)
-    writer.emit(Phase(phase="load", peak_allocated_bytes=4 * GIB))
-    for peak in (6 * GIB, 5 * GIB):
-        writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=peak))
-    writer.emit(Phase(phase="evaluate", peak_reserved_bytes=3 * GIB))
-    writer.close()
-    digest = follow(run)
-    digest.refresh()
+    events = [Step(step=1, loss=1.0, peak_allocated_bytes=peak) for peak in (6 * GIB, 5 * GIB)]
+    events = [Phase(phase="load", peak_allocated_bytes=4 * GIB), *events, Phase(phase="evaluate", peak_reserved_bytes=3 * GIB)]
+    digest = followed(run, *events)
     peaks = {"load": 4 * GIB, "train": 6 * GIB, "eval": GIB}
     forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks)
     plan = dataclasses.replace(written_runs.plan(1), forecast=forecast)
@@ -184,11 +167,5 @@ def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run):
 
 
 def test_answers_of_the_first_evaluation_stay_once_and_the_newest_others(run):
-    writer = EventWriter(run.events)
-    for step in (50, 50, 100, 150):
-        for number in range(16):
-            writer.emit(Sample(step=step, prompt=f"{number}", answer="a"))
-    writer.close()
-    live = follow(run)
-    live.wait()
+    live = followed(run, *(Sample(step=step, prompt=f"{n}", answer="a") for step in (50, 50, 100, 150) for n in range(16)))
     assert [sample.step for sample in live.digest.samples] == [50] * 16 + [100] * 8 + [150] * 16

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from app.context import Context
 from app.pages.new_run import NewRun
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
@@ -20,7 +19,6 @@ from app.views import memory_parts, new_run
 from app.views.recipe_form import form
 from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of
-from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
@@ -34,9 +32,8 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch):
+def page(context, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     context.uploads.mkdir(parents=True)
     monkeypatch.setattr(context.queue, "ensure_starter", lambda: None)  # no run: only what is queued
     page, questions = NewRun(context), Questions()
@@ -46,8 +43,7 @@ def page(tmp_path, monkeypatch):
             return result_of(answer_of(questions, method, values, Work(report)))
 
     context.planner.call = call
-    yield page
-    context.close()
+    return page
 
 
 @pytest.fixture
@@ -355,7 +351,7 @@ def test_the_time_is_the_runs_and_the_cost_the_plans_own():
 @pytest.mark.parametrize("high", [9, 19])
 def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
     plan = plan_of(8, high)
-    parts, over = memory_parts.parts_of(plan, "train")
+    parts, over = memory_parts.parts_of(plan)
     assert sum(part.size for part in parts) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
     bar = new_run._bar(plan)
     assert sum(part["width"] for part in bar["parts"]) == pytest.approx(100)

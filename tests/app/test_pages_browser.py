@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser import LONG_S, TOKEN, Served, served_app
-from shown_texts import OPTION, english_texts, shown_texts
+from browser import LONG_S, OPTION, TOKEN, Served, english_texts, served_app, shown_texts
 from written_runs import append, make_run, steps
 
 import screenshots

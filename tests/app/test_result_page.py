@@ -1,4 +1,4 @@
-"""Result shows what a run has, whoever made it, and pushes only what a dry run has listed."""
+"""Result shows what a run has, pushes only what a dry run has listed, and its choices become options of the command."""
 
 import json
 from types import SimpleNamespace
@@ -7,9 +7,13 @@ import pytest
 
 from app.background.tasks import Tasks
 from app.pages import result
+from app.pages.result import evaluation
 from app.pages.run import RunPage
-from app.views.options import HELD_OUT_BEFORE
+from app.views import markup
+from app.views.markup import HELD_OUT_BEFORE
 from app.workspace import Workspace
+from finetune.cli.app import cli
+from finetune.evaluate.scorers import SCORES
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
@@ -146,3 +150,28 @@ def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
 def test_a_merged_model_is_a_folder_of_the_run(page, name):
     assert "is not a folder" in page.submit("merge", folder=name) and page.started == []
+
+
+def parsed(options):
+    """The options as the command reads them."""
+    from typer.main import get_command
+
+    command = get_command(cli).commands["eval"]
+    return command.make_context("eval", ["latest", *options]).params
+
+
+def test_every_score_but_a_function_can_be_chosen():
+    assert set(markup.SCORES.values()) == {"", *SCORES}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "read"),
+    [({}, {"score": None, "data": None, "rows": None, "last": False}),
+     ({"score": "regex", "pattern": "--json", "rows": "-x.jsonl", "most": "20", "last": "on"},
+      {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "last": True, "as_json": False}),
+     ({"score": "numeric", "pattern": "ignored", "tolerance": "0.01", "most": ""},
+      {"score": "numeric", "tolerance": 0.01, "pattern": None})],
+)  # fmt: skip
+def test_choices_become_options(chosen, read):
+    options = parsed(evaluation({"score": "", "pattern": "", "tolerance": "0", "rows": "", "most": "0"} | chosen))
+    assert {name: options[name] for name in read} == read

@@ -8,14 +8,11 @@ import pytest
 import written_runs
 from written_runs import append, make_run, step, steps
 
-from app.context import Context
 from app.live import LiveRun
 from app.pages.run import RunPage
 from app.views.answers import answers, marked
 from app.views.run_figures import figures, memory
-from app.views.run_head import failure, next_steps, progress, survived, title
-from app.views.run_page import texts
-from app.workspace import Workspace
+from app.views.run_page import failure, now, progress, texts, title
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, Sample, State
@@ -62,10 +59,10 @@ def test_out_of_memory_names_what_held_the_memory(follow):
 
 def test_the_head_says_what_to_do_in_each_state(follow):
     live = follow(*steps(1, 40), State(state="paused", message="paused at step 40", exit_code=143))
-    assert "Paused at step 40." in next_steps(live, live.state()) and "act-resume" in title(live, live.state())
+    assert "Paused at step 40." in now(live, live.state()) and "act-resume" in title(live, live.state())
     append(live.run, [Result(step=30, eval_loss=0.4512), State(state="finished", exit_code=0)])
     live.wait()
-    assert "<b>Best step 30</b>, held-out loss 0.451." in next_steps(live, live.state())
+    assert "<b>Best step 30</b>, held-out loss 0.451." in now(live, live.state())
     assert "act-resume" not in title(live, live.state()) and "act-pause" not in title(live, live.state())
 
 
@@ -74,7 +71,7 @@ def test_values_older_than_five_seconds_say_their_age(follow, monkeypatch):
     state = SimpleNamespace(state="running", ended=False, message="")
     assert "old" not in progress(live, state)
     now_s = live.digest.newest_step.time_s
-    monkeypatch.setattr("app.views.run_head.time.time", lambda: now_s + 47)
+    monkeypatch.setattr("app.views.run_page.time.time", lambda: now_s + 47)
     assert "values are 45 s old" in progress(live, state)
     assert 'aria-valuenow="10"' in progress(live, state) and "1 % · one" in progress(live, state)
 
@@ -136,12 +133,11 @@ def test_a_tick_sends_only_the_parts_that_the_browser_has_not(page):
 
 
 @pytest.fixture
-def page(tmp_path, kept_run, monkeypatch):
-    kept_run(tmp_path / "runs")
-    context, queued = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary"), []
+def page(context, kept_run, monkeypatch):
+    kept_run(context.workspace.runs)
+    queued = []
     monkeypatch.setattr(context.queue, "add", lambda recipe, **options: queued.append(options))
-    yield SimpleNamespace(view=RunPage(context), draft=context.draft, queued=queued)
-    context.close()
+    return SimpleNamespace(view=RunPage(context), draft=context.draft, queued=queued)
 
 
 def opened(page, **parameters):
@@ -160,7 +156,7 @@ def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(foll
     shown = texts(live, "overview")["now"]
     assert "Out of memory in a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
     live.digest.newest.pop(Retry.kind)
-    assert survived(live) == ""
+    assert now(live, live.state()) == ""
 
 
 def test_finish_asks_and_the_buttons_stay_the_same_from_step_to_step(follow, monkeypatch):

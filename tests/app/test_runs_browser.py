@@ -6,7 +6,7 @@ Fails on any console message, any request to another host and any HTTP 5xx.
 import json
 
 import pytest
-from shown_texts import english_texts
+from browser import english_texts
 from written_runs import append, make_run, make_sweep, step, steps
 
 from app.language import catalogue

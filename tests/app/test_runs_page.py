@@ -13,8 +13,7 @@ from app.pages.models import ModelsPage
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.planning.draft import Draft
-from app.scores import Scores
-from app.views.run_row import row_of
+from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
 from app.web.page_filter import FIRST_HTML, rewritten
 from app.workspace import Workspace
@@ -32,9 +31,7 @@ def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     for name in ("first", "second"):
         make_run(workspace.runs, name, [*steps(1, 20), *ENDED])
-    return SimpleNamespace(
-        workspace=workspace, lives=LiveRuns(), scores=Scores(), queue=Queue(workspace), draft=Draft(workspace)
-    )
+    return SimpleNamespace(workspace=workspace, lives=LiveRuns(), queue=Queue(workspace), draft=Draft(workspace))
 
 
 def acted(context, **message):
@@ -50,7 +47,7 @@ def scored(run, base=0.0, tuned=0.97):
 def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
     run = context.workspace.run("first")
     scored(run)
-    row = row_of(context.lives.of(run), context.scores)
+    row = row_of(context.lives.of(run))
     assert (row.held_out, row.score, row.time, row.steps) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
     assert row.peak == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
 

@@ -9,7 +9,7 @@ from app.browser_files import has_charts
 from app.live import LiveRuns
 from app.pages.run import RunPage
 from app.report import main as report_main
-from app.views import sweep as sweep_view
+from app.views import runs
 from app.workspace import Workspace
 
 
@@ -23,7 +23,7 @@ def context(tmp_path):
 def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(context):
     assert context.workspace.list_runs() == []
     (sweep,) = context.workspace.list_sweeps()
-    line = sweep_view.listed([sweep])
+    line = runs.sweeps([sweep])
     assert 'href="/run?run=rates"' in line and "Learning rate 0.0004 wins with a held-out loss of 0.5000" in line
     assert "clearly behind: Learning rate 0.0001, by 0.4000" in line
 

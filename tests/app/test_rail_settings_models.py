@@ -1,13 +1,16 @@
-"""The rail beside every page: where one is, what runs, and whose memory is in use."""
+"""Rail, Settings and Models: what runs, whose memory is in use, what is wrong with this machine, what runs have made."""
 
 import re
 
 import pytest
 
 from app.page import PAGES
-from app.views import rail
-from app.views.rail import GpuMemory, RunningJob
+from app.pages import rail
+from app.pages.models import models_of, models_table
+from app.pages.rail import GpuMemory, RunningJob
+from app.pages.settings import examined
 from app.web.guard import READ
+from finetune.run.directory import RunDirectory
 from finetune.units import GIB
 
 GPU = GpuMemory("NVIDIA GeForce RTX 4090", 24 * GIB, 3 * GIB, 20 * GIB)
@@ -36,3 +39,20 @@ def test_memory_that_nobody_measured_is_not_said_to_be_the_runs():
 def test_a_name_of_a_run_is_inert_and_no_gpu_is_said():
     html = rail.status(RunningJob("<b>x</b>", 0.5, None), [])
     assert "<b>x" not in html and "No GPU here" in html
+
+
+def test_what_is_wrong_with_the_machine_stands_first():
+    findings = [{"check": check, "state": state, "what": "<b>", "fix": ""} for check, state in (("a", "ok"), ("b", "fail"))]
+    html = examined({"findings": findings, "time_s": 0.0}, is_running=False)
+    assert html.index("Broken") < html.index("Good") and "<b>b</b>" in html and "&lt;b&gt;" in html
+
+
+def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(tmp_path, kept_run):
+    run = RunDirectory(kept_run(tmp_path / "runs"))
+    (run.path / "merged").mkdir()
+    for name in ("merged/config.json", "merged/model.safetensors", "model.gguf"):
+        (run.path / name).write_bytes(b"x" * 100)
+    models = list(models_of(run, "tiny"))
+    assert [(model.kind, model.bytes) for model in models][1:] == [("merged model", 200), ("GGUF", 100)]
+    assert models[0].kind == "adapter" and models[0].bytes > 1000
+    assert "runs/finished/model.gguf" in models_table(models, tmp_path)
