@@ -6,7 +6,7 @@ const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5, TABLE_ROWS = 12;
 const MARKUP = `<div class="ftc-tools"><label><input type="checkbox" data-view="isLog"> ${tr("Log scale")}</label>
   <label>${tr("Smoothing")} <input type="range" data-view="smoothing" min="0" max="0.99" step="0.01"></label>
   <span class="ftc-actions"><button type="button" data-do="whole" hidden>${tr("Whole run")}</button><button type="button" data-do="table"
-    aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="copy">${tr("Copy picture")}</button></span></div>
+    aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="copy">${tr("Copy image")}</button></span></div>
   <p class="ft-note ftc-note" role="status" hidden></p><div class="ftc-main"></div><p class="ftc-marks"></p><div class="ftc-table" hidden></div>
   <details class="ftc-more" hidden><summary>${tr("More curves")}</summary><div class="ftc-small"></div></details>`;
 // Strokes by kind of line: colour, width, dash, and the value of a bin that the line shows; colours of events, and their names.
@@ -110,7 +110,7 @@ class Chart extends HTMLElement {
   async start() {
     const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
     Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
-    try { await loaded(); } catch { library = null; this.textContent = tr("The chart can't be loaded: reload the page."); return; }
+    try { await loaded(); } catch { library = null; this.textContent = tr("The chart can't be loaded. Reload the page."); return; }
     this.innerHTML = MARKUP;
     for (const box of this.querySelectorAll("[data-view]")) {
       const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";
@@ -158,10 +158,10 @@ class Chart extends HTMLElement {
   say() {
     const lines = this.runs.map((run) => {
       const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.label}: ` : "";
-      if (run.isGone) return of + tr("This run is no longer there.");
-      if (silent_s > SILENT_S) return of + tr("No answer for {s} s; the curves are as of then.", { s: silent_s });
+      if (run.isGone) return of + tr("This run no longer exists.");
+      if (silent_s > SILENT_S) return of + tr("No answer for {s} s. The curves show the last state received.", { s: silent_s });
       if (run.read !== null) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
-      return run.have && !run.step ? of + tr("No step is complete yet.") : "";
+      return run.have && !run.step ? of + tr("No step yet.") : "";
     });
     Object.assign(this.part("note"), { hidden: !lines.join(""), textContent: lines.filter(Boolean).join(" ") });
   }
@@ -294,7 +294,7 @@ class Chart extends HTMLElement {
     if (!isCopied) return save(blob, `${this.runs[0].name}.png`);
     const button = this.querySelector("[data-do=copy]");
     button.textContent = tr("Copied");
-    setTimeout(() => { button.textContent = tr("Copy picture"); }, 2000);
+    setTimeout(() => { button.textContent = tr("Copy image"); }, 2000);
   }
 }
 customElements.define("ft-chart", Chart);

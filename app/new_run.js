@@ -106,7 +106,7 @@ const look = async () => {
 const panelPath = () => `panel/${state.panel}?query=${encodeURIComponent(state.query)}`;
 const loadPanel = async (path = panelPath()) => {
   const html = await ask(path);
-  if (path === panelPath()) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer: close this and open it again."));
+  if (path === panelPath()) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
 };
 const open = async (name, query = "") => {
   [state.panel, state.query] = [name, query];
@@ -163,7 +163,7 @@ for (const name of ["dragover", "drop"]) {
 const follow = async () => {
   if (!find("#new-run")) return;
   const answer = await ask(`screen?mine=${state.mine}`);
-  show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. What you choose is kept in this tab and sent when it answers.")) });
+  show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. This tab keeps your choices and sends them when the server answers.")) });
   if (!state.waiting.length) takeScreen(answer);
   const measured = state.panel === "settings" && find("[data-measured]"); // there when the panel has arrived
   if (measured) fill(measured, await ask("panel/measured") ?? "");

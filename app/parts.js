@@ -3,7 +3,7 @@
 import { tr } from "./language.js";
 
 export const find = (selector) => document.querySelector(selector);
-const NO_ANSWER = () => tr("The page's server does not answer: try again when it is back.");
+const NO_ANSWER = () => tr("The page's server does not answer. Try again when it is back.");
 const keyOf = (node) => node.dataset?.run ?? node.dataset?.key;
 // Makes `node` equal to `wanted`. Nodes that stay keep focus, scrolling, selection, open details and what is being typed.
 const morph = (node, wanted) => {

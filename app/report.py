@@ -171,7 +171,7 @@ def _paired(runs: list[RunDirectory]) -> str:
                 losses = first["tuned"]["row_losses"], second["tuned"]["row_losses"]
                 rows.append([f"{name}: loss", _gap_text(run_name, other_name, *losses, 0.0, tokens)])
     if not rows:
-        return note("The runs were not scored on the same rows: finetune eval RUN for each, then again.")
+        return note("The runs were not scored on the same rows. Run finetune eval RUN for each, then compare again.")
     return table(["score", "difference of the tuned models"], sorted(rows), "Paired scores", hidden_caption=True)
 
 
@@ -183,13 +183,13 @@ def _data(run: RunDirectory) -> str:
     path = run.data / "report.json"
     # a changed report.json must not be shown as fact
     if changes := changes_in(run.data, required=False, only=path.name):
-        return note(f"What the data is can't be said: {'; '.join(changes)}.")
+        return note(f"The data report can't be trusted: {'; '.join(changes)}.")
     report = read_object(path)
     if report is None:
-        return note("The run has no data report that can be read.")
+        return note("The run has no readable data report.")
     parts = (("training", report), ("held out", report.get("eval_report")))
     rows = [[name, _data_line(part)] for name, part in parts if part]
-    return table(["rows", "what they are"], rows, "Data", hidden_caption=True)
+    return table(["rows", "contents"], rows, "Data", hidden_caption=True)
 
 
 def _data_line(part: dict[str, Any]) -> str:
@@ -202,7 +202,7 @@ def _versions(digest: Any) -> str:
     start = digest.newest.get(Start.kind)
     versions = start.versions if isinstance(start, Start) else {}
     rows = sorted(versions.items())
-    return table(["package", "version"], rows, "Versions", hidden_caption=True) if rows else note("Not known.")
+    return table(["package", "version"], rows, "Versions", hidden_caption=True) if rows else note("Unknown.")
 
 
 if __name__ == "__main__":

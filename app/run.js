@@ -27,7 +27,7 @@ const silence = () => {
   document.body.toggleAttribute("data-lost", isLost && Boolean(note));
   if (!note) return;
   note.hidden = !isLost && !refused;
-  note.textContent = refused || !isLost ? refused : tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s });
+  note.textContent = refused || !isLost ? refused : tr("No answer from the page's server for {s} s. The page shows the last state it received; the run continues.", { s: silent_s });
 };
 setInterval(silence, 1000);
 document.addEventListener("visibilitychange", () => { answered = Date.now(); });

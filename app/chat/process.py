@@ -57,7 +57,7 @@ class Conversation:
 
         added = kept_pictures(self._folder, question.pictures)
         if len(added) < len(question.pictures):
-            raise CommandError("a picture of this message is gone or was changed", "Add it again.")
+            raise CommandError("an image of this message was removed or changed", "Add it again.")
         messages = [*self._messages[model], message_with_pictures(question.text, len(added))]
         before = [{"role": "system", "content": system}] if system else []
         if shown := [*self._pictures[model], *added]:

@@ -71,7 +71,7 @@ def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
     """Keep an uploaded image for the next message. Raises CommandError."""
     names, path = waiting.split(), Path(upload).resolve()
     if len(names) >= MAX_PICTURES:
-        raise CommandError(tr("A message has at most {n} pictures.", n=MAX_PICTURES))
+        raise CommandError(tr("A message can have at most {n} images.", n=MAX_PICTURES))
     # a forged request must not read other files
     if not path.is_relative_to(context.uploads.resolve()):
         raise CommandError("this file was not uploaded here")
@@ -80,7 +80,7 @@ def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
     except BadPicture as error:
         raise CommandError(f"{path.name} {error}", tr("Give another file.")) from None
     except PackagesError as error:
-        raise CommandError([tr("Pictures can't be read here"), *error.problems], error.fix) from None
+        raise CommandError([tr("Images can't be read here"), *error.problems], error.fix) from None
     return {"waiting": " ".join(names), "pictures": _pictures(context.chats.pictures, names)}
 
 
@@ -98,16 +98,16 @@ def _warning(context: Context, run: RunDirectory, plan: Plan) -> str:
     if training.forecast is None or plan.forecast is None:
         return note(
             tr(
-                "{run} is training, and there is no forecast of whether both fit. A message here may make it run out of "
-                "memory.", run=busy.path.name,
+                "{run} is training, and no forecast tells whether both fit. A message here may take the run's memory.",
+                run=busy.path.name,
             ), "warn",
         )  # fmt: skip
     load = plan.forecast.peaks.get("load", plan.forecast.parts.get("weights", 0))
     both, budget = training.forecast.peak_high_bytes + load, training.usable_bytes
     fits = both <= budget
     text = tr(
-        "{run} is training; forecast for both: {size} of {budget}, it fits." if fits
-        else "{run} is training; forecast for both: {size} of {budget}, it does not fit.",
+        "{run} is training. Both need {size} of {budget} (forecast): they fit." if fits
+        else "{run} is training. Both need {size} of {budget} (forecast): they do not fit.",
         run=busy.path.name, size=format_bytes(both), budget=format_bytes(budget),
     )  # fmt: skip
     return note(text, "" if fits else "bad")

@@ -65,7 +65,7 @@ def models_of(run: RunDirectory, base: str) -> Iterable[ModelFile]:
 def models_table(models: Sequence[ModelFile], root: Path) -> str:
     """Return the table of models."""
     if not models:
-        hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
+        hint = tr("Adapters appear here when their runs end. Merge and export them on the run's page.")
         return f'<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
     rows = [
         [

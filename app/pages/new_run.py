@@ -126,7 +126,7 @@ class NewRun:
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
-            shown = views.trouble(problem_of(error), tr("Unknown: there is no plan"))
+            shown = views.trouble(problem_of(error), tr("Unknown: no plan"))
             parts = {"answer": shown, "plans": "", "settings": views.settings(edited, None)}
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
@@ -291,7 +291,7 @@ class NewRun:
 
     def _measured(self) -> str:
         status, result = self._measuring.status(), self._measuring.result() or {}
-        button, shown = tr("Test what 4-bit costs in quality"), ""
+        button, shown = tr("Measure the quality loss of 4-bit"), ""
         if status and status["state"] == "running":
             text = tr("Measuring for {time} …", time=format_seconds(time.time() - status["began_s"]))
             button, shown = tr("Stop measuring"), note(text)

@@ -24,7 +24,7 @@ from ..views.scores import forgetting_notes, no_call_note, rows_of, scores, task
 
 _KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ORDERS = {
-    "differ": mark("Differing first"), "worst": mark("Tuned model's worst first"), "best": mark("Tuned model's best first")
+    "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")
 }  # fmt: skip
 #: Choice of the held-out rows of the adapter's run; an option, so no dataset has this name.
 BEFORE = "--forgetting"
@@ -96,8 +96,8 @@ def evaluation(values: Mapping[str, Any]) -> list[str]:
 def _merge(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     folder = values["folder"].strip()
     if not _NAME.fullmatch(folder):
-        refused = tr("{name} is not a folder's name", name=repr(folder[:100]))
-        raise CommandError(refused, tr("Letters, digits, . - and _"))
+        refused = tr("{name} is not a valid folder name", name=repr(folder[:100]))
+        raise CommandError(refused, tr("Use letters, digits, `.`, `-` and `_`."))
     return [f"--output={run.path / folder}"]
 
 
@@ -121,7 +121,7 @@ def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> lis
     if how not in ("--dry-run", "--yes"):
         raise ValueError(how)
     if kind not in (*_KINDS, *_gguf_files(run)):
-        raise CommandError(tr("Choose a run, and what to push."))
+        raise CommandError(tr("Choose what to push."))
     require_repo(repo)
     # only files that the last dry run listed are pushed
     if how == "--yes":
@@ -129,7 +129,7 @@ def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> lis
         wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}
         is_listed = isinstance(listed, dict) and {key: listed.get(key) for key in wanted} == wanted
         if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):
-            raise CommandError(tr("See the files first: Dry run."))
+            raise CommandError(tr("Press Dry run first to see the files."))
     chosen = f"--{kind}" if kind in _KINDS else f"--gguf={run.path / kind}"
     return [repo, chosen, *(["--public"] if is_public else []), how]
 
@@ -171,7 +171,7 @@ def _pushed(task: Task) -> str:
         return _task("push", task)
     rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
     where = tr("{repo} (public)" if result["public"] else "{repo} (private)", repo=result["repo"])
-    summary = tr("For {repo}; nothing was sent yet.", repo=where)
+    summary = tr("For {repo}. Nothing is pushed yet.", repo=where)
     if result["sent"]:
         summary = tr("Pushed to {repo}: {commit}", repo=where, commit=result["commit"])
     return note(summary) + table([tr("file"), f">{tr('size')}"], rows, tr("Files"), hidden_caption=True)
@@ -185,7 +185,7 @@ def _exported(task: Task) -> str:
     names = {"file": tr("file"), "adapter": tr("adapter"), "modelfile": "Modelfile"}
     files = [[name, result[key]] for key, name in names.items() if result[key]]
     summary = tr(
-        "In llama.cpp: token ids are the training's, {n} of {rows} answers the adapter's.",
+        "llama.cpp gives the same token ids as training, and the adapter's answer to {n} of {rows} prompts.",
         n=f"{check['same_answers']:,}", rows=f"{check['rows']:,}",
     )  # fmt: skip
     return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)

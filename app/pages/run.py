@@ -102,11 +102,11 @@ class RunPage:
             case "pause" | "kill":
                 return "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
             case "finish":
-                ends = tr("It ends after this step; its best step is the result.")
+                ends = tr("The run ends after this step. Its best step is the result.")
                 return note(ends if control.finish(run) else tr("This run is not running."))
             case "resume":
                 self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-                return note(tr("In the queue: it goes on from the newest checkpoint."))
+                return note(tr("Queued. The run continues from its newest checkpoint."))
             case "duplicate":
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
                 return to_new_run(tr("Opening New run with this run's recipe."))

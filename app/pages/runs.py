@@ -48,7 +48,7 @@ class RunsPage(FollowedPage):
         names = message.get("runs", ())
         runs = [run for name in names if (run := self.context.workspace.run(name))]
         if len(runs) < len(names):
-            raise CommandError("there is no such run", "It was renamed or deleted: see the list.")
+            raise CommandError("there is no such run", "It was renamed or deleted. Choose a run from the list.")
         match message, runs:
             case {"deed": "compare"}, _:
                 return {"compared": self.compare(runs)}

@@ -16,8 +16,8 @@ from ..views.words import day
 from ..web.followed import FollowedPage
 
 _STATES = {
-    "ok": (mark("Good"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Look at it"), "warn"),
-    "fail": (mark("Broken"), "bad"),
+    "ok": (mark("OK"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Warning"), "warn"),
+    "fail": (mark("Failed"), "bad"),
 }  # fmt: skip
 #: Translated names of `finetune doctor` checks.
 _CHECKS = (
@@ -66,9 +66,9 @@ def _token_from() -> str:
 
 def choices(token_from: str) -> str:
     """Return theme, language and login."""
-    login = tr("Not logged in. Models that ask for consent, and pushing, need {command} in a terminal.", command=_LOGIN)
+    login = tr("Not logged in. Gated models and pushing need {command} in a terminal.", command=_LOGIN)
     if token_from:
-        login = tr("Logged in: the token is from {source}.", source=inert(token_from))
+        login = tr("Logged in with the token from {source}.", source=inert(token_from))
     return render("own_settings", themes=_THEMES, languages=LANGUAGES, current=current(), login=Safe(login))
 
 

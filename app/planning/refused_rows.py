@@ -66,7 +66,7 @@ def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -
     """Write a file with corrected roles; return its path. Raises RecipeError."""
     paths = {workspace.root / row["file"] for row in rows}
     if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:
-        raise RecipeError("only a file with a line of JSON for each row can be corrected here", "Correct the rows in the file.")
+        raise RecipeError("only JSONL files can be corrected here", "Correct the rows in the file.")
     path = paths.pop()
     numbers = {row["row"] for row in rows}
     meant = {match[1]: match[2] for row in rows if (match := WRONG_ROLE.search(row["reason"]))}

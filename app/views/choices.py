@@ -12,7 +12,7 @@ from .words import micro_batch, optimizer, precision, recomputation
 
 #: Settings shown first: name, and the setting with the reason.
 _FIRST = (
-    (mark("Precision"), "load_in_4bit"), (mark("Recomputation"), "activation_checkpointing"),
+    (mark("Precision"), "load_in_4bit"), (mark("Gradient checkpointing"), "activation_checkpointing"),
     (mark("Micro-batch"), "per_device_train_batch_size"),
     (mark("Optimizer"), "optim"), (mark("Adapters"), "lora_r"), (mark("Learning rate"), "learning_rate"),
 )  # fmt: skip
@@ -31,9 +31,9 @@ def chosen(plan: Plan) -> str:
     )  # fmt: skip
     columns = [tr("setting"), tr("value"), tr("reason")]
     rows = [[tr(name), value, _reason(plan.reasons.get(key, ""))] for (name, key), value in zip(_FIRST, values, strict=True)]
-    first = table(columns, rows, tr("What was chosen, and why"), hidden_caption=True)
+    first = table(columns, rows, tr("Chosen settings and reasons"), hidden_caption=True)
     every = [[name, _value(getattr(settings, name, None)), _reason(reason)] for name, reason in plan.reasons.items()]
-    all_settings = table(columns, every, tr("All settings with a reason"), hidden_caption=True)
+    all_settings = table(columns, every, tr("All settings with reasons"), hidden_caption=True)
     summary = tr("All {n} settings", n=len(every))
     return f'{first}<details class="ft-details"><summary>{summary}</summary>{all_settings}</details>'
 

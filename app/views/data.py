@@ -29,12 +29,12 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     share = counts["trained_token_share"]
     facts = [tr_n("{n} problem", "{n} problems", refused) if refused else tr("no problems")]
     facts += [tr("read as {format}", format=counts["format"])]
-    trained = tr("{share} of the tokens are trained on", share=f"{share or 0:.0%}")
-    facts += [tr("no tokens are trained on") if share is None else trained]
+    trained = tr("trained on {share} of the tokens", share=f"{share or 0:.0%}")
+    facts += [tr("trained on no tokens") if share is None else trained]
     if pictures := counts.get("pictures"):
         width, height = pictures["largest"]
         size = pixels(width, height)
-        facts += [tr_n("{n} picture, {size}", "{n} pictures, the largest {size}", pictures["pictures"], size=size)]
+        facts += [tr_n("{n} image, {size}", "{n} images, the largest {size}", pictures["pictures"], size=size)]
     held_out_rows = rows_in_words(eval_counts["rows_used"]) if eval_counts else ""
     title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
     if split_off := counts.get("rows_held_out"):
@@ -43,7 +43,7 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     templates = {template: template, "": tr("the model's own"), "plain": tr("plain")}
     held_out_file = ""
     if dataset.eval_path or dataset.eval_split or (held_out_rows and not split_off):
-        held_out_file = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
+        held_out_file = tr("Held out: {rows}, from a separate file", rows=held_out_rows or tr("none"))
     now = (DEFAULT_SHARE if split_off else 0) if dataset.test_split_size is None else dataset.test_split_size
     shares = {str(value): tr(text) for value, text in {**_HELD_OUT, now: _HELD_OUT.get(now, f"{now:g}")}.items()}
     label = tr("Hold out ({rows})", rows=held_out_rows) if held_out_rows else tr("Hold out")
@@ -67,7 +67,7 @@ def _problem(problem: Problem) -> tuple[str, str, str, bool]:
     text = as_on_page(row["reason"] if is_single else problem.reason)
     if problem.correction:
         wrong, meant = problem.correction
-        text = tr("role '{wrong}', {meant} meant?", wrong=wrong, meant=meant)
+        text = tr("role '{wrong}': did you mean {meant}?", wrong=wrong, meant=meant)
     field = row["field"] or "" if is_single and not problem.correction else ""
     return f"{len(problem.rows):,}", text, field, bool(problem.correction)
 
@@ -85,7 +85,7 @@ def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
 def marked(answer: Mapping[str, Any]) -> str:
     """Return a row as the model sees the row, with trained tokens marked."""
     if not answer["sequences"]:
-        return f"<h2>{tr('No row is ready')}</h2>"
+        return f"<h2>{tr('No valid row')}</h2>"
     pieces, left = [], _MARKED_CHARACTERS
     for text, is_trained in answer["marked"]:
         pieces.append((Safe(inert(text[:left], left + 1)), is_trained))
@@ -112,7 +112,7 @@ def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
     )
     over = sum(length > limit for length in row_lengths) if limit else 0
     cut_text = tr_n("{n} row is longer", "{n} rows are longer", over) if over else tr("no row is cut")
-    limit_text = tr("no limit set: it is chosen from these lengths")
+    limit_text = tr("no limit set, the plan chooses one from these lengths")
     if limit:
         limit_text = tr("limit {tokens}: {result}", tokens=f"{limit:,}", result=cut_text)
     label = tr("Tokens per row: {lengths}; {limit}.", lengths=percentiles_text, limit=limit_text)

@@ -25,12 +25,12 @@ SCORES = {
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
-HELD_OUT_BEFORE = mark("held-out rows of the run it continued")
+HELD_OUT_BEFORE = mark("held-out rows of the previous run")
 #: Page labels by option.
 _LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
-    "forgetting": HELD_OUT_BEFORE, "last": mark("Last step, not the best"), "output": mark("Folder in the run"),
-    "type": mark("Type"), "to": mark("Base and adapter in two files"), "public": mark("Public, else private"),
+    "forgetting": HELD_OUT_BEFORE, "last": mark("Last step instead of the best"), "output": mark("Folder in the run"),
+    "type": mark("Type"), "to": mark("Separate files for base and adapter"), "public": mark("Public, else private"),
     "force": mark("Start anyway"),
 }  # fmt: skip
 _SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
@@ -153,7 +153,7 @@ def refusal(error: Exception) -> Safe:
         return problem(title, error.problems, error.fix)
     # UnicodeError is a ValueError, but of a file's text
     if isinstance(error, WRONG_MESSAGE) and not isinstance(error, UnicodeError):
-        return problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+        return problem(tr("Not done"), [tr("the server does not know this request")], tr("Reload the page."))
     return problem_of(error)
 
 

@@ -31,22 +31,22 @@ def parts_of(plan: Plan) -> tuple[list[Part], int]:
     budget = min(plan.usable_bytes, card.total_bytes)
     owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
     whose = tr(
-        "What Python and its libraries take, and memory that the allocator holds and can't use." if card.is_cpu
-        else "The CUDA context, and memory that the allocator holds and can't use."
+        "Memory of Python and its libraries, and memory that the allocator holds but can't use." if card.is_cpu
+        else "The CUDA context, and memory that the allocator holds but can't use."
     )  # fmt: skip
-    spread = tr("How far it can go above the forecast. The plan must fit with all of it.")
+    spread = tr("Margin above the forecast. The plan must fit with the whole margin.")
     parts = [
         *_training(plan),
         Part("overhead", owner, max(0, forecast.peak_bytes - forecast.allocated_bytes), whose),
-        Part("spread", tr("May be needed"), max(0, forecast.peak_high_bytes - forecast.peak_bytes), spread),
+        Part("spread", tr("Margin"), max(0, forecast.peak_high_bytes - forecast.peak_bytes), spread),
     ]
     used, others = sum(part.size for part in parts), card.total_bytes - budget
     is_assumed = card.source == "catalogue"
     why = tr(
-        "{size} assumed of a desktop." if is_assumed else "{size} in use now, or left free by the memory budget.",
+        "{size}, assumed for a desktop." if is_assumed else "{size} in use now or outside the memory budget.",
         size=gib(others),
     )
-    parts.append(Part("free", tr("Free"), max(0, budget - used), tr("What is left if all of that is needed.")))
+    parts.append(Part("free", tr("Free"), max(0, budget - used), tr("Free memory if the whole margin is needed.")))
     parts.append(Part("held", tr("Other programs"), others, why))
     return [part for part in parts if part.size > 0 or part.key == "free"], max(0, used - budget)
 
@@ -74,5 +74,5 @@ def _training(plan: Plan) -> list[Part]:
             tr("Rank {rank}: {parts}.", rank=settings.lora_r, parts=detail),
         ),
         Part("activations", tr("Activations"), sizes.get("activations", 0) + sizes.get("recomputed", 0), activations),
-        Part("loss", tr("Loss and workspace"), loss, tr("Logits, and scratch memory of kernels.")),
+        Part("loss", tr("Loss and workspace"), loss, tr("Logits and scratch memory of kernels.")),
     ]  # fmt: skip

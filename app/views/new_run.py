@@ -135,7 +135,8 @@ def _time(plan: Plan) -> tuple[str, str] | None:
     if forecast and forecast.tokens_per_s:
         speed = tr("{n} tokens/s", n=f"{forecast.tokens_per_s:,.0f}")
         return speed, tr("with full rows, until your data is read")
-    return (counted, tr("a run measures the time" if plan.card.is_cpu else "this GPU's speed is not known")) if steps else None
+    why = tr("time known after the first steps" if plan.card.is_cpu else "speed of this GPU unknown")
+    return (counted, why) if steps else None
 
 
 def _bar(plan: Plan) -> dict[str, Any]:
@@ -164,14 +165,14 @@ def _bar(plan: Plan) -> dict[str, Any]:
 
 
 def _trust(plan: Plan) -> str:
-    how = tr("Forecast by running this very training step on tensors without data.")
+    how = tr("Forecast from a dry run of this training step, on tensors without data.")
     history = read_history(plan.card.name)
     # on a CPU only the whole process can be measured
     errors = history.process_errors if plan.card.is_cpu else history.allocated_errors
     if not errors:
         return how
     off = f"{100 * statistics.median(map(abs, errors)):.1f}"
-    return f"{how} {tr('Your last {n} runs here were {off} % off.', n=len(errors), off=off)}"
+    return f"{how} {tr('The forecasts of your last {n} runs here were off by {off} %.', n=len(errors), off=off)}"
 
 
 def plans(plan: Plan, *, is_complete: bool) -> str:
@@ -184,11 +185,11 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
         items = sorted(fits, key=attrgetter("saves_bytes"))[:_CARDS]
         cards = [_suggestion(item) for item in items] or [_card(row, plan, mark("Fits")) for row in fitting[:_CARDS]]
         largest = plan.shortfall.largest_model_that_fits if plan.shortfall else None
-        otherwise = tr("No smaller plan of this recipe fits.")
+        otherwise = tr("No smaller plan for this recipe fits.")
         otherwise = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else otherwise
     else:
         cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
-        otherwise = tr("There is no other way to fit these settings." if is_complete else "being planned …")
+        otherwise = tr("No other plan fits these settings." if is_complete else "being planned …")
     return render("plans", title=title, cards=cards, otherwise=otherwise, gib=gib, total_bytes=plan.card.total_bytes)
 
 
@@ -243,8 +244,8 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
         return render("ready", state=tr("Not yet."), text=text), False
     if short := _failed(plan):
         values = {"needs": gib(short.needs_bytes), "free": gib(short.free_bytes or 0)}
-        needs_disk = tr("{needs} of disk are needed, {free} are free.", **values)
-        needs_host = tr("{needs} of host memory are needed, {free} are free.", **values)
+        needs_disk = tr("The run needs {needs} of disk; {free} are free.", **values)
+        needs_host = tr("The run needs {needs} of host memory; {free} are free.", **values)
         return render("ready", state=tr("Not ready."), text=needs_disk if short.what == "disk" else needs_host), False
     if plan.verdict == Verdict.NO_FIT:
         return render("ready", state=tr("Choose a plan that fits."), text="", can_force=True), False
@@ -307,7 +308,7 @@ def gpu_panel(edited: Edited) -> str:
     if len(here) == 1:
         here = [(here[0][0], AUTO)]
     elif here:
-        here = [(tr("the fastest with free memory"), AUTO), *here]
+        here = [(tr("fastest GPU with free memory"), AUTO), *here]
     groups = [{"title": tr("This machine"), "cards": [*here, ("CPU", "cpu")]}]
     sizes = catalogue_sizes()
     for size, names in itertools.groupby(sorted(sizes, key=lambda name: sizes[name]), key=lambda name: sizes[name]):

@@ -63,7 +63,7 @@ def summary_of(digest: Digest, plan: Plan) -> str:
     """Return the chart's summary as text."""
     loss = digest.series.get("loss")
     if loss is None:
-        return tr("No step is complete yet.")
+        return tr("No step yet.")
     summary = tr("Loss {loss}.", loss=loss.newest_text(_loss))
     if loss.first is not None and loss.first_step != loss.last_step:
         summary = tr(
@@ -133,7 +133,7 @@ def numbers(digest: Digest) -> str:
     """Return loss and memory at evenly spaced steps as a table."""
     loss = digest.series.get("loss")
     if loss is None:
-        return note(tr("No step is complete yet."))
+        return note(tr("No step yet."))
     memory_at = next((dict(digest.series[name].points(highest=True)) for name in MEMORY if name in digest.series), {})
     points = loss.points()
     chosen = points[:: max(1, len(points) // _TABLE_ROWS)]

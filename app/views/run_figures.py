@@ -116,9 +116,9 @@ def memory(digest: Digest, plan: Plan) -> str:
     scale = 1.06 * max([1, *(size or 0 for pair in pairs for size in pair[1:])])
     parts = [part for part in parts_of(plan)[0] if part.key not in _NOT_TAKEN] if plan.forecast else []
     foot = tr(
-        "Process: reserved memory and the CUDA context. Phases: allocated at most. Other programs are not counted."
+        "Process: reserved memory and CUDA context. Phases: peak allocated memory. Other programs are not counted."
         if on_gpu
-        else "On a CPU only the process as a whole can be measured; its parts are the forecast's."
+        else "On a CPU only the whole process can be measured. The parts are forecasts."
     )
     css, summary = _summary(digest, plan)
     return render(
@@ -131,9 +131,9 @@ def memory(digest: Digest, plan: Plan) -> str:
 def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
-        return "plain", tr("There was no forecast for this run.")
+        return "plain", tr("This run has no forecast.")
     if measured is None:
-        return "plain", tr("Nothing is measured yet.")
+        return "plain", tr("No measurement yet.")
     budget = plan.usable_bytes
     free = ""
     if budget > measured:
@@ -144,7 +144,7 @@ def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
     outside = max(measured - forecast.peak_high_bytes, forecast.peak_low_bytes - measured)
     if outside > 0:
         word = tr("More than forecast." if measured > forecast.peak_bytes else "Less than forecast.")
-        beyond = tr("{size} outside its range.", size=gib(outside))
+        beyond = tr("{size} outside the forecast range.", size=gib(outside))
         return "warn", f"<b>{word}</b> {beyond} {free}"
     off = measured / forecast.peak_bytes - 1
     how = tr("{percent} below it." if off < 0 else "{percent} above it.", percent=f"{100 * abs(off):.1f} %")

@@ -38,8 +38,8 @@ _OLD_S = 5.0
 _TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
 #: Headings for out of memory outside training.
 _OUT_OF_MEMORY = {
-    "load": mark("Out of memory while the model was loading"), "evaluate": mark("Out of memory in an evaluation"),
-    "save": mark("Out of memory while it was saving"),
+    "load": mark("Out of memory while loading the model"), "evaluate": mark("Out of memory during evaluation"),
+    "save": mark("Out of memory while saving"),
 }  # fmt: skip
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
@@ -76,10 +76,10 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         shown["memory"] = memory(digest, plan)
         shown["answers"] = render("run_answers", run=name, table=Safe(answers(digest.samples, _PROMPTS_SHOWN)))
         if not has_charts():
-            how = tr("Charts need uPlot, which the build could not fetch: build again with a connection.")
+            how = tr("Charts need uPlot, which the build could not fetch. Build again with a network connection.")
             shown["curves"] = note(how) + run_view.numbers(digest)
     elif tab == "samples":
-        none = note(tr("The model answers held-out prompts at each evaluation; here they stand side by side."))
+        none = note(tr("At each evaluation the model answers held-out prompts. The answers appear here side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
         shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or none}"
     elif tab == "log":
@@ -147,7 +147,7 @@ def _left(digest: Digest, state: RunState) -> str:
         last = digest.newest.get(State.kind)
         return tr("ended {time}", time=clock(last.time_s)) if last is not None and last.time_s else ""
     if state.state == "pausing":
-        return tr("a checkpoint is being written")
+        return tr("writing a checkpoint")
     left_s = digest.pace.left_s
     if left_s is None or not digest.step:
         return ""
@@ -173,8 +173,8 @@ def now(live: LiveRun, state: RunState) -> str:
     return render(
         "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=checkpoint_step(live),
         changes=in_words(" ".join(f"{name}={str(value).lower()}" for name, value in changes.items())) if changes else "",
-        happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory in a step"))), loss_text=loss_text, tabs=TABS,
-        why=tr("The disk is full: free some space first.") if is_full else free,
+        happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory during a step"))), loss_text=loss_text, tabs=TABS,
+        why=tr("The disk is full. Free some space first.") if is_full else free,
         result=result if isinstance(result, Result) else None,
     )  # fmt: skip
 
@@ -200,7 +200,7 @@ def explanation_of(live: LiveRun, state: RunState) -> str:
         heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
         why = " ".join(map(as_on_page, explanation_lines(event)))
     if state.state == "diverged" and live.plan().settings.dtype != "float16":
-        why += f" {tr('A lower learning rate is the usual remedy.')}"
+        why += f" {tr('A lower learning rate usually helps.')}"
     return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
 
 

@@ -145,7 +145,7 @@ def trash(deleted: Sequence[tuple[str, Path]]) -> str:
     """Return deleted runs with Restore buttons."""
     restore = tr("Restore")
     items = [Item(name, button=restore, message={"restore": [path.name]}, key=path.name) for name, path in deleted]
-    return item_list(tr("Trash"), items, tr("They stay in the folder .trash beside the runs until you remove them there."))
+    return item_list(tr("Trash"), items, tr("Deleted runs stay in the folder .trash beside the runs until you remove them."))
 
 
 def undo(deleted: Sequence[tuple[str, Path]]) -> str:

@@ -48,7 +48,7 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     columns = [tr("prompt"), tr("expected"), *names, *(f">{tr('{model} score', model=name)}" for name in names)]
     took = tr("Evaluated in {time}.", time=minutes(result["seconds"]))
     if result["reused"]:
-        took += f" {tr('{n} results are from an earlier evaluation.', n=format(result['reused'], ','))}"
+        took += f" {tr('{n} results come from an earlier evaluation.', n=format(result['reused'], ','))}"
     return summary + differences + note(took) + (table(columns, answers, tr("Answers")) if answers else "")
 
 
@@ -61,7 +61,7 @@ def rows_of(result: dict[str, Any]) -> str:
     """Return the number and source of an evaluation's rows."""
     n = f"{result['rows']:,}"
     if result.get("forgetting"):
-        return tr("{n} held-out rows of the run it continued", n=n)
+        return tr("{n} held-out rows of the previous run", n=n)
     return tr("{n} rows of {data}", n=n, data=result["data"]) if result["data"] else tr("{n} held-out rows", n=n)
 
 

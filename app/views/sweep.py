@@ -58,7 +58,7 @@ def losses(sweep: Sweep) -> str:
         Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
         for number, entry in enumerate(sweep.results())
     ]
-    return picture(tr("Held-out loss of every arm"), curves, "{:.3g}".format)
+    return picture(tr("Held-out loss of each arm"), curves, "{:.3g}".format)
 
 
 def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:

@@ -38,13 +38,13 @@ _SWITCHES = {
     ("activation_checkpointing", "true"): mark("Gradient checkpointing"),
     ("activation_checkpointing", "false"): mark("No gradient checkpointing"),
     ("activation_checkpointing", "selective"): mark("Gradient checkpointing except attention"),
-    ("activation_checkpointing", "offload"): mark("Gradient checkpointing, inputs in host memory"),
+    ("activation_checkpointing", "offload"): mark("Gradient checkpointing, inputs offloaded to CPU"),
     ("adapter_dtype", "bfloat16"): mark("16-bit adapters"),
-    ("layer_offloading", "cpu"): mark("Keep layers in host memory"),
-    ("layer_offloading", "nvme"): mark("Keep layers on the drive"),
-    ("offload_embeddings", "true"): mark("Keep the input embedding in host memory"),
+    ("layer_offloading", "cpu"): mark("Offload layers to CPU"),
+    ("layer_offloading", "nvme"): mark("Offload layers to disk"),
+    ("offload_embeddings", "true"): mark("Offload the input embedding to CPU"),
     ("lora_dropout", "0.0"): mark("No dropout"), ("use_dora", "false"): mark("Plain LoRA instead of DoRA"),
-    ("excess_length", "drop"): mark("leave longer rows out"), ("gpu", "auto"): mark("Use this machine's GPU"),
+    ("excess_length", "drop"): mark("drop longer rows"), ("gpu", "auto"): mark("Use this machine's GPU"),
     ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
 }  # fmt: skip
 #: Name and look of each state of a run.
@@ -100,8 +100,10 @@ def plan_in_words(settings: Settings) -> str:
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
-        where = mark("{n} layers on disk") if settings.layer_offloading == "nvme" else mark("{n} layers in host memory")
-        ways.append(tr(where, n=settings.offloaded_layers))
+        is_disk = settings.layer_offloading == "nvme"
+        ways.append(
+            tr("{n} layers offloaded to disk" if is_disk else "{n} layers offloaded to CPU", n=settings.offloaded_layers)
+        )
     return tr(", ").join(ways)
 
 
@@ -123,7 +125,7 @@ def recomputation(settings: Settings) -> str:
     if kind == "selective":
         return tr("gradient checkpointing except attention")
     if kind == "offload":
-        return tr("gradient checkpointing, inputs in host memory")
+        return tr("gradient checkpointing, inputs offloaded to CPU")
     return _every(count)
 
 

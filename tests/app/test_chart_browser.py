@@ -107,7 +107,7 @@ def test_gaps_retries_and_resumes_are_seen_and_said(served, visit):
 def test_a_run_of_no_step_and_of_one(served, visit):
     run = make_run(served.runs, "short", [Start(resumed_from=None, step=0)], 10)
     page = visit("run?run=short")
-    page.wait_for_selector("ft-chart .ftc-note >> text=No step is complete yet.")
+    page.wait_for_selector("ft-chart .ftc-note >> text=No step yet.")
     append(run, [step(1, total=10)])
     drawn_steps(page, 1)
     page.wait_for_selector("ft-chart .ftc-note", state="hidden")

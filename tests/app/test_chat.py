@@ -224,7 +224,7 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     assert [message.get("pictures") for message in continued._messages["tuned"]] == [1, None, 1, None]
     (chats.pictures / names[1]).unlink()
     _kept.cache_clear()
-    with pytest.raises(CommandError, match="gone"):
+    with pytest.raises(CommandError, match="was removed"):
         ask(continued, "third", names[1:])
     first, second, _ = chats.turns(run)
     assert (first.question.pictures, second.question.pictures) == ((names[0],), (names[1],))

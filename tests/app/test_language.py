@@ -77,7 +77,7 @@ def test_the_language_is_that_of_the_request_and_ends_with_it():
 
 
 def test_scripts_get_only_the_texts_that_they_use():
-    assert "Copy picture" in _script_texts("zh") and "Choose the GPU" not in _script_texts("zh")
+    assert "Copy image" in _script_texts("zh") and "Choose the GPU" not in _script_texts("zh")
     assert _script_texts("en") == "{}"
 
 

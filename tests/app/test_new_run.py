@@ -374,7 +374,7 @@ def test_when_it_does_not_fit_only_changes_that_do_are_offered():
 def test_a_check_that_fails_keeps_a_run_from_starting():
     plan = plan_of(checks=(ResourceCheck("disk", 175 * GIB, 37 * GIB, False),))
     ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)
-    assert "175.0 GiB of disk are needed, 37.0 GiB are free." in ready and not can_start
+    assert "needs 175.0 GiB of disk; 37.0 GiB are free." in ready and not can_start
     assert 'nr-verdict warn"' in new_run.answer(plan)
 
 
@@ -405,7 +405,7 @@ def ended(page):
     while page._measuring.status()["state"] == "running" and time.monotonic() < deadline_s:
         time.sleep(0.1)
     shown = unescape(page.panel("measured"))
-    assert "Test what 4-bit costs" in shown
+    assert "Measure the quality loss of 4-bit" in shown
     return shown
 
 

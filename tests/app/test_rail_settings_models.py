@@ -44,7 +44,7 @@ def test_a_name_of_a_run_is_inert_and_no_gpu_is_said():
 def test_what_is_wrong_with_the_machine_stands_first():
     findings = [{"check": check, "state": state, "what": "<b>", "fix": ""} for check, state in (("a", "ok"), ("b", "fail"))]
     html = examined({"findings": findings, "time_s": 0.0}, is_running=False)
-    assert html.index("Broken") < html.index("Good") and "<b>b</b>" in html and "&lt;b&gt;" in html
+    assert html.index("Failed") < html.index("OK") and "<b>b</b>" in html and "&lt;b&gt;" in html
 
 
 def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(tmp_path, kept_run):

@@ -96,7 +96,7 @@ def test_a_run_that_has_only_a_plan_is_reported_too(runs):
         (runs[0].path / name).unlink()
     shutil.rmtree(runs[0].adapter)
     html = page(runs[:1])
-    assert "no data report" in html and "no result yet" in html
+    assert "no readable data report" in html and "no result yet" in html
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_evaluations_of_the_command_line_are_shown(page):
     group = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
     (page.run.path / "evaluations" / "lost.json").write_text(json.dumps({"groups": [group]}))
     scores = shown(page, "evaluations")
-    assert "held-out rows of the run it continued" in scores and ">now<" in scores and "+50 points (95" in scores
+    assert "held-out rows of the previous run" in scores and ">now<" in scores and "+50 points (95" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
 
 
@@ -103,7 +103,7 @@ def test_only_what_a_dry_run_has_listed_is_pushed(page):
     assert page.started == [["push", REPO, "--adapter", "--dry-run"]]
     listed = {"repo": REPO, "kind": "adapter", "public": False, "sent": False, "files": [{"name": "README.md", "bytes": 9}]}
     done(page, "push", listed)
-    assert "nothing was sent yet" in shown(page, "pushed") and "README.md" in shown(page, "pushed")
+    assert "Nothing is pushed yet" in shown(page, "pushed") and "README.md" in shown(page, "pushed")
     for other in ({"public": "on"}, {"repo": "alice/other"}, {"kind": "merged"}):
         assert "Dry run" in push(page, how="--yes", **other)
     assert push(page, how="--yes") == ""
@@ -144,12 +144,12 @@ def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
     done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
                           "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
     exported = shown(page, "exported")
-    assert "119 of 120 answers" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
+    assert "answer to 119 of 120 prompts" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
 def test_a_merged_model_is_a_folder_of_the_run(page, name):
-    assert "is not a folder" in page.submit("merge", folder=name) and page.started == []
+    assert "is not a valid folder" in page.submit("merge", folder=name) and page.started == []
 
 
 def parsed(options):

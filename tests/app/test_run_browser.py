@@ -54,7 +54,7 @@ def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
     page.click(".ft-tabs [data-tab=export]")
     page.fill("#result-folder", "../x")
     page.click("#result-merge")
-    page.wait_for_selector(".ft-pane-export [role=alert] >> text=is not a folder's name")
+    page.wait_for_selector(".ft-pane-export [role=alert] >> text=is not a valid folder name")
     page.click(".ft-tabs [data-tab=evaluate]")
     page.wait_for_timeout(1500)
     assert page.input_value("#result-pattern") == "a+" and page.text_content("#result-status") == ""

@@ -111,7 +111,7 @@ def test_answers_to_one_question_about_two_pictures_are_two_rows_with_these_pict
     first, second = (str(dataset_paths("parcels")["train"].parent / "pictures" / f"00{number}.png") for number in range(2))
     samples = [Sample(step=1, prompt="p", expected="a", answer="b", pictures=(path,)) for path in (first, second, "gone.png")]
     table = answers(samples)
-    assert table.count("<tr>") == 4 and table.count("data:image/jpeg") == 2 and "can&#x27;t be opened any more" in table
+    assert table.count("<tr>") == 4 and table.count("data:image/jpeg") == 2 and "image that can no longer be opened" in table
 
 
 def test_speed_is_shown_beside_its_forecast_and_where_the_time_of_a_step_goes_below(follow):
@@ -154,7 +154,7 @@ def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(foll
         OutOfMemory(phase="train", message="x"), Retry(attempt=2, reason="out of memory", changes=changes), *steps(1, 400)
     )
     shown = texts(live, "overview")["now"]
-    assert "Out of memory in a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
+    assert "Out of memory during a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
     live.digest.newest.pop(Retry.kind)
     assert now(live, live.state()) == ""
 
