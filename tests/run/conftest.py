@@ -9,7 +9,6 @@ import sys
 import traceback
 
 import pytest
-from child_faults import waiting_after
 
 from finetune.events import read_events
 from finetune.files import sha256_of
@@ -129,6 +128,8 @@ def events_of(run, kind) -> list:
 
 def started_to(train, run, step, mark) -> int:
     """The process of a run that has ended `step` and waits for the file `mark`."""
+    from child_faults import waiting_after  # here: tests/sweep loads this file without this folder
+
     pid = train.start(run, waiting_after(step, mark))
     while step not in [event.step for event in events_of(run, "step")]:
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
