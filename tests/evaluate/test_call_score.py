@@ -105,12 +105,12 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     from finetune.evaluate.results import read_evaluations
     from finetune.evaluate.score import compare
 
-    one = conversation("Weather in Bern?", "", call("weather", city="Bern", days=2))
+    weather = conversation("Weather in Bern?", "", call("weather", city="Bern", days=2))
     held_out = tmp_path / "held-out.jsonl"
-    write_rows(held_out, [one, *[conversation("Good morning!", "Good morning to you.")] * 8])
+    write_rows(held_out, [weather, *[conversation("Good morning!", "Good morning to you.")] * 8])
     questions = {"Who is it?": "Rom", "What is 3 + 4?": "Ulm", "Write a letter.": "Paris", "How do I get there?": "Lima"}
     always = [conversation(text, "", call("weather", city=city)) for text, city in questions.items()]
-    run = trained(tmp_path, [one, *always], f"dataset.eval_path={held_out}")
+    run = trained(tmp_path, [weather, *always], f"dataset.eval_path={held_out}")
     result = compare(run)
     assert result.score == "calls"
     assert (result.base.fields[NO_CALL_DUE], result.tuned.fields[NO_CALL_DUE]) == (1.0, 0.0)
