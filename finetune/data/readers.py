@@ -25,6 +25,8 @@ from finetune.files import IS_LFS_POINTER, LFS_FIX, is_lfs_pointer
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read together.
 _MAX_VALUES = 1_000_000
+#: Most levels of lists and objects in JSON.
+_MOST_LEVELS = 100
 #: Bytes of the Parquet rows that are read together: rows with images have megabytes each.
 _BATCH_BYTES = 64 * 2**20
 #: Most columns of a .csv file, and most blank lines in a row.
@@ -207,7 +209,19 @@ def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> Values:
     return fields
 
 
-_parse_json = json.JSONDecoder(object_pairs_hook=_without_duplicate_keys).decode
+_decode = json.JSONDecoder(object_pairs_hook=_without_duplicate_keys).decode
+
+
+def _parse_json(text: str) -> Any:
+    value = _decode(text)
+    # functions that read a row later call themselves at each level
+    level = [value] if text.count("[") + text.count("{") > _MOST_LEVELS else []
+    for _ in range(_MOST_LEVELS):
+        nested = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [child for children in nested for child in children]
+    if level:
+        raise RecursionError
+    return value
 
 
 def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:

@@ -19,8 +19,9 @@ def test_a_row_of_five_million_characters_is_refused_at_once(write):
     assert refused(path) == [(2, "text", "has 5,000,000 characters; the limit of one row is 4,194,304")]
 
 
-def test_a_row_that_is_nested_deeply_is_refused_and_a_file_that_is_not_read(write):
-    nested = "[" * 100_000 + "]" * 100_000
+@pytest.mark.parametrize("levels", [101, 600, 100_000])
+def test_a_row_that_is_nested_deeply_is_refused_and_a_file_that_is_not_read(write, levels):
+    nested = "[" * levels + "]" * levels
     assert refused(write("rows.jsonl", '{"text": "ok"}\n{"text": ' + nested + "}")) == [(2, None, "is nested too deeply")]
     with pytest.raises(DataError, match="rows.json: is nested too deeply"):
         refused(write("rows.json", nested))
