@@ -91,7 +91,7 @@ def _on_meta(name: str, args: Any) -> Any:
             "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
         )
     dtype = named.get("dtype", "float32")
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     vars(config).pop("auto_map", None)  # of the repository's own code, which is not run
     return build_on_meta(config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa")
 

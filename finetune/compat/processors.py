@@ -49,7 +49,7 @@ def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) ->
     from transformers import AutoImageProcessor
 
     kind = _processor_class(path, revision)
-    images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil")
+    images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil", trust_remote_code=False)
     values, more = kind.get_processor_dict(path, revision=revision)
     parts = {"tokenizer": tokenizer, "image_processor": images}
     return kind.from_args_and_dict([*map(parts.get, kind.get_attributes())], values, **more)
@@ -93,7 +93,7 @@ def _processor_class(path: str, revision: str | None) -> Any:
             kind = processor_class_from_name(name)
             break
     else:
-        kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
+        kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False))]
     if reason := why_no_pictures(kind):
         raise LookupError(reason)
     return _without_video(kind)

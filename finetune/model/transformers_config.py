@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.transformers import without_session_id
@@ -36,10 +38,11 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
         return _remote_config(name, kind, values, settings)
     config_class = CONFIG_MAPPING[kind]
     _refuse_missing(name, values, config_class)
-    # code is run for a configuration with `auto_map`, also when a forecast builds its modules
-    left_out = {"model_type"} if settings.trust_remote_code else {"model_type", "auto_map"}
     try:
-        config = _config_of(config_class, {key: value for key, value in values.items() if key not in left_out})
+        # `auto_map` would import code of the repository: known types need none
+        config = _config_of(
+            config_class, {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+        )
         if settings.vision is True:
             mark_vision(config)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
@@ -90,8 +93,18 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
             f"model_name_or_path {name}: model_type {kind!r} needs code from the model's repository, which is not trusted",
             "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
         )
-    path = resolve_model_path(settings)
-    return AutoConfig.from_pretrained(path, revision=settings.model_revision, trust_remote_code=True)
+    if "--" in str(values["auto_map"]):
+        raise RecipeError(
+            f"model_name_or_path {name}: its code is in another repository, which model_revision does not pin",
+            "Give another base model.",
+        )
+    path, revision = resolve_model_path(settings), settings.model_revision
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=True)
+    if code := config.auto_map.get("AutoModelForCausalLM"):
+        # unless the class is registered, from_config takes it from the repository's newest commit
+        model = add_generation_mixin_to_remote_model(get_class_from_dynamic_module(code, path, revision=revision))
+        AutoModelForCausalLM.register(type(config), model, exist_ok=True)
+    return config
 
 
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
@@ -113,4 +126,4 @@ def _refuse_missing(name: str, values: dict[str, Any], config_class: type[Pretra
                 f"model_name_or_path {name}: {key} is {value!r} in its config.json; must be a positive whole number"
             )
     if problems:
-        raise RecipeError(problems, "Give a complete config.json: these values decide the model's size.")
+        raise RecipeError(problems, "Give a complete config.json; the model's size depends on these values.")

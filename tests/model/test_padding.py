@@ -70,7 +70,7 @@ def test_losses_and_gradients_are_the_same_without_the_mask(family):
     assert all(differences[name] <= rtol * gradient.norm() for name, gradient in gradients.items())
 
 
-def test_code_that_a_config_json_names_is_not_run_where_the_recipe_does_not_trust_it(monkeypatch):
+def test_code_that_a_config_json_of_a_known_type_names_is_not_run(monkeypatch):
     run = []
     monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", lambda *code: run.append(code))
     config = config_of("llama", auto_map={"AutoModelForCausalLM": "somebody/else--modeling.Model"})

@@ -1,5 +1,6 @@
 """Training a model of the hub's cache asks the hub nothing."""
 
+import json
 import os
 import shutil
 import warnings
@@ -7,6 +8,9 @@ import warnings
 import pytest
 
 from finetune.bundled import model_path
+from finetune.model.build import build_on_meta
+from finetune.model.transformers_config import load_config
+from finetune.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -36,3 +40,28 @@ def test_no_save_asks_for_the_base_models_vocabulary(make_run, train, cached, tm
     run = make_run(f"model_name_or_path={cached}", "max_steps=2")
     assert train(run, on_a_machine_with_a_network) == 0, run.log.read_text()[-2000:]
     assert (run.path / "adapter").is_dir() and not asked.exists()
+
+
+#: A model's own code, of the pinned commit and of the newest.
+CODE = """
+from transformers import AutoConfig, AutoModelForCausalLM, {config}, {model}
+class Config({config}): model_type = "own_type"
+class Model({model}): config_class, commit = Config, "{commit}"
+"""
+
+
+def test_trusted_code_is_the_pinned_commits_also_after_a_newer_one(cached, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "hub" / "models--owner--name"
+    pinned, newest = (folder / "snapshots" / (letter * 40) for letter in "ab")
+    values = json.loads((pinned / "config.json").read_text())
+    names = {"config": f"{values['architectures'][0].removesuffix('ForCausalLM')}Config", "model": values["architectures"][0]}
+    values |= {"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (pinned / "config.json").write_text(json.dumps(values))
+    shutil.copytree(pinned, newest)
+    for snapshot in (pinned, newest):
+        (snapshot / "code.py").write_text(CODE.format(commit=snapshot.name[0], **names))
+    (folder / "refs" / "main").write_text(newest.name)
+    trusted = ["trust_remote_code=true", f"model_revision={pinned.name}"]
+    recipe = load_recipe("tiny-cpu", [f"model_name_or_path={cached}", *trusted])
+    assert build_on_meta(load_config(recipe), None, dtype=None, attention="sdpa").commit == "a"
