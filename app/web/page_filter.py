@@ -1,4 +1,4 @@
-"""Filter of Gradio's HTML: adds our parts, removes other hosts' content."""
+"""Filter of Gradio's HTML: adds our parts, removes other hosts' content; the addresses of our files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import json
 import re
 import secrets
 import traceback
+import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import language
-from ..browser_files import FOLDER, OWN_FOLDER, has_charts
+from ..browser_files import FOLDER, MEDIA_TYPES, fetched_files, has_charts
 from ..views.markup import problem_of
 
+#: Files of the page itself.
+OWN_FILES = sorted(path for path in FOLDER.parent.glob("*") if path.suffix in MEDIA_TYPES)
+_NAMES_AND_BODIES = [(path.name.encode(), path.read_bytes()) for path in [*OWN_FILES, *fetched_files()]]
+#: Folder of the page's files and of fetched files: another address after any change.
+OWN_FOLDER = f"/ft/v{zlib.crc32(repr(_NAMES_AND_BODIES).encode()):08x}"
 #: Gradio's script for frames of other sites; frames are refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
@@ -39,6 +46,22 @@ _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
 MakeHtml = Callable[[Mapping[str, str]], str]
 #: Makers by the value of an HTML component: Gradio keeps one page for all requests.
 FIRST_HTML: dict[str, MakeHtml] = {}
+
+
+def own_file(path: Path) -> Callable[[Request], Response]:
+    """Return the handler of a file."""
+    body, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
+    tag = f'"{zlib.crc32(body):08x}"'
+
+    def handler(request: Request) -> Response:
+        is_current = request.url.path.startswith(f"{OWN_FOLDER}/")
+        # an address with an old checksum gets the current file, uncached
+        headers = {"etag": tag, "cache-control": "private, max-age=31536000, immutable" if is_current else "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type=media_type, headers=headers)
+
+    return handler
 
 
 def policy(nonce: str) -> bytes:

@@ -20,10 +20,10 @@ from finetune.privacy import SETTINGS
 from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
-from ..browser_files import OWN_FILES, fetched_files, own_file
+from ..browser_files import fetched_files
 from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
-from .page_filter import PageFilter
+from .page_filter import OWN_FILES, PageFilter, own_file
 
 _LEAST_TOKEN = 16
 _REQUEST_HEAD_S = 10.0

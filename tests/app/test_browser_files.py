@@ -13,9 +13,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from app import browser_files
-from app.browser_files import OWN_FILES, OWN_FOLDER, own_file
 from app.live import LiveRun
 from app.views import run_page
+from app.web.page_filter import OWN_FILES, OWN_FOLDER, own_file
 from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

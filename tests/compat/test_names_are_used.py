@@ -50,6 +50,7 @@ STARTS = {
         "import sys; from finetune.compat.bitsandbytes import import_without_compiler as imported; imported();"
         "import finetune.memory.simulate; sys.exit('torch._inductor.compile_fx' in sys.modules)"
     ),
+    "a report needs no server": "import sys; sys.modules |= dict.fromkeys(['fastapi', 'starlette']); import app.report",
     "TRL is imported without listing packages and still knows them": (
         "import importlib.metadata as metadata, sys; listed = []; list_all = metadata.packages_distributions;"
         "metadata.packages_distributions = lambda: listed.append(1) or list_all();"
