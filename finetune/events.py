@@ -106,7 +106,7 @@ class Start(Event, kind="start"):
     total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
     eval_steps: Annotated[WholeOrNone, "optimizer steps from one evaluation to the next; null without evaluations"] = None
     exact: Annotated[bool | None, "whether the result is bit-exact, as if the run had never stopped"] = None
-    approximate_because: Annotated[tuple[str, ...], "reasons for an inexact result"] = ()
+    approximate_because: Annotated[tuple[str, ...], "why the result is not bit-exact"] = ()
     versions: Annotated[dict[str, str], "versions of the libraries"] = field(default_factory=dict)
     trainable_parameters: Annotated[WholeOrNone, "number of trainable parameters"] = None
     memory_is: Annotated[str | None, "what the memory fields measure: card or process"] = None
@@ -217,7 +217,7 @@ class ForecastCheck(Event, kind="forecast"):
     measured_context_bytes: Annotated[WholeOrNone, "median CUDA context; null if the driver lists no memory by process"] = None
     predicted_other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU when the run was planned; null on a CPU"] = None
     measured_other_processes_bytes: Annotated[
-        WholeOrNone, "most in use by other programs after a step; null as the context"
+        WholeOrNone, "most in use by other programs after a step; null if the driver lists none"
     ] = None
     predicted_card_used_bytes: Annotated[WholeOrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
     measured_card_used_bytes: Annotated[WholeOrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
@@ -375,7 +375,7 @@ def event_json(event: Event) -> dict[str, Any]:
 
 
 def event_from(values: dict[str, Any]) -> Event:
-    """Return the event of a JSON object. Raises ValueError."""
+    """Return the event of a JSON object. Raises ValueError or KeyError."""
     return from_json(KINDS[values["kind"]], values)
 
 

@@ -98,7 +98,7 @@ def _warning(context: Context, run: RunDirectory, plan: Plan) -> str:
     if training.forecast is None or plan.forecast is None:
         return note(
             tr(
-                "{run} is training, and no forecast tells whether both fit. A message here may take the run's memory.",
+                "{run} is training, without a forecast beside this chat. A message here may end it: out of memory.",
                 run=busy.path.name,
             ), "warn",
         )  # fmt: skip
@@ -106,8 +106,8 @@ def _warning(context: Context, run: RunDirectory, plan: Plan) -> str:
     both, budget = training.forecast.peak_high_bytes + load, training.usable_bytes
     fits = both <= budget
     text = tr(
-        "{run} is training. Both need {size} of {budget} (forecast): they fit." if fits
-        else "{run} is training. Both need {size} of {budget} (forecast): they do not fit.",
+        "{run} is training. The run and this chat need {size} of {budget} (forecast): they fit." if fits
+        else "{run} is training. The run and this chat need {size} of {budget} (forecast): they do not fit.",
         run=busy.path.name, size=format_bytes(both), budget=format_bytes(budget),
     )  # fmt: skip
     return note(text, "" if fits else "bad")

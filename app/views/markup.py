@@ -25,7 +25,7 @@ SCORES = {
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
-HELD_OUT_BEFORE = mark("held-out rows of the previous run")
+HELD_OUT_BEFORE = mark("held-out rows of the run it continues")
 #: Page labels by option.
 _LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),

@@ -189,7 +189,7 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
         otherwise = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else otherwise
     else:
         cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
-        otherwise = tr("No other plan fits these settings." if is_complete else "being planned …")
+        otherwise = tr("No other plan with these settings fits." if is_complete else "being planned …")
     return render("plans", title=title, cards=cards, otherwise=otherwise, gib=gib, total_bytes=plan.card.total_bytes)
 
 

@@ -61,7 +61,7 @@ def rows_of(result: dict[str, Any]) -> str:
     """Return the number and source of an evaluation's rows."""
     n = f"{result['rows']:,}"
     if result.get("forgetting"):
-        return tr("{n} held-out rows of the previous run", n=n)
+        return tr("{n} held-out rows of the run it continues", n=n)
     return tr("{n} rows of {data}", n=n, data=result["data"]) if result["data"] else tr("{n} held-out rows", n=n)
 
 

@@ -93,7 +93,7 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         reason += f"; GPU {chosen.index}, chosen from {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
         reason += f"; GPU {chosen.index}, set by {nvidia.VISIBLE_VARIABLE}"
-    return reason + "".join(f"; card {card.index} can't be used ({card.why})" for card in lost_cards)
+    return reason + "".join(f"; GPU {card.index} can't be used ({card.why})" for card in lost_cards)
 
 
 def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:

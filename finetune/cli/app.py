@@ -127,7 +127,7 @@ command(
         flag("why", "Also print memory by part, every setting with its reason, and all notes."),
         flag("measure", "Measure the base model's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "The run time is estimated from earlier runs on this machine. Weights are loaded only with --measure-quantisation.\n\n"
+    "Earlier runs on this GPU give the run time. Weights are loaded only with --measure-quantisation.\n\n"
     "Exit codes: 0 the run fits, 3 it does not fit or the GPU can't be used, 4 the data needs a change.",
     "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
     "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
@@ -190,7 +190,7 @@ command(
         flag("memory", "show: peak memory by phase, forecast against measured."),
     ],
     "`show` prints a run's step, losses, scores and recipe; --memory prints peak memory by phase and the files of "
-    "record_memory_history=true, which a running run writes after its step. Deleted runs move to .trash in their folder.",
+    "record_memory_history=true, which a run in progress writes after its step. Deleted runs move to .trash in their folder.",
     "runs show latest", "runs show latest --memory", "runs rename latest support-2"
 )
 command(
@@ -211,7 +211,7 @@ command(
 )
 command(
     RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
-    [RUN[0], OVERRIDES, JSON, BASE()], "Settings that don't affect the result may change.",
+    [RUN[0], OVERRIDES, JSON, BASE()], "Settings that don't change the training steps may change.",
     "resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"
 )
 command(
@@ -230,7 +230,7 @@ command(
         flag("last", "Score the last step's adapter instead of the best step's."),
         option("data", "Score the rows of this file instead of the held-out rows."),
         flag("forgetting", "Score the held-out rows of the run that this run continued."),
-        option("probe", "Also measure forgetting: loss on general questions and on the continued run's rows.", True, bool),
+        option("probe", "Also measure forgetting: loss on general questions and on rows of the run it continued.", True, bool),
         option("score", f"{', '.join(SCORES)}, or FILE.py:FUNCTION."),
         option("pattern", "regex: pattern whose matches in answer and expected answer are compared."),
         option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
@@ -257,7 +257,7 @@ command(
         option("temperature", "0 always takes the most likely token; higher values sample.", 0.0, float, min=0, max=5),
         option("top_p", "Top-p: sample from the most likely tokens of this total probability.", 1.0, float, min=0.01, max=1),
         option("seed", "Sampling seed.", 0, int, min=0, max=2**63 - 1),
-        option("tools_file", "JSON file with the tools that the model may call.", flags=("--tools",), metavar="FILE"),
+        option("tools_file", "JSON file with a list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
         BASE(),
     ],
     "Answers are streamed. Ctrl-C stops an answer; a second Ctrl-C ends the chat.",
@@ -287,7 +287,7 @@ command(
         option("data", "Check it on the rows of this file instead of the held-out rows."),
         BASE(),
     ],
-    "Fails with exit code 1 if tokens, chat template or answers differ from the adapter's; the message names the stage.",
+    "Exit code 1 if tokens or chat template differ from the adapter's, or too many answers; the message names the stage.",
     "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data base_folder"
 )
 command(
@@ -322,7 +322,7 @@ command(
     MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
     [
         argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
-        flag("measure", "Instead measure this GPU's speed, for forecasts of the run time."),
+        flag("measure", "Instead measure this GPU's speed, from which plans choose the fastest settings."),
         flag("share", "Instead print measurements of this machine's runs as CSV, without names or paths."),
     ],
     "Takes about ten seconds; each problem comes with a fix. Exit code 1 if a check fails.", "doctor tiny-cpu",

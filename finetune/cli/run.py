@@ -189,7 +189,7 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
             now, handled = handled > 0, len(interrupts)
             if not owner:
                 return
-            how = "stopping now" if now else "stopping after this step, with a checkpoint; Ctrl-C again stops now"
+            how = "stopping now, without a checkpoint" if now else "stopping after this step; Ctrl-C again skips the checkpoint"
             err.print(f"\n[yellow]{how}[/]")
             control.stop(run, interrupts[-1], now=now)
         if time.monotonic() > alive_s and read_state(run).ended:

@@ -89,7 +89,7 @@ class DataFiles:
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
             if not files:
-                problem = f"{label}: no file is named for training: {self.names(list(self.splits))}"
+                problem = f"{label}: no file is named for training; it has {self.names(list(self.splits))}"
             else:
                 problem = f"{label}: some files are named for a split, but not these: {self.names(unclear)}"
             raise DataError(problem, self._explicit(files or unclear or list(self.splits)))

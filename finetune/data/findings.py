@@ -33,7 +33,7 @@ _NOTES = {
     ),
     "altered": ("the chat template leaves out or changes text, in {rows}", "Look at the example: finetune data RECIPE"),
     "trimmed": (
-        "the chat template strips spaces around answers, so the model does not learn them, in {rows}",
+        "the chat template strips spaces around answers, so the model does not learn these spaces, in {rows}",
         "This matters for code completion: use a model whose template keeps answers unchanged.",
     ),
     "unthinking": (
@@ -153,7 +153,9 @@ def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
     if len(swapped := _swapped(stored, pairs)):
         text = "{rows} contradict another row: it rejects the answer that they prefer"
         blocks = 2 * len(swapped) > len(pairs)
-        yield _finding(stored, "contradictions", text, swapped, "Keep the correct row of each pair.", blocks=blocks)
+        yield _finding(
+            stored, "contradictions", text, swapped, "Of each two contradicting rows, keep the correct one.", blocks=blocks
+        )
 
 
 def _swapped(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:

@@ -37,7 +37,9 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     after, longest = _totals(packed)
     after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
     if before != after or longest > max_length:
-        raise FinetuneError(f"packing changed the data: {dict(before)} before, {dict(after)} after, longest {longest:,}")
+        raise FinetuneError(
+            f"packing changed the data: {dict(before)} before, {dict(after)} after, longest {longest:,} of {max_length:,}"
+        )
     return packed
 
 

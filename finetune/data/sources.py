@@ -142,7 +142,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
         code = f"from datasets import load_from_disk; load_from_disk({path_text!r}).to_parquet('train.parquet')"
         raise DataError(
             f"{label}: was written by save_to_disk, but its state.json names no data files, or one is missing",
-            f"Save it again, or write a file where datasets can read it:  python -c {shlex.quote(code)}",
+            f"Save it again, or, if datasets can load the folder, convert it to a file:  python -c {shlex.quote(code)}",
         )
     return files
 

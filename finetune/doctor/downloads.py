@@ -22,7 +22,7 @@ from finetune.settings import Recipe
 
 #: Seconds to wait for the hub.
 TIMEOUT_S = 4.0
-_OFFLINE_FIX = "Cached and local models and data work without it: finetune doctor RECIPE lists them."
+_OFFLINE_FIX = "Cached and local models and data work without it; check a recipe's: finetune doctor RECIPE"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
 
 

@@ -64,7 +64,6 @@ class Kto(TrainingMethod):
         kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
         batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}
         # the passes without gradients come first, when no activations are in memory
-        # the passes without gradients come first, when no activations are in memory
         reference = self.reference_log_probs(model, batch)
         kl = reference.new_zeros(())
         if kl_batch:

@@ -89,7 +89,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     models = catalogue()
     if path in models:
         return dict(models[path])
-    problem = f"{problem}, and not in the catalogue"
+    problem = f"{problem}; it is not in the catalogue either"
     if Path(path).parent.is_dir():  # the parent of a hub id is its owner
         problem = f"there is no folder {Path(path).absolute()}; as a hub id: {problem}"
     raise ModelError(

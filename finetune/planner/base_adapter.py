@@ -55,7 +55,7 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         resolved_recipe = resolved(recipe, **inherited)
     except ValueError as error:
         raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
-    return resolved_recipe, dict.fromkeys(inherited, "from the adapter to continue")
+    return resolved_recipe, dict.fromkeys(inherited, "from the continued adapter")
 
 
 def read_base_adapter(name: str) -> BaseAdapter:

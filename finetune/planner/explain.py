@@ -100,7 +100,7 @@ def _price_of_preference(compare: Comparison, fastest: Strategy) -> tuple[str, s
     faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"
     if fastest.offloaded and not chosen.offloaded:
         return "layer_offloading", f"{faster}, but weights stay on the GPU if they fit"
-    least = f"chosen only from {1 - chosen.price / fastest.price:.1%}"
+    least = f"chosen only if it saves {1 - chosen.price / fastest.price:.1%} or more"
     if fastest.base is not chosen.base:
         return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {least}"
     return "activation_checkpointing", f"{faster}, but takes more memory or more kinds of kernels: {least}"

@@ -139,7 +139,7 @@ def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
     if rows and earlier and rows != earlier:
         raise RecipeError(
             f"trained_embedding_rows is {earlier}; the tokenizer gives the new tokens rows {rows}",
-            "Leave it out. An adapter to continue needs the same new tokens.",
+            "Leave it out. A continued adapter needs the same new_tokens.",
         )
     if rows := rows or earlier:
         new = f"{rows[1] - rows[0]:,} new token(s) from row {rows[0]:,} on"

@@ -77,7 +77,7 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
         if name in _FIXED:
             problems.append(f"{name} can't change once a run exists")
         elif name not in _CHOOSE and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
-            problems.append(f"{name} would change the result: {_WHY.get(name, 'earlier steps used another value')}")
+            problems.append(f"{name} would change the training steps: {_WHY.get(name, 'earlier steps used another value')}")
         elif value == AUTO:
             problems.append(f"{name}=auto: the run is already planned; give a value")
     if problems:

@@ -75,7 +75,7 @@ class MemoryWatch:
         grown = others - self._others_bytes
         if grown < _OTHERS_GREW_BYTES:
             return ""
-        return f"other programs use {format_bytes(grown)} more GPU memory than at the start of the run; this run uses no more"
+        return f"other programs use {format_bytes(grown)} more GPU memory than when this run started"
 
     def _fragmentation(self, memory: Memory) -> str:
         reserved = memory.peak_reserved_bytes

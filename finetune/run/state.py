@@ -89,10 +89,10 @@ def process_record(pid: int) -> dict[str, float]:
 
 def is_recorded_process(record: Any) -> bool:
     """Return whether the process of a record, which may be damaged, is alive and no zombie."""
-    if not isinstance(record, dict) or not all(isinstance(record.get(name), (int, float)) for name in ("pid", "started_s")):
+    if not isinstance(record, dict) or type(record.get("pid")) is not int or type(record.get("started_s")) not in (int, float):
         return False
     try:
-        pid, ticks = int(record["pid"]), record.get("started_ticks")
+        pid, ticks = record["pid"], record.get("started_ticks")
         process = psutil.Process(pid)
         same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
         return same_start and process.status() != psutil.STATUS_ZOMBIE

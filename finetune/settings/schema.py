@@ -182,12 +182,12 @@ class DatasetRecipe(_Strict):
         "fail", TOKENS | RESULT, "Rows that can't be trained on: refuse to start (fail), or leave them out (skip)."
     )
     accept_findings: list[Literal["leak", "truncated", "replaced", "one label", "contradictions"]] = _data(
-        [], NOTHING, "Data doctor findings that no longer stop a run."
+        [], NOTHING, "Data doctor findings to accept: they don't stop the run."
     )
     test_split_size: float | int | None = _data(
         None, TOKENS | RESULT, "Rows to hold out: a share below 1 or a count; 0: none; null: 0.1 of 50 rows or more.", ge=0
     )
-    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only the first rows, this many.")
+    max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only this many rows, from the start.")
 
 
 class LaunchRecipe(_Strict):
@@ -255,7 +255,7 @@ class Recipe(_Strict):
         [], PARAMETERS | COST | RESULT, "Trained rows of the embedding: first and end. The plan sets them.", max_length=2
     )
     train_vision: Literal["none", "projector", "all"] = _adapter(
-        "none", PARAMETERS | COST | RESULT, "More adapters: none, on the projector, or on the whole vision tower."
+        "none", PARAMETERS | COST | RESULT, "Adapters on the vision tower, too: none, on its projector, or on all of it."
     )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
@@ -305,8 +305,8 @@ class Recipe(_Strict):
     )
     activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
-    lean_layers: AutoOr[bool] = _memory(AUTO, COST | EXACTNESS, "Known layers save about half the activations.")
-    mlp_tile_tokens: AutoOr[Count] = _memory(AUTO, COST | EXACTNESS, "Tokens per tile of a lean MLP, for long rows; 0: none.")
+    lean_layers: AutoOr[bool] = _memory(AUTO, COST | EXACTNESS, "Save only about half the activations, in known layers.")
+    mlp_tile_tokens: AutoOr[Count] = _memory(AUTO, COST | EXACTNESS, "Tokens per tile of a lean MLP, for long rows; 0: off.")
     precompute_ref_log_probs: AutoOr[bool] = _memory(
         False, COST | EXACTNESS, "dpo: compute the reference once, before training; auto: if rows are trained more than once."
     )

@@ -143,7 +143,7 @@ def test_several_runs_are_compared_and_one_that_flattens_the_others_is_hidden_by
     wait_for(page, "chart.charts[0].u.scales.y.max < 4")
 
 
-def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
+def test_the_points_are_a_table_a_file_and_a_picture(served, visit):
     make_run(served.runs, "files", [*steps(1, 30, 30), State(state="finished")])
     page = visit("run?run=files", permissions=["clipboard-read", "clipboard-write"])
     drawn_steps(page, 30)

@@ -65,7 +65,7 @@ def test_evaluations_of_the_command_line_are_shown(page):
     group = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
     (page.run.path / "evaluations" / "lost.json").write_text(json.dumps({"groups": [group]}))
     scores = shown(page, "evaluations")
-    assert "held-out rows of the previous run" in scores and ">now<" in scores and "+50 points (95" in scores
+    assert "held-out rows of the run it continues" in scores and ">now<" in scores and "+50 points (95" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
 
 

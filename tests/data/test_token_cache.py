@@ -65,7 +65,7 @@ def test_forks_give_the_same_as_one_process(write, monkeypatch):
     assert content(prepare(data_recipe, build_tokenizer(), max_length=None)) == forked
 
 
-def test_an_interrupted_preparation_continues_with_the_missing_batches(write, monkeypatch, encoded):
+def test_an_interrupted_preparation_continues_with_the_missing_batches(write, encoded):
     data_recipe, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
 
     def stop_after_twelve(count, total):
@@ -96,7 +96,7 @@ def test_a_damaged_batch_is_detected_and_tokenised_again(write, encoded, damage)
     assert sum(encoded) == (0 if damage == "index" else 4)
 
 
-def test_whatever_decides_the_tokens_makes_another_entry(write, tmp_path):
+def test_whatever_decides_the_tokens_makes_another_entry(write):
     path = write("rows.jsonl", [{**row, "score": 1} for row in ROWS])
     other = write("other.jsonl", [{**row, "score": 1} for row in ROWS[1:]])
     options = {"ignore_columns": ["score"]}

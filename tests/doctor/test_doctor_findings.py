@@ -68,6 +68,6 @@ def test_nothing_secret_is_in_the_report(report):
     assert secret not in process.stdout + process.stderr and "passw0rd" not in process.stdout + process.stderr
 
 
-def test_a_bad_recipe_is_a_recipe_error(tmp_path):
+def test_a_bad_recipe_is_a_recipe_error():
     process = subprocess.run([sys.executable, "-m", "finetune", "doctor", "no-such"], capture_output=True, text=True)
     assert process.returncode == 2 and "there is no recipe" in process.stderr

@@ -48,7 +48,7 @@ def test_lean_layers_stay_with_the_reason_where_compiled_ones_can_not_be(planned
     assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith(why)
 
 
-def test_compiled_layers_that_do_not_fit_are_left_out(new_forecaster, monkeypatch):
+def test_compiled_layers_that_do_not_fit_are_left_out(new_forecaster):
     forecaster = new_forecaster()
 
     def forecast(config, settings, card, **more):

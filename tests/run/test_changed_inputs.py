@@ -139,7 +139,7 @@ def test_a_run_does_not_resume_on_a_changed_base_model(changed_base, train):
     assert "can't resume from checkpoint-2: the base model's" in read_state(run).message
 
 
-def test_a_damaged_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
+def test_a_damaged_file_of_the_hubs_cache_is_named(tmp_path):
     blob = tmp_path / hashlib.sha256(b"weights").hexdigest()
     blob.write_bytes(b"weighty")
     (tmp_path / "base").mkdir()
