@@ -240,7 +240,7 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
             store.require_unchanged()
         except Damaged as error:
             raise FinetuneError(
-                f"{error} during the run; training since the last checkpoint is lost",
+                f"{error}, while the run read it; training since the last checkpoint is lost",
                 "Resume the run, which rebuilds the file.",
             ) from None
 

@@ -201,9 +201,9 @@ def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
     (shown,) = small_pictures(example.pictures)
     html = marked({**row, "pictures": [shown]})
     assert shown["address"].startswith("data:image/jpeg;base64,/9j/") and shown["address"] in html
-    assert 'alt="Picture, 8 x 6 pixels"' in html and "<mark><b>" not in html
+    assert 'alt="Image, 8 x 6 pixels"' in html and "<mark><b>" not in html
     (cats / "cats" / "1.png").unlink()
-    assert "be opened any more" in marked({**row, "pictures": small_pictures(example.pictures)})
+    assert "can no longer be opened" in marked({**row, "pictures": small_pictures(example.pictures)})
     assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
 
 

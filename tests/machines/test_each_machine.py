@@ -86,7 +86,7 @@ def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name
     assert recorded.limit_bytes() == pytest.approx(plan.budget_bytes - plan.card.context_bytes)
     assert read_state(run).state == "finished"
     warnings = [event.message for event in read_events(run.events) if isinstance(event, RunWarning)]
-    assert any("does not use expandable_segments" in message for message in warnings) == (name != "wsl")
+    assert any("ignores expandable_segments" in message for message in warnings) == (name != "wsl")
     samples = [event for event in read_events(run.events) if isinstance(event, (Phase, Step))]
     assert {sample.card_total_bytes for sample in samples} == {plan.card.total_bytes}
     if name in ("container", "wsl"):  # process ids there mean nothing here

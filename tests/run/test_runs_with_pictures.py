@@ -59,9 +59,9 @@ def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("train_vision", "trained"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})]
+    ("train_vision", "parts"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})]
 )
-def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, trained):
+def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, parts):
     from transformers import AutoModelForImageTextToText
 
     from finetune.evaluate.answerer import Answerer
@@ -73,7 +73,7 @@ def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_pa
     inputs.pop("labels")
     before, after = tensors(Path(model) / "model.safetensors"), tensors(merge(run) / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))}
-    assert {part for part in ("merger", "blocks", "patch_embed") for name in changed if f"visual.{part}" in name} == trained
+    assert {part for part in ("merger", "blocks", "patch_embed") for name in changed if f"visual.{part}" in name} == parts
     assert any("visual" not in name for name in changed)
     merged = AutoModelForImageTextToText.from_pretrained(run.path / "merged", dtype=torch.float32).eval()
     with torch.no_grad():
