@@ -108,7 +108,7 @@ def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
     refused = ["lora_r=4", "max_steps=9", "learning_rate=1e-3", "output_dir=x", "save_total_limit=auto"]
     with pytest.raises(RecipeError) as error:
         update_settings(planned, refused)
-    assert len(error.value.problems) == 5 and "change the result" in error.value.problems[0]
+    assert len(error.value.problems) == 5 and "change the training steps" in error.value.problems[0]
     with pytest.raises(RecipeError, match="save_steps"):
         update_settings(planned, ["save_steps=often"])
     with pytest.raises(RecipeError, match="did you mean 'save_steps'"):
