@@ -58,9 +58,7 @@ def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("train_vision", "parts"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})]
-)
+@pytest.mark.parametrize(("train_vision", "parts"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})])
 def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, parts):
     from transformers import AutoModelForImageTextToText
 
