@@ -1,4 +1,4 @@
-"""Data of `<ft-chart>` as JSON: panels with lines and levels, and new bins."""
+"""Data of `<ft-chart>` as JSON: panels with lines and levels, and new bins. `Chart` in finetune/events.py adds a metric."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from finetune.units import format_count
 
 from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
-from .charts import histogram
 from .markup import Safe, as_on_page, inert, note, pixels, render, small_pictures
+from .svg_charts import histogram
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000

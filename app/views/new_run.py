@@ -235,7 +235,7 @@ def _failed(plan: Plan) -> ResourceCheck | None:
 
 
 def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[str, bool]:
-    """Return the obstacle to a start, and whether the run may start."""
+    """Return the line beside Start, and whether the run may start."""
     missing = tr("Choose a model.") if not edited.model else tr("Choose your data.") if not edited.data else ""
     if missing or plan is None:
         return render("ready", state=missing or tr("Not yet."), text=""), False

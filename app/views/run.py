@@ -12,9 +12,9 @@ from finetune.run.state import RunState
 from finetune.units import format_bytes
 
 from ..language import mark, tr
-from .charts import Line, picture
 from .markup import Safe, as_on_page, inert, note, table
 from .series import smoothed
+from .svg_charts import Line, picture
 from .words import STATES
 
 if TYPE_CHECKING:

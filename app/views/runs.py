@@ -15,11 +15,11 @@ from finetune.units import GIB, format_bytes
 
 from ..language import mark, tr
 from ..live import Digest, LiveRun
-from .charts import Line, picture, sparkline
 from .markup import Safe, action, as_on_page, inert, note, render, table
 from .run import MEMORY, measured_peak, pill
 from .scores import newest_score
 from .series import Point, Series, smoothed
+from .svg_charts import Line, picture, sparkline
 from .sweep import sentence, state_of
 from .words import QUEUE_STATES, STATES, clock, day, loss_text, minutes, setting_name, value_text
 
@@ -119,10 +119,12 @@ def _state_name(state: RunState) -> str:
 
 
 def sweeps(listed: Sequence[Sweep]) -> str:
-    """Return the sweeps; empty without sweeps."""
-    texts = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in listed]
-    rows = zip(listed, texts, strict=True)
-    return item_list(tr("Sweeps"), [Item(text, state_of(sweep), run=sweep.path.name) for sweep, text in rows])
+    """Return the list of sweeps as HTML; empty without sweeps."""
+    items = [
+        Item(tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)), state_of(sweep), run=sweep.path.name)
+        for sweep in listed
+    ]
+    return item_list(tr("Sweeps"), items)
 
 
 def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

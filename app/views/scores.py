@@ -88,7 +88,7 @@ def task_table(tasks: list[TaskScore]) -> str:
 
 
 def no_call_note(no_call: NoCall | None) -> str:
-    """Return whether the model avoids unneeded tool calls."""
+    """Return a note on unneeded tool calls; empty if not measured."""
     if no_call is None:
         return ""
     summary = as_on_page(no_call.summary())

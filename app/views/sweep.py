@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
-from .charts import Line, picture
 from .markup import Safe, as_on_page, inert, interval_text, render, table
+from .svg_charts import Line, picture
 from .words import STATES, setting_name, value_text
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 #: Values of --show, and their words.
-ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
+ORDERS = {"differ": "largest difference", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
 def evaluate_run(
@@ -110,7 +110,7 @@ def _print_rows(result: Comparison, order: str, most: int) -> None:
 
     rows = rank_rows(result.base.scores, result.tuned.scores, order)[:most]
     if rows:
-        out.print(f"\nrows and their {escape(result.score)}, {ORDERS[order]} first:")
+        out.print(f"\nrows by score ({escape(result.score)}), {ORDERS[order]} first:")
     for row in rows:
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")

@@ -228,6 +228,7 @@ def _from_labelled(row: Values, columns: Columns) -> Values:
     return {**fields, "desirable": _LABELS[key]}
 
 
+#: By name; `RowFormat` in settings/schema.py lists the names for recipes.
 FORMATS = {
     "messages": Format(
         ("messages",), ("system", "tools", "functions"),

@@ -175,7 +175,7 @@ def _read_template(text: str) -> str:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Add the recipe's new tokens. Raise RecipeError for tokens in the vocabulary."""
+    """Add the recipe's new tokens. Raise RecipeError for tokens that exist already or stay split."""
     from transformers import AddedToken
 
     if not recipe.new_tokens:
@@ -189,7 +189,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     model = recipe.model_name_or_path
     if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
         raise RecipeError(_first(problems), "Leave out the model's own tokens.")
-    # ordinary tokens, which answers show
+    # not special: decoding with skip_special_tokens keeps them
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
     vocabulary = tokenizer.get_vocab()
     split_up = [name for name, ids in zip(names, _ids(tokenizer, names), strict=True) if vocabulary[name] not in ids]

@@ -41,7 +41,9 @@ class ParityReport:
     prompts: int
     #: Conversations with equal tokens.
     conversations: int
+    #: Held-out prompts answered by both.
     rows: int
+    #: Rows whose greedy answer equals the adapter's.
     same_answers: int
 
 

@@ -1,4 +1,4 @@
-"""Export targets: `finetune export` and `push`, their help, the model card and the page are derived from these tables."""
+"""Export targets: help, checks and the model card are derived from these tables. The writers: gguf.py, merge.py."""
 
 from __future__ import annotations
 

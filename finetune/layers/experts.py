@@ -65,10 +65,10 @@ def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
                 yield name, weight
 
 
-# bitsandbytes quantises linear layers only, and autograd would keep the dequantised weights of every layer for backward. An
-# expert's adapter is two small grouped matmuls beside its weight.
+# bitsandbytes quantises only linear layers, and autograd would keep every layer's dequantised experts for backward: so the
+# weights become Params4bit here, and the forward is replaced. An expert's adapter is two small grouped matmuls.
 def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str]) -> None:
-    """Let each fused weight of a model on meta be quantised on loading, except modules in `left_out`."""
+    """Quantise a meta model's fused expert weights on loading, except in the modules `left_out`."""
     from bitsandbytes.nn import Params4bit
 
     replace_grouped_linear(_packed_linear)

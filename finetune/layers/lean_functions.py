@@ -276,7 +276,7 @@ class ShortConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # saved for silu's backward; the convolution's backward needs the weight alone
+        # silu's backward needs `padded`; the convolution's backward needs only `weight`, which is frozen
         padded = F.conv1d(x, weight.unsqueeze(1), padding=weight.shape[1] - 1, groups=len(weight))
         ctx.save_for_backward(padded, weight)
         return F.silu(padded[:, :, : x.shape[2]])

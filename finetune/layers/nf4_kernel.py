@@ -14,7 +14,7 @@ _BYTES = 1024
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 #: Triton compiles a separate kernel for pointers that are multiples of this.
 _ALIGNED = 16
-#: Compiled kernels by device, dtypes and constants: Triton's own lookup takes longer than the launch.
+#: Compiled kernels by device, dtypes, size and constants: Triton's own lookup takes longer than the launch.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -41,9 +41,9 @@ def dequantise(
     weight: torch.Tensor, absmax: torch.Tensor, nested: tuple[torch.Tensor, ...], levels: torch.Tensor, out: torch.Tensor,
     block: int,
 ) -> None:  # fmt: skip
-    """Write the weights to `out`, for packed weights with the first of each two in the upper half of a byte.
+    """Dequantise packed 4-bit weights into `out`. Each byte holds two weights, the first in the upper four bits.
 
-    `nested`: scales, code book and offset of an 8-bit `absmax`.
+    `nested`: scales, code book and offset of an 8-bit `absmax`; empty for an fp32 `absmax`.
     """
     n_bytes = out.numel() // 2
     scales, code, offset = nested or (absmax, absmax, absmax)

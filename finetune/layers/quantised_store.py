@@ -39,7 +39,7 @@ class Damaged(LayoutMismatch):
 
 
 def parts_of(model: torch.nn.Module) -> Parts:
-    """Return the parts of a base model: decoder layers in order, then the rest."""
+    """Return the parts of a base model: decoder layers in order, then other parameters and all buffers."""
     paths = {module: path for path, module in model.named_modules()}
     # tied weights are written once
     taken: set[int] = set()

@@ -59,7 +59,7 @@ _MOST_SIMULATED = 8
 class DryRun:
     """Allocated bytes of one plan."""
 
-    #: At the training peak.
+    #: Bytes by part, at the training peak.
     parts: dict[str, int]
     #: Peak of each phase.
     peaks: dict[str, int]
@@ -67,7 +67,7 @@ class DryRun:
     per_layer_bytes: dict[str, int]
     #: Pinned or managed host memory of activations, optimizer states and offloaded layers.
     host_bytes: int
-    #: Parameters of the base model.
+    #: Number of parameters of the base model.
     parameters: int
     method: str
     versions: dict[str, str] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
     # parameters and are not sharded (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param).
-    shards = {unit.name: _sums(unit, lambda parameter: _shard_rows(parameter, cards)) for unit in units}
+    shards = {unit.name: _sums(unit, lambda parameter: _bytes_by_row(parameter, cards)) for unit in units}
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing = 2 * max(cards * trained for _, trained in shards.values())
@@ -110,7 +110,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
     trained = sum(part for _, part in shards.values())
-    host = sum(pinned_bytes(_shard_rows(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for unit in units for parameter in unit.parameters)
     arriving = 2 * max(map(sum, shards.values()))
     loading = max(before + trained, _quantising(units)) if own_rows else before
     return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
@@ -148,7 +148,7 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
 
 
 def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
-    full = {unit.name: sum(rounded(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
+    full = {unit.name: sum(rounded(cards * _bytes_by_row(parameter, cards)) for parameter in unit.parameters) for unit in units}
     layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
     return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
 
@@ -172,7 +172,7 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     if launch.zero_stage == 2:
         return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, all_bytes, host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
-    shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
+    shards = {unit.name: _sums(unit, lambda parameter: _bytes_by_element(parameter, cards)) for unit in units}
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
     persistent_bytes = sum(
@@ -191,7 +191,7 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
         return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, loading_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
-    host_bytes += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for unit in units for parameter in unit.parameters)
     host_bytes += NVME_BUFFERS * item_bytes if launch.offload == "nvme" else 0
     return Sharded(
         dict.fromkeys(shards, (0, 0)), optimizer_share, master_bytes, gathered_bytes + arriving_bytes, all_bytes, host_bytes
@@ -205,9 +205,10 @@ def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
     return sums[0], sums[1]
 
 
-def _shard_rows(parameter: Parameter, cards: int) -> int:
+# Bytes of the largest shard, whole rows or whole elements each.
+def _bytes_by_row(parameter: Parameter, cards: int) -> int:
     return -(-parameter.rows // cards) * parameter.row_bytes
 
 
-def _shard_elements(parameter: Parameter, cards: int) -> int:
+def _bytes_by_element(parameter: Parameter, cards: int) -> int:
     return -(-parameter.size_bytes // parameter.item_bytes // cards) * parameter.item_bytes

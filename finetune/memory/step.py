@@ -196,8 +196,9 @@ def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
     """Count bitsandbytes' paged states as host memory."""
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        # paged states are CUDA managed memory, outside torch's allocator
+        # paged states are CUDA managed memory, outside torch's allocator; bitsandbytes pages from 1e5 elements
         paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
+        # the tracker counts meta tensors as host memory
         state = torch.zeros(p.shape, dtype=dtype, device="meta" if paged else p.device)
         state.is_paged = paged  # type: ignore[attr-defined]
         return state

@@ -79,7 +79,7 @@ class TrainingMethod(ABC):
         return None
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """Return tensors that a dry run adds to a batch of `rows` sequences, shaped as the collator's."""
+        """Return the method's tensors in a dry run's batch. `mismatched_tokens`: width of KTO's KL batch."""
         return {}
 
     @abstractmethod

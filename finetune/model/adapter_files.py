@@ -55,7 +55,7 @@ def _tensor_problem(name: str, entry: Any, config: dict[str, Any]) -> str:
         return f"{name} has the shape {str(shape)[:40]}"
     pattern = config.get("rank_pattern")
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    # experts have the rows of all of them in one matrix
+    # fused experts stack every expert's rows in one matrix: a multiple of the rank
     if name.endswith("lora_A.weight") and not any(type(rank) is int and rank > 0 and shape[0] % rank == 0 for rank in ranks):
-        return f"{name} has {shape[0]} rows, which is not the rank {config.get('r')}"
+        return f"{name} has {shape[0]} rows, not a multiple of the rank {config.get('r')}"
     return ""

@@ -116,7 +116,7 @@ def _continued(
 
 
 def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
-    """Return the model's other inputs, such as pixel values, on the device of `ids`."""
+    """Return model inputs besides the token ids, such as pixel values, on the device of `ids`."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
     return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 

@@ -383,8 +383,8 @@ class _Planner:
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
         rows = self._rows(settings, width)
         in_segments = self.replays_rows and not self.card.is_cpu and not expandable_segments()
-        # If segments can't expand, steps of uneven rows decide the upper end, so each strategy simulates them. They take time:
-        # a strategy that is only compared is scaled from `reference`.
+        # Without expandable segments, uneven rows decide the upper end: each strategy simulates them, which is slow.
+        # A strategy that is only compared is scaled from `reference` instead.
         if in_segments and reference is not None:
             forecast = self.forecaster(config, settings, self.card, rows=rows, quick=True)
             return self._with_excess(with_margin_of(forecast, reference, self.card))

@@ -33,17 +33,20 @@ _QUANTILES = 200
 
 
 def _longest_below(share: float, rows: int, batch: int) -> float:
-    """Return the mean probability that a micro-batch's longest row is in the lower `share` of lengths."""
+    """Return the mean probability that a micro-batch's longest row is among the shortest `share` of rows.
+
+    The `batch` rows of a step are sorted by length and cut into micro-batches of `rows` rows.
+    """
     if rows == batch or share >= 1:
         return share**rows
     if rows == 1:
         return share
     expected_batches = 0.0
-    for drawn in range(rows, batch + 1):
-        log_ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
-        chance = math.exp(log_ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
-        # the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are
-        expected_batches += chance * (drawn // rows)
+    for below in range(rows, batch + 1):
+        log_ways = math.lgamma(batch + 1) - math.lgamma(below + 1) - math.lgamma(batch - below + 1)
+        chance = math.exp(log_ways + below * math.log(share) + (batch - below) * math.log1p(-share))
+        # `below` of the rows are short: they fill the first below // rows micro-batches
+        expected_batches += chance * (below // rows)
     return expected_batches * rows / batch
 
 

@@ -125,11 +125,11 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
         load_result: Any = set_peft_model_state_dict(model, tensors)
     except (RuntimeError, KeyError, ValueError) as error:  # tensors of other shapes
         raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
-    odd = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
-    if odd:
+    mismatched = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
+    if mismatched:
         raise RecipeError(
-            f"the adapter in {run.base_adapter} does not have the layers of target_modules: {', '.join(odd[:3])}",
-            "Leave out target_modules: they are the adapter's.",
+            f"the adapter in {run.base_adapter} and target_modules name different layers: {', '.join(mismatched[:3])}",
+            "Leave out target_modules: the adapter sets them.",
         )
 
 

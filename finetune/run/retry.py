@@ -72,7 +72,7 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
 
 
 def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
-    """Return the first smaller plan that fits, else the smallest plan, and the saved changes."""
+    """Shrink the plan until it fits or can't shrink further; save the changes. Return both."""
     changes: dict[str, Any] = {}
     # each attempt in between would load the model only to run out of memory
     while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:

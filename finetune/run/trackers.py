@@ -151,6 +151,7 @@ def _open_trackio(attempt: _Attempt) -> _Tracker:
     return run.log, lambda _: run.finish()
 
 
+#: By name; `Trackers` in settings/schema.py lists the names for recipes.
 _OPEN: dict[str, Callable[[_Attempt], _Tracker]] = {
     "tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio,
 }  # fmt: skip

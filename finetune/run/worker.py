@@ -330,7 +330,7 @@ def frozen_not_finite(model: Any) -> list[str]:
 
 
 def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
-    """Return the reasons why resuming from a checkpoint with the facts `sealed` is not bit-exact."""
+    """Return why resuming is not bit-exact. `sealed`: the checkpoint's facts; empty on a fresh start."""
     reasons, world = [], plan.settings.launch.num_processes
     before = sealed.get("num_processes", world)
     if before != world:

@@ -33,7 +33,7 @@ def test_an_adapter_of_peft_has_no_problem(adapter, changes):
 
 @pytest.mark.parametrize(("changes", "problem"), [
     ({"r": 10**9}, "r is 1000000000, not between 1 and 8,192"), ({"r": 0}, "r is 0"), ({"r": True}, "r is True"),
-    ({"r": 16}, "has 4 rows, which is not the rank 16"), ({"lora_alpha": 1e300}, "lora_alpha is 1e.300"),
+    ({"r": 16}, "has 4 rows, not a multiple of the rank 16"), ({"lora_alpha": 1e300}, "lora_alpha is 1e.300"),
     ({"lora_alpha": "x"}, "lora_alpha is x"), ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
     ({"target_modules": "((("}, "is no regular expression"), ({"tensor": torch.zeros(4, 8, dtype=torch.int8)}, "is I8, not"),
 ], ids=str)  # fmt: skip

@@ -157,7 +157,7 @@ def _as_conversation(example: Example) -> Example:
 
 
 def with_parts(messages: list[Message]) -> list[Message]:
-    """Return the messages in content parts if any has an image."""
+    """Return the messages with text and image parts as content; unchanged without an image."""
     if not any("pictures" in message for message in messages):
         return messages
     return [

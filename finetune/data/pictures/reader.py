@@ -24,9 +24,9 @@ class PictureReader:
 
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
         require_pillow()
-        # links stay as they are
+        # not Path.resolve(): symbolic links must not be followed
         self._folders = [Path(os.path.abspath(path)) for path in (image_folder, folder) if path is not None]  # noqa: PTH100
-        #: Checked files with size and time; cached rows are valid while these are the same.
+        #: Checked files and their stat; cached rows are valid until a stat changes.
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
 
