@@ -99,7 +99,7 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
 
 def test_a_run_and_its_base_answer_side_by_side(visit):
     page = visit("run?run=finished&tab=chat")
-    page.wait_for_selector("#chat-turns >> text=answer it side by side")
+    page.wait_for_selector("#chat-turns >> text=one after the other, side by side")
     page.fill("#chat-question", "Route this message: <b>my tent</b> is torn")
     page.click("#chat-send")
     page.wait_for_selector("#chat-turns .ft-turn.tuned")

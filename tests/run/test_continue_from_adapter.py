@@ -120,7 +120,7 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     second = make("max_steps=6", f"adapter={first.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto")
     assert read_plan(second.plan).settings.lora_alpha == 24.0
     assert read_plan(second.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
-    assert read_plan(second.plan).reasons["lora_r"].startswith("from the adapter")
+    assert read_plan(second.plan).reasons["lora_r"].startswith("from the continued adapter")
     train.whole(second)
     (result,) = events_of(first, Result)
     losses = {event.step: event.eval_loss for event in events_of(second, Evaluation)}
