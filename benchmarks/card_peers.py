@@ -147,7 +147,7 @@ def run_cell(cell: Cell, python: str | None, models: Path) -> Lines:
 def planned_tokens(cell: Cell) -> int:
     """Return the length of a long row that this project's planner accepts: the search starts there."""
     from benchmarks.longest_rows import LAST_LENGTHS, longest, plan_for
-    from benchmarks.peer_run import assume_host_memory
+    from benchmarks.peer_watch import assume_host_memory
 
     assume_host_memory()
     changes, tokens = {"lora_r": 16, **cell.settings}, min(LAST_LENGTHS[cell.gpu], MOST_TOKENS)

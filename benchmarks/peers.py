@@ -91,10 +91,10 @@ def prepare(folder: Path, rows: int, gpu: str) -> tuple[Any, dict[str, Any]]:
     source = folder / "unordered.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in drawn_texts), encoding="utf-8")
     prepared = plan_run(recipe_from({
-        "model_name_or_path": "tiny", "dataset": {"path": str(source)}, "gpu": gpu, "lora_r": RANK, "lora_alpha": 2.0 * RANK,
-        "target_modules": "all-linear", "effective_batch_size": BATCH, "num_train_epochs": 1.0, "packing": False,
-        "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "seed": SEED, "eval_steps": 0,
-        "save_steps": 0, "output_dir": str(folder / "run"),
+        "model_name_or_path": "tiny", "dataset": {"path": str(source), "test_split_size": 0}, "gpu": gpu, "lora_r": RANK,
+        "lora_alpha": 2.0 * RANK, "target_modules": "all-linear", "effective_batch_size": BATCH, "packing": False,
+        "num_train_epochs": 1.0, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
+        "seed": SEED, "eval_steps": 0, "save_steps": 0, "output_dir": str(folder / "run"),
     }))  # fmt: skip
     plan = prepared.plan
     dataset = load_from_disk(str(create_run(prepared).data / "train"))

@@ -5,7 +5,7 @@ import torch
 from blocks.measured import card_peers as page_of_peers
 
 from benchmarks.card_peers import COLUMNS, LLAMA, Cell, all_cells, line_of, name_of
-from benchmarks.peer_run import GRAIN_SHARE, GRAIN_TOKENS, lengthened, longest_row
+from benchmarks.peer_watch import GRAIN_SHARE, GRAIN_TOKENS, lengthened, longest_row
 from benchmarks.tables import REFERENCE, read_table, write_table
 
 GIB = 2**30
