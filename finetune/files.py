@@ -80,13 +80,19 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
         values = json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_hook=object_hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    level = [values]
+    if is_too_deep(values):
+        raise ValueError("nested too deeply")
+    return values
+
+
+def is_too_deep(values: Any) -> bool:
+    """Return whether JSON values are nested deeper than MAX_JSON_DEPTH."""
+    level = [values] if isinstance(values, (dict, list)) else []
     for _ in range(MAX_JSON_DEPTH):
         children = (child for value in level for child in (value.values() if isinstance(value, dict) else value))
-        level = [child for child in children if isinstance(child, (dict, list))] if isinstance(values, (dict, list)) else []
-        if not level:
-            return values
-    raise ValueError("nested too deeply")
+        if not (level := [child for child in children if isinstance(child, (dict, list))]):
+            return False
+    return True
 
 
 def parse_checked(text: bytes) -> Any:

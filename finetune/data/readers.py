@@ -19,14 +19,12 @@ from typing import IO, Any, AnyStr
 from finetune.data.checks import SPLITS, TOKENISED, Values, type_phrase
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
-from finetune.files import IS_LFS_POINTER, LFS_FIX, is_lfs_pointer
+from finetune.files import IS_LFS_POINTER, LFS_FIX, MAX_JSON_DEPTH, is_lfs_pointer, is_too_deep
 
 #: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory of reading.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read together.
 _MAX_VALUES = 1_000_000
-#: Most levels of lists and objects in JSON.
-_MOST_LEVELS = 100
 #: Bytes of the Parquet rows that are read together: rows with images have megabytes each.
 _BATCH_BYTES = 64 * 2**20
 #: Most columns of a .csv file, and most blank lines in a row.
@@ -215,11 +213,7 @@ _decode = json.JSONDecoder(object_pairs_hook=_without_duplicate_keys).decode
 def _parse_json(text: str) -> Any:
     value = _decode(text)
     # functions that read a row later call themselves at each level
-    level = [value] if text.count("[") + text.count("{") > _MOST_LEVELS else []
-    for _ in range(_MOST_LEVELS):
-        nested = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
-        level = [child for children in nested for child in children]
-    if level:
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and is_too_deep(value):
         raise RecursionError
     return value
 

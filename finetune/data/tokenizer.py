@@ -141,6 +141,8 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             str(path_or_id),
             revision=recipe.model_revision if isinstance(path_or_id, str) else None,
+            # else code in another repository would be its newest commit
+            code_revision=recipe.model_revision,
             trust_remote_code=recipe.trust_remote_code,
         )
         tokenizer.convert_tokens_to_ids(tokenizer.all_special_tokens)  # fails where the unknown token is unknown

@@ -11,6 +11,7 @@ from transformers.models.auto.auto_factory import add_generation_mixin_to_remote
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.compat.transformers import without_session_id
+from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config, resolve_model_path
 from finetune.model.language_model import mark_vision, model_class, text_config
@@ -99,11 +100,15 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
             "Give another base model.",
         )
     path, revision = resolve_model_path(settings), settings.model_revision
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=True)
-    if code := config.auto_map.get("AutoModelForCausalLM"):
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=True)
         # unless the class is registered, from_config takes it from the repository's newest commit
-        model = add_generation_mixin_to_remote_model(get_class_from_dynamic_module(code, path, revision=revision))
-        AutoModelForCausalLM.register(type(config), model, exist_ok=True)
+        if code := values["auto_map"].get("AutoModelForCausalLM"):
+            model = add_generation_mixin_to_remote_model(get_class_from_dynamic_module(code, path, revision=revision))
+            AutoModelForCausalLM.register(type(config), model, exist_ok=True)
+    except Exception as error:  # noqa: BLE001 - the repository's own code
+        problem = f"its own code can't be loaded: {type(error).__name__}: {first_line(error)}"
+        raise RecipeError(f"model_name_or_path {name}: {problem}", "Install what it needs, or use another model.") from error
     return config
 
 

@@ -125,7 +125,8 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     values = unquantised(config)
     counts = [count.name for count in fields(ModelShape)]
     key = cache.key_of(
-        kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code,
+        kind="shape", counts=counts, config=values, targets=recipe.target_modules,
+        own_code=recipe.trust_remote_code and (recipe.model_name_or_path, recipe.model_revision),
         vision=recipe.vision is True and recipe.train_vision,
     )  # fmt: skip
     if key not in _known:

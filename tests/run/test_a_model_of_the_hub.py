@@ -8,6 +8,8 @@ import warnings
 import pytest
 
 from finetune.bundled import model_path
+from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import ModelError, RecipeError
 from finetune.model.build import build_on_meta
 from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe
@@ -42,26 +44,36 @@ def test_no_save_asks_for_the_base_models_vocabulary(make_run, train, cached, tm
     assert (run.path / "adapter").is_dir() and not asked.exists()
 
 
-#: A model's own code, of the pinned commit and of the newest.
+#: A model's own code.
 CODE = """
-from transformers import AutoConfig, AutoModelForCausalLM, {config}, {model}
-class Config({config}): model_type = "own_type"
-class Model({model}): config_class, commit = Config, "{commit}"
+from transformers import LlamaConfig, LlamaForCausalLM
+class Config(LlamaConfig): model_type = "own_type"
+class Model(LlamaForCausalLM): config_class, commit = Config, "{}"
 """
 
 
-def test_trusted_code_is_the_pinned_commits_also_after_a_newer_one(cached, tmp_path, monkeypatch):
+def test_trusted_code_is_the_pinned_commits_also_after_a_newer_one_and_its_errors_have_a_fix(cached, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "hub" / "models--owner--name"
     pinned, newest = (folder / "snapshots" / (letter * 40) for letter in "ab")
-    values = json.loads((pinned / "config.json").read_text())
-    names = {"config": f"{values['architectures'][0].removesuffix('ForCausalLM')}Config", "model": values["architectures"][0]}
-    values |= {"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
-    (pinned / "config.json").write_text(json.dumps(values))
+    own = {"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (pinned / "config.json").write_text(json.dumps(json.loads((pinned / "config.json").read_text()) | own))
     shutil.copytree(pinned, newest)
     for snapshot in (pinned, newest):
-        (snapshot / "code.py").write_text(CODE.format(commit=snapshot.name[0], **names))
+        (snapshot / "code.py").write_text(CODE.format(snapshot.name[0]))
     (folder / "refs" / "main").write_text(newest.name)
-    trusted = ["trust_remote_code=true", f"model_revision={pinned.name}"]
-    recipe = load_recipe("tiny-cpu", [f"model_name_or_path={cached}", *trusted])
+    recipe = load_recipe(
+        "tiny-cpu", [f"model_name_or_path={cached}", "trust_remote_code=true", f"model_revision={pinned.name}"]
+    )
     assert build_on_meta(load_config(recipe), None, dtype=None, attention="sdpa").commit == "a"
+    (pinned / "code.py").write_text("import no_such_package")
+    with pytest.raises(RecipeError, match="no_such_package"):
+        load_config(recipe)
+
+    def ask(*_, revision, **__):
+        raise OSError(f"asked for {revision}")
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_cached_module_file", ask)
+    (pinned / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["other/repo--code.T", None]}}))
+    with pytest.raises(ModelError, match=f"asked for {pinned.name}"):
+        load_tokenizer(recipe)
