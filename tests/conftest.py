@@ -32,15 +32,15 @@ raise_gc_thresholds()  # each process imports all that a run does
 @pytest.fixture(scope="session")
 def forecasts(tmp_path_factory):
     """Dry runs are the same for every test and kept for the session; tests of the dry run and its speed start without."""
-    folder = of_all_processes(tmp_path_factory) / "forecasts"
+    return of_all_processes(tmp_path_factory, "forecasts")
+
+
+def of_all_processes(tmp_path_factory, name):
+    """A folder that all processes of the session share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def of_all_processes(tmp_path_factory):
-    """The session's folder, which all processes of the session share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +54,7 @@ def picture_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shipped_run(tmp_path_factory):
     """The folder where `finetune run tiny-cpu --json` was run, and what it printed; once for all tests."""
-    folder = of_all_processes(tmp_path_factory) / "shipped"
-    folder.mkdir(exist_ok=True)
+    folder = of_all_processes(tmp_path_factory, "shipped")
     printed = folder / "printed.jsonl"
     with FileLock(folder / "lock"):
         if not printed.exists():
@@ -115,8 +114,7 @@ LONGEST = (
 @pytest.fixture(scope="session")
 def kept_run(tmp_path_factory):
     """kept_run(folder, name="finished") -> a copy of a run; `finished` and `stopped` are trained once a session."""
-    folder = of_all_processes(tmp_path_factory) / "kept"
-    folder.mkdir(exist_ok=True)
+    folder = of_all_processes(tmp_path_factory, "kept")
 
     def copy(into, name="finished"):
         with FileLock(folder / f"{name}.lock"):
@@ -207,8 +205,7 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory):
     """Path of a Python that starts with everything imported: commands that are not about starting need seconds less each."""
-    folder = of_all_processes(tmp_path_factory) / "warm"
-    folder.mkdir(exist_ok=True)
+    folder = of_all_processes(tmp_path_factory, "warm")
     socket = folder / "socket"
     with FileLock(folder / "lock"):
         if not socket.exists():

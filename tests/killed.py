@@ -1,13 +1,36 @@
-"""Kills forks of the test process at moments of what they do to files: what they wrote since then, they never wrote."""
+"""Forks of the test process: workers, and work that is killed at moments of what it does to files."""
 
 import gc
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 #: Audit events of what changes a folder or another process: https://docs.python.org/3/library/audit_events.html
 _CHANGES = {"os.kill", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"}
+
+
+def start_worker(run, fault=None):
+    """Start a run's worker in a fork, which keeps what this process has replaced, after `fault()`; returns its process id."""
+    gc.freeze()  # or every child's collector would scan all of pytest's objects
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if fault:
+            fault()
+        from finetune.run.worker import Worker
+
+        code = Worker(run).main()
+    except BaseException:  # noqa: BLE001 - a child must never return into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def forked(work, below, at=None):

@@ -5,7 +5,8 @@
 
 import json
 import os
-import traceback
+
+from killed import start_worker
 
 from finetune.card import cuda
 from finetune.units import MIB
@@ -59,19 +60,5 @@ class RecordedCard:
 
 
 def train(run):
-    """Exit status of a forked worker, which keeps this process's machine and recorded card."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code = 99
-    try:
-        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        from finetune.run.worker import Worker
-
-        code = Worker(run).main()
-    except BaseException:  # noqa: BLE001 - a child must never return into pytest
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    """Exit status of a worker, which keeps this process's machine and recorded card."""
+    return os.waitstatus_to_exitcode(os.waitpid(start_worker(run), 0)[1])

@@ -132,7 +132,7 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     monkeypatch.setattr(sys, "argv", ["finetune", "plan", "tiny-cpu", "gpu=auto", "dtype=auto", "--json"])
     assert main() == 3
     printed = json.loads(capsys.readouterr().out)
-    page = Questions().plan(Work(), write_recipe(recipe))
+    page = Questions().plan(Work(), write_recipe(recipe), has_data=True)
     assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
     blocker = blocker_of(recipe, Plan.from_json(page), Path.cwd())
     assert "CPU-only build" in printed["card"]["problem"]

@@ -1,14 +1,13 @@
 """Real runs of the bundled model. A forked child trains (imports are paid once); faults are put in by patching the child."""
 
-import gc
 import os
 import pickle
 import shutil
 import signal
 import sys
-import traceback
 
 import pytest
+from killed import start_worker
 
 from finetune.events import read_events
 from finetune.files import sha256_of
@@ -68,38 +67,18 @@ def train():
     import finetune.run.callbacks
     import finetune.run.training  # noqa: F401 - so that a child does not have to
 
-    def start(run, fault=None):
-        gc.freeze()  # or every child's collector would scan all of pytest's objects
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 99
-        try:
-            log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            if fault:
-                fault()
-            from finetune.run.worker import Worker
-
-            code = Worker(run).main()
-        except BaseException:  # noqa: BLE001 - a child must never return into pytest
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
     def wait(pid):
         status = os.waitpid(pid, 0)[1]
         return os.waitstatus_to_exitcode(status)
 
     def run_to_end(run, fault=None):
-        return wait(start(run, fault))
+        return wait(start_worker(run, fault))
 
     def whole(run):
         assert run_to_end(run) == 0, run.log.read_text()[-2000:]
         return run
 
-    run_to_end.start, run_to_end.wait, run_to_end.whole = start, wait, whole
+    run_to_end.start, run_to_end.wait, run_to_end.whole = start_worker, wait, whole
     return run_to_end
 
 
