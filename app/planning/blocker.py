@@ -44,7 +44,9 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
     if plan.data is None:
         try:
             for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
-                _require_data(path, folder, only_split=recipe.dataset.split is not None)
+                # patterns are left to the run
+                if not (folder / path).exists() and not set("*?[") & set(path):
+                    find_sources(path, only_split=recipe.dataset.split is not None)
         except DataError as error:
             # the page's process has another working folder
             return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))
@@ -57,12 +59,6 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
         label, override = (in_words(f"gpu={AUTO}"), f"gpu={AUTO}") if here else ("", "")
         return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
     return None
-
-
-def _require_data(path: str, folder: Path, *, only_split: bool) -> None:
-    # patterns are left to the run
-    if not (folder / path).exists() and not set("*?[") & set(path):
-        find_sources(path, only_split=only_split)
 
 
 def _label(override: str, problems: list[str]) -> str:

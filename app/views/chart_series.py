@@ -1,4 +1,6 @@
-"""Data of `<ft-chart>` as JSON: panels with lines and levels, and new bins. `Chart` in finetune/events.py adds a metric."""
+"""Data of `<ft-chart>` as JSON: panels with lines and levels, and new bins."""
+
+# A metric gets a chart by `Chart` in finetune/events.py.
 
 from __future__ import annotations
 

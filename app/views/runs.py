@@ -120,11 +120,9 @@ def _state_name(state: RunState) -> str:
 
 def sweeps(listed: Sequence[Sweep]) -> str:
     """Return the list of sweeps as HTML; empty without sweeps."""
-    items = [
-        Item(tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)), state_of(sweep), run=sweep.path.name)
-        for sweep in listed
-    ]
-    return item_list(tr("Sweeps"), items)
+    texts = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in listed]
+    rows = zip(listed, texts, strict=True)
+    return item_list(tr("Sweeps"), [Item(text, state_of(sweep), run=sweep.path.name) for sweep, text in rows])
 
 
 def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

@@ -41,9 +41,8 @@ class ParityReport:
     prompts: int
     #: Conversations with equal tokens.
     conversations: int
-    #: Held-out prompts answered by both.
+    #: Held-out prompts answered, and greedy answers that equal the adapter's.
     rows: int
-    #: Rows whose greedy answer equals the adapter's.
     same_answers: int
 
 

@@ -153,8 +153,10 @@ class LargestStep:
         )
 
     def _key(self, kind: str, **more: Any) -> str:
+        reduced = {name: _REDUCED.get(name, attrgetter(name)) for name in settings_that_decide(Decides.BYTES)}
+        settings = {name: reduce(self.settings) for name, reduce in reduced.items() if reduce is not None}
         return cache.key_of(
-            kind=kind, config=self.config, settings=_memory_settings(self.settings), shape=shape_of(self.settings, self.rows),
+            kind=kind, config=self.config, settings=settings, shape=shape_of(self.settings, self.rows),
             capability=self.capability, **more,
         )  # fmt: skip
 
@@ -229,11 +231,6 @@ def shape_of(settings: Settings, rows: RowShape) -> dict[str, Any]:
 def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
     multiple = padding_multiple(settings, micro_batch)
     return -(-tokens // multiple) * multiple
-
-
-def _memory_settings(settings: Settings) -> dict[str, Any]:
-    reduced = {name: _REDUCED.get(name, attrgetter(name)) for name in settings_that_decide(Decides.BYTES)}
-    return {name: reduce(settings) for name, reduce in reduced.items() if reduce is not None}
 
 
 def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:

@@ -35,7 +35,7 @@ _QUANTILES = 200
 def _longest_below(share: float, rows: int, batch: int) -> float:
     """Return the mean probability that a micro-batch's longest row is among the shortest `share` of rows.
 
-    The `batch` rows of a step are sorted by length and cut into micro-batches of `rows` rows.
+    A step's `batch` rows are sorted and cut into micro-batches of `rows`.
     """
     if rows == batch or share >= 1:
         return share**rows

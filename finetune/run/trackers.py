@@ -21,7 +21,7 @@ from finetune.run.directory import RunDirectory
 _PROJECT = "finetune"
 #: Tracker name of each event field: transformers' name where one exists, else the field's name with its unit.
 _STEP_NAMES = {
-    **dict(zip(CHARTS, CHARTS, strict=True)),
+    **{name: name for name in CHARTS},
     "loss": "train/loss", "grad_norm": "train/grad_norm", "learning_rate": "train/learning_rate", "epoch": "train/epoch",
     "token_accuracy": "train/mean_token_accuracy", "step_s": "step_s",
     **{field.name: f"memory/{field.name}" for field in fields(Memory)},
