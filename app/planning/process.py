@@ -39,7 +39,7 @@ class Questions:
         self._selected: tuple[str, SelectedRows] | None = None
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
-        prepared = self._prepared(parse_recipe(recipe, "recipe"), work.report)
+        prepared = self._prepared(_completed(recipe), work.report)
         lengths = sorted(prepared.lengths)
         # a histogram needs no more than a sample, and the longest row
         sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
@@ -57,7 +57,7 @@ class Questions:
         from finetune.data.tokens import NOT_TRAINED
         from finetune.data.trained_spans import example_spans
 
-        parsed = parse_recipe(recipe, "recipe")
+        parsed = _completed(recipe)
         prepared = self._prepared(parsed, work.report)
         count = len(prepared.lengths)
         index = max(0, min(index, count - 1))
@@ -149,6 +149,12 @@ class Questions:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
         return self._encoded[key]
+
+
+def _completed(text: str) -> Recipe:
+    from finetune.recipe.complete import complete
+
+    return complete(parse_recipe(text, "recipe"))[0]
 
 
 def _data_key(recipe: Recipe) -> str:

@@ -33,10 +33,10 @@ def show_data(
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
         from finetune.data.trained_spans import example_spans
-        from finetune.model.configuration import named_model
         from finetune.planner.planning import encode_rows, limit_of
+        from finetune.recipe.complete import complete
 
-        recipe, _ = named_model(recipe)
+        recipe, *_ = complete(recipe)
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
     refused = None  # printed last: the statistics help to correct the data

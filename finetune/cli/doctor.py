@@ -27,7 +27,7 @@ def show_doctor(
         return 0
     recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
-    from finetune.model.configuration import named_model
+    from finetune.recipe.complete import named_model
 
     began = time.monotonic()
     with show_progress(quiet=as_json) as progress:

@@ -49,12 +49,8 @@ def run_recipe(
     require_dataset(recipe)
     if alone:  # a dry run would open a CUDA context of 0.3 to 0.5 GiB, which the run then lacks
         hide_gpus()
-    from finetune.model.configuration import named_model
     from finetune.run.prepare import create_run, prepare
 
-    recipe, renamed = named_model(recipe)
-    if renamed and not as_json:
-        out.print(escape(renamed))
     with show_progress(quiet=as_json) as progress:
         if measure:
             from finetune.evaluate.quantisation import measure_recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from finetune.errors import CommandError, RecipeError
@@ -33,12 +34,14 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         # JSON is YAML: a name with a colon or quotes stays text
         text = f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n"
         recipe = parse_recipe(text, name, with_model_and_data(overrides, None, data))
-    if recipe.adapter_name_or_path is None:
+    adapter = recipe.adapter_name_or_path
+    if adapter is None or expanded(adapter).exists():
         return recipe
-    from finetune.run.base_adapter import with_adapter_folder
+    from finetune.run.directory import open_run
 
-    # a run may be named as the adapter
-    return with_adapter_folder(recipe)
+    with suppress(CommandError):  # `latest`, or a run outside runs/
+        recipe = recipe.model_copy(update={"adapter_name_or_path": str(open_run(adapter).path)})
+    return recipe
 
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from finetune.bundled import model_path
 from finetune.errors import ModelError, RecipeError
 from finetune.files import GGUF_FIX, IS_GGUF, LFS_FIX, expanded, parse_json, read_limited, read_object
 from finetune.model.catalogue import catalogue
-from finetune.model.names import resolve, suggestions, why_unknown
+from finetune.model.names import Match, resolve, suggestions, why_unknown
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
@@ -121,18 +121,14 @@ def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | N
     return match[1] if match else None
 
 
-def named_model(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with a hub id for an informal model name, and a note."""
-    from finetune.settings import resolved
-
-    typed, revision = recipe.model_name_or_path, recipe.model_revision
+def full_name(typed: str, revision: str | None) -> Match:
+    """Return the hub id for an informal model name."""
     # a folder, and an id that this machine or the hub has, stay
-    if model_path(typed) or revision or typed in catalogue() or expanded(typed).exists():
-        return recipe, ""
-    match = resolve(typed)
+    is_known = model_path(typed) or revision or typed in catalogue() or expanded(typed).exists()
+    match = None if is_known else resolve(typed)
     if match is None or (hub.HUB_ID.fullmatch(typed) and (_on_disk(typed, _CONFIG, None) or _fetch(typed, "main")[0])):
-        return recipe, ""
-    return resolved(recipe, model_name_or_path=match.name), match.note
+        return Match(typed, "")
+    return match
 
 
 def _did_you_mean(name: str) -> str:

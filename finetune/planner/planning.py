@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.allocator import expandable_segments
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
-from finetune.model.configuration import named_model, read_config, vocabulary_size
-from finetune.planner.base_adapter import inherit_settings
+from finetune.model.configuration import read_config, vocabulary_size
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
 from finetune.planner.planner import MakeForecast, make_plan, plan_if_fits
 from finetune.planner.quantisation_cost import with_measured_cost
@@ -21,6 +20,7 @@ from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches
 from finetune.planner.suggest import models_by_size
+from finetune.recipe.complete import complete
 from finetune.recipe.load import NO_DATASET
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
@@ -91,11 +91,12 @@ class RowProgress:
 
 
 def plan_recipe(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False,
-    show: Callable[[Plan], None] | None = None,
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress = lambda _: None,
+    compare: bool = False, show: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for a GPU. Raises PackagesError and RecipeError."""
-    recipe, renamed, reasons = prepared(recipe)
+    refuse_other_versions(LIBRARIES)
+    recipe, renamed, reasons = complete(recipe)
     read = rows(recipe)  # after the cheaper checks
     recipe, more_reasons = for_rows(recipe, read)
     reasons |= more_reasons
@@ -155,30 +156,6 @@ def _picture_note(plan: Plan) -> str:
     tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
     rows = plan.settings.per_device_train_batch_size * plan.settings.gradient_accumulation_steps
     return f"the largest step has {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
-
-
-def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
-    """Return the recipe with its model's full name and adapter settings, a note, and the reasons."""
-    refuse_other_versions(LIBRARIES)
-    if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
-        raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
-    recipe, renamed = named_model(recipe)
-    recipe, reason = with_method(recipe)
-    recipe, reasons = inherit_settings(recipe)
-    return recipe, renamed, reasons | ({"method": reason} if reason else {})
-
-
-def with_method(recipe: Recipe) -> tuple[Recipe, str]:
-    """Resolve method `auto` by the rows."""
-    if recipe.method != AUTO:
-        return recipe, ""
-    from finetune.data.examples import method_of_rows
-
-    method, reason = method_of_rows(recipe.dataset)
-    try:
-        return resolved(recipe, method=method), reason
-    except ValueError as error:
-        raise RecipeError(f"method {method}, because {reason}: {error}") from None
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -241,13 +218,11 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
 
 def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
-    """Tokenise the recipe's rows."""
-
+    """Tokenise a completed recipe's rows."""
     say("reading the data")
     from finetune.data.preparation import encode, file_infos
     from finetune.data.tokenizer import load_tokenizer, rows_of_tokens
 
-    recipe, _ = with_method(recipe)
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
         infos_future = pool.submit(file_infos, recipe.dataset)
         tokenizer = load_tokenizer(recipe)
@@ -342,7 +317,8 @@ def plan_largest(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
 ) -> Largest:
     """Plan the largest value of a setting. Raises PackagesError and RecipeError."""
-    recipe, renamed, reasons = prepared(recipe)
+    refuse_other_versions(LIBRARIES)
+    recipe, renamed, reasons = complete(recipe)
     read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
         if read.has_pictures:

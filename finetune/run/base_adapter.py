@@ -1,4 +1,4 @@
-"""Base adapter of a continued run: resolve, check, copy."""
+"""Base adapter of a continued run: check, copy, load."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CommandError, RecipeError
+from finetune.errors import RecipeError
 from finetune.files import read_object, write_json
 from finetune.manifest import MANIFEST, require_unchanged, write_manifest
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
-from finetune.planner.base_adapter import find_adapter, read_base_adapter
-from finetune.run.directory import RunDirectory, open_run
-from finetune.settings import Recipe, Settings
+from finetune.recipe.complete import read_base_adapter
+from finetune.run.directory import RunDirectory
+from finetune.settings import Settings
 
 #: Names in RUN/origin: the adapter's facts, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"
@@ -39,21 +39,6 @@ class BaseAdapterFacts:
         parts = [f"step {self.step:,}"] if self.step is not None else []
         parts += [f"held-out loss {self.eval_loss:.4f}"] if self.eval_loss is not None else []
         return f"{self.name} ({', '.join(parts)})" if parts else self.name
-
-
-def with_adapter_folder(recipe: Recipe) -> Recipe:
-    """Return the recipe with its adapter's folder. Raises RecipeError."""
-    name = recipe.adapter_name_or_path
-    if name is None:
-        return recipe
-    try:
-        folder = find_adapter(name)
-    except RecipeError as error:
-        try:  # `latest`, or a run outside runs/
-            folder = find_adapter(str(open_run(name).path))
-        except CommandError:
-            raise error from None
-    return recipe.model_copy(update={"adapter_name_or_path": str(folder)})
 
 
 def require_usable_adapter(settings: Settings) -> None:

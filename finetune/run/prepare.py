@@ -13,17 +13,17 @@ from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.manifest import write_manifest
-from finetune.model.configuration import named_model, resolve_model_path
+from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Plan, Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
 from finetune.printable import Progress
 from finetune.recipe import write_recipe
-from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
+from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter
 from finetune.run.directory import RunDirectory, create, remember
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.trackers import missing_trackers
-from finetune.settings import AUTO, Recipe, resolved
+from finetune.settings import Recipe
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises FinetuneError; `force` accepts a plan that does not fit."""
-    recipe, _ = named_model(with_adapter_folder(recipe))
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
@@ -51,7 +50,9 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
     require_usable_adapter(settings)
-    recipe = resolved(recipe, method=settings.method) if recipe.method == AUTO else recipe
+    # `finetune run RUN/recipe.yaml` repeats the run
+    named = {name: getattr(settings, name) for name in ("model_name_or_path", "adapter_name_or_path", "method")}
+    recipe = recipe.model_copy(update={name: value for name, value in named.items() if value != getattr(recipe, name)})
     longest = (plan.data.longest if plan.data else None) or 0
     shorter = settings.max_length if longest > settings.max_length else None  # the planner's max_length cuts longer rows
     prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or shorter)

@@ -57,8 +57,8 @@ def test_unbalanced_labels_are_said_with_the_weight_that_balances_them(write, to
     ],
 )
 def test_the_columns_say_which_method_rows_are_for(write, row, method):
-    from finetune.planner.planning import with_method
+    from finetune.recipe.complete import complete
 
     recipe = recipe_from({"model_name_or_path": "tiny", "dataset": write("rows.jsonl", [row]), "method": "auto"})
-    chosen, reason = with_method(recipe)
-    assert chosen.method == method and reason
+    chosen, _, reasons = complete(recipe)
+    assert chosen.method == method and reasons["method"]

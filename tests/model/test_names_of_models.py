@@ -9,10 +9,11 @@ from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model import names
 from finetune.model.catalogue import entries
-from finetune.model.configuration import FROM_CONFIG, named_model, read_config
+from finetune.model.configuration import FROM_CONFIG, read_config
 from finetune.model.names import OTHER_MODELS, resolve, suggestions, why_unknown
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
+from finetune.recipe.complete import named_model
 
 Q, L, M = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3"
 TYPED = {

@@ -13,10 +13,10 @@ from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result
 from finetune.manifest import MANIFEST, write_manifest
-from finetune.planner.base_adapter import find_adapter, inherit_settings
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
-from finetune.run.base_adapter import base_adapter_of, require_usable_adapter, with_adapter_folder
+from finetune.recipe.complete import complete
+from finetune.run.base_adapter import base_adapter_of, require_usable_adapter
 from finetune.run.directory import RunDirectory
 from finetune.run.state import read_state
 
@@ -55,15 +55,15 @@ OPEN = ("lora_r=auto", "lora_alpha=auto", "target_modules=auto", "load_in_4bit=a
 
 def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_reported(foreign):
     folder = foreign(use_rslora=True)
-    recipe, reasons = inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
+    recipe, _, reasons = complete(load_recipe("tiny-cpu", [*OPEN, f"adapter={folder}"]))
     assert (recipe.lora_r, recipe.lora_alpha, recipe.target_modules, recipe.use_rslora) == (4, 8.0, ["q_proj", "v_proj"], True)
     assert set(reasons) == {"lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora"}
     equal_settings = ["lora_r=4", "lora_alpha=8", "target_modules=[v_proj,q_proj]", "use_rslora=true"]
-    assert inherit_settings(load_recipe("tiny-cpu", [*equal_settings, f"adapter={folder}"]))[0].lora_r == 4
+    assert complete(load_recipe("tiny-cpu", [*equal_settings, f"adapter={folder}"]))[0].lora_r == 4
     with pytest.raises(RecipeError) as refused:
-        inherit_settings(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
+        complete(load_recipe("tiny-cpu", [f"adapter={folder}", "lora_r=16", "use_dora=true"]))
     assert len(refused.value.problems) == 4 and "Leave out lora_r, lora_alpha, target_modules, use_dora" in refused.value.fix
-    assert inherit_settings(load_recipe("tiny-cpu"))[1] == {}
+    assert complete(load_recipe("tiny-cpu"))[2] == {}
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,19 @@ def test_rank_scale_and_layers_are_the_adapters_and_each_disagreement_is_reporte
 )
 def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
     with pytest.raises(RecipeError, match="finetune can't continue an adapter with"):
-        inherit_settings(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
+        complete(load_recipe("tiny-cpu", [*OPEN, f"adapter={foreign(**changes)}"]))
 
 
 def test_what_is_no_adapter_is_named(foreign, tmp_path):
     with pytest.raises(RecipeError, match="nowhere is neither a run nor a folder"):
-        with_adapter_folder(load_recipe("tiny-cpu", ["adapter=nowhere"]))
+        complete(load_recipe("tiny-cpu", ["adapter=nowhere"]))
     (foreign() / "adapter_config.json").write_text("{")
     with pytest.raises(RecipeError, match="can't be read"):
-        inherit_settings(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
+        complete(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(RecipeError, match="has no adapter yet"):
-        find_adapter(str(tmp_path))
+        complete(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
 
 
 def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):

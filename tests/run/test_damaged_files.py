@@ -16,10 +16,10 @@ from finetune.layers.quantised_store import Damaged, Store
 from finetune.manifest import MANIFEST, changes_in
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
-from finetune.planner.base_adapter import read_base_adapter
 from finetune.planner.history import read_history
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
+from finetune.recipe.complete import read_base_adapter
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.seal import verify

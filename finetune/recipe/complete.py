@@ -1,4 +1,4 @@
-"""The base adapter that training continues from."""
+"""Complete a recipe, once: its model's and adapter's full names, its rows' method, its adapter's settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from finetune.errors import RecipeError
 from finetune.files import read_json
 from finetune.model.adapter_files import config_problems
-from finetune.model.configuration import ADAPTER_CONFIG
-from finetune.planner.plan import read_plan
-from finetune.settings import AUTO, Recipe, resolved
+from finetune.model.configuration import ADAPTER_CONFIG, full_name
+from finetune.serialise import from_json
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import requested_formats
 
 #: Settings that decide an adapter's parameters and their scale.
@@ -32,11 +32,41 @@ class BaseAdapter:
     base_model: str | None
 
 
-def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe completed from its base adapter, and each inherited setting's reason. Raises RecipeError."""
+def complete(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
+    """Return the completed recipe, a note on its model's name, and a reason for each new setting. Raises RecipeError."""
+    # everything after this only reads the names, the method and the adapter's settings
+    if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
+        raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
+    recipe, note = named_model(recipe)
+    reasons: dict[str, str] = {}
+    if recipe.method == AUTO:
+        from finetune.data.examples import method_of_rows
+
+        method, reasons["method"] = method_of_rows(recipe.dataset)
+        recipe = _filled(recipe, f"method {method}, because {reasons['method']}", method=method)
     if recipe.adapter_name_or_path is None:
-        return recipe, {}
+        return recipe, note, reasons
     adapter = read_base_adapter(recipe.adapter_name_or_path)
+    inherited = _inherited(recipe, adapter)
+    reasons |= dict.fromkeys(inherited, "from the continued adapter")
+    inherited["adapter_name_or_path"] = str(adapter.folder)
+    return _filled(recipe, f"with the settings of the adapter in {adapter.folder}", **inherited), note, reasons
+
+
+def named_model(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe with a hub id for an informal model name, and a note."""
+    name, note = full_name(recipe.model_name_or_path, recipe.model_revision)
+    return resolved(recipe, model_name_or_path=name), note
+
+
+def _filled(recipe: Recipe, because: str, **values: Any) -> Recipe:
+    try:
+        return resolved(recipe, **values)
+    except ValueError as error:
+        raise RecipeError(f"{because}: {error}") from None
+
+
+def _inherited(recipe: Recipe, adapter: BaseAdapter) -> dict[str, Any]:
     inherited, problems = {}, {}
     quantised = bool(requested_formats(recipe))
     for name, value in adapter.settings.items():
@@ -51,29 +81,24 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     if problems:
         fix = f"Leave out {', '.join(problems)}: the adapter's values are used."
         raise RecipeError(list(problems.values()), fix)
-    try:
-        resolved_recipe = resolved(recipe, **inherited)
-    except ValueError as error:
-        raise RecipeError(f"with the settings of the adapter in {adapter.folder}: {error}") from None
-    return resolved_recipe, dict.fromkeys(inherited, "from the continued adapter")
+    return inherited
 
 
 def read_base_adapter(name: str) -> BaseAdapter:
     """Read a run's or a PEFT adapter. Raises RecipeError."""
     folder = find_adapter(name)
+    path = folder / ADAPTER_CONFIG
     try:
-        config = read_json(folder / ADAPTER_CONFIG, dict)
-        base_name = config.get("base_model_name_or_path")
+        config = read_json(path, dict)
+        path = (folder.parents[1] if folder.name.startswith("checkpoint-") else folder) / "plan.json"
+        if not path.is_file():  # of another program
+            return BaseAdapter(folder, _of_peft(config, name), config.get("base_model_name_or_path"))
+        settings = from_json(Settings, read_json(path, dict, may_be_edited=True).get("plan"))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"adapter_name_or_path {name}: {folder / ADAPTER_CONFIG} can't be read: {error}") from None
-    plan_path = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
-    if plan_path.is_file():
-        settings = read_plan(plan_path).settings
-        inherited = {name: getattr(settings, name) for name in _SHAPES}
-        # an adapter trained on quantised weights fits only these weights
-        inherited |= {base_format.setting: True for base_format in requested_formats(settings)}
-        return BaseAdapter(folder, inherited, settings.model_name_or_path)
-    return BaseAdapter(folder, _of_peft(config, name), base_name)
+        raise RecipeError(f"adapter_name_or_path {name}: {path} can't be read: {error}") from None
+    # an adapter trained on quantised weights fits only these weights
+    formats = {base_format.setting: True for base_format in requested_formats(settings)}
+    return BaseAdapter(folder, {name: getattr(settings, name) for name in _SHAPES} | formats, settings.model_name_or_path)
 
 
 def find_adapter(name: str) -> Path:
