@@ -50,7 +50,7 @@ def make_plan(
     *,
     # replaces the dry run
     forecaster: MakeForecast | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _: None,
     # also forecast neighbours, with one setting changed; `show` gets a plan that fits before that
     compare: bool = False,
     show: Callable[[Plan], None] | None = None,
@@ -105,22 +105,24 @@ class _Attempt:
         return verdict_of(self.evaluated.forecast, self.search.budget_bytes, self.evaluated.strategy.offload_target)
 
 
+@dataclass(eq=False)
 class _Planner:
-    def __init__(
-        self, recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None,
-        progress: Progress | None = None,
-    ) -> None:  # fmt: skip
-        self.recipe, self.card, self.data = recipe, card, data
-        self.report_progress: Progress = progress or (lambda _: None)
-        self.budgeted, self.budget = resources.choose_budget(Choices(recipe), card)
+    recipe: Recipe
+    card: Card
+    data: DataStatistics | None
+    #: Replaces the dry run.
+    forecaster: MakeForecast | None = None
+    report_progress: Progress = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.budgeted, self.budget = resources.choose_budget(Choices(self.recipe), self.card)
         self.report_progress("reading the model's configuration")
-        self.config = read_config(recipe)
-        self.shape = shape_of(self.config, recipe)
-        if recipe.torch_compile is True and self.shape.experts:
+        self.config = read_config(self.recipe)
+        self.shape = shape_of(self.config, self.recipe)
+        if self.recipe.torch_compile is True and self.shape.experts:
             raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
-        self.history = read_history(card.name, card.rates_measured_at)
-        self.forecaster = forecaster or functools.partial(make_forecast, budget_bytes=self.budget)
-        self.replays_rows = forecaster is None
+        self.history = read_history(self.card.name, self.card.rates_measured_at)
+        self.make_forecast = self.forecaster or functools.partial(make_forecast, budget_bytes=self.budget)
         # forecasts are shared between max_lengths and ranks, but not between packed and single rows
         self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}  # by whether rows are unpacked
 
@@ -201,7 +203,7 @@ class _Planner:
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
-        if not self.replays_rows or self.card.is_cpu or not (self.data and self.data.lengths) or not expandable_segments():
+        if self.forecaster or self.card.is_cpu or not (self.data and self.data.lengths) or not expandable_segments():
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
@@ -382,13 +384,13 @@ class _Planner:
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
         rows = self._rows(settings, width)
-        in_segments = self.replays_rows and not self.card.is_cpu and not expandable_segments()
+        in_segments = not self.forecaster and not self.card.is_cpu and not expandable_segments()
         # Without expandable segments, uneven rows decide the upper end: each strategy simulates them, which is slow.
         # A strategy that is only compared is scaled from `reference` instead.
         if in_segments and reference is not None:
-            forecast = self.forecaster(config, settings, self.card, rows=rows, quick=True)
+            forecast = self.make_forecast(config, settings, self.card, rows=rows, quick=True)
             return self._with_excess(with_margin_of(forecast, reference, self.card))
-        forecast = self.forecaster(config, settings, self.card, rows=rows)
+        forecast = self.make_forecast(config, settings, self.card, rows=rows)
         return self._with_excess(self._replay_rows(forecast, config, settings, rows) if in_segments else forecast)
 
     def _rows(self, settings: Settings, width: int) -> RowShape:
