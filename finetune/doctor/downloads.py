@@ -15,8 +15,8 @@ from finetune.data.examples import sources_of
 from finetune.data.sources import Source
 from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError, ModelError
-from finetune.hub import cached_file, is_switched_off
-from finetune.model.configuration import resolve_model_path
+from finetune.hub import is_switched_off
+from finetune.model.configuration import model_file, resolve_model_path
 from finetune.model.weights import INDEX, file_problem, weight_files
 from finetune.settings import Recipe
 
@@ -71,12 +71,11 @@ def check_model(recipe: Recipe) -> Finding:
         source = resolve_model_path(recipe)
     except FinetuneError as error:
         return Finding("model", "fail", " ".join(error.problems), error.fix)
+    missing = _missing(lambda file: path if (path := model_file(recipe, file)) and path.is_file() else None)
     if Path(source).is_dir():
-        missing = _missing(lambda file: path if (path := Path(source) / file).is_file() else None)
         if missing:
             return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
         return Finding("model", "ok", f"{name}: complete in its folder")
-    missing = _missing(lambda file: cached_file(source, file, revision))
     if not missing:
         return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
     at = f" --revision {revision}" if revision else ""

@@ -28,7 +28,7 @@ _EAGER_ONLY = {
     "inkling2_loop_text", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv",
     "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
-_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 #: Upper bounds of parts that are built one by one.
 _MOST = {"num_hidden_layers": 10_000, "num_labels": 100_000}
 #: Bytes read of a config.json or README.
@@ -63,7 +63,7 @@ def refuse_no_model(path: Path, name: str) -> None:
     fix = f"Merge its adapter: finetune merge {run}. " if run else ""
     if path.suffix.lower() == ".gguf":
         problem, fix = IS_GGUF, GGUF_FIX
-    elif not path.is_dir() or (path / _CONFIG).is_file():
+    elif not path.is_dir() or (path / CONFIG).is_file():
         return
     elif (path / ADAPTER_CONFIG).is_file():
         base = (read_object(path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
@@ -81,7 +81,7 @@ def refuse_no_model(path: Path, name: str) -> None:
 def read_config(settings: Recipe) -> dict[str, Any]:
     """Return the content of config.json. Raises RecipeError."""
     path = resolve_model_path(settings)
-    if file := _on_disk(path, _CONFIG, settings.model_revision):
+    if file := model_file(settings, CONFIG):
         return _parsed(file, path)
     text, problem = _fetch(path, settings.model_revision or "main")
     if text is not None:
@@ -110,11 +110,10 @@ def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | N
     """Return a key's first value in the header of the model's README, or None."""
     # by its line: other values may be nested too deeply for a parser
     try:
-        path, revision = resolve_model_path(settings), settings.model_revision
-        if file := _on_disk(path, "README.md", revision):
+        if file := model_file(settings, "README.md"):
             text = read_limited(file, _MAX_BYTES).decode("utf-8", "replace")
         else:
-            text = (download and _fetch(path, revision or "main", "README.md")[0]) or ""
+            text = (download and _fetch(resolve_model_path(settings), settings.model_revision or "main", "README.md")[0]) or ""
     except (RecipeError, OSError, ValueError):
         return None
     match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text)
@@ -126,7 +125,7 @@ def full_name(typed: str, revision: str | None) -> Match:
     # a folder, and an id that this machine or the hub has, stay
     is_known = model_path(typed) or revision or typed in catalogue() or expanded(typed).exists()
     match = None if is_known else resolve(typed)
-    if match is None or (hub.HUB_ID.fullmatch(typed) and (_on_disk(typed, _CONFIG, None) or _fetch(typed, "main")[0])):
+    if match is None or (hub.HUB_ID.fullmatch(typed) and (hub.cached_file(typed, CONFIG, None) or _fetch(typed, "main")[0])):
         return Match(typed, "")
     return match
 
@@ -164,11 +163,13 @@ def _with_floats(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
-def _on_disk(path: str, name: str, revision: str | None) -> Path | None:
-    return Path(path) / name if Path(path).is_dir() else hub.cached_file(path, name, revision)
+def model_file(settings: Recipe, name: str) -> Path | None:
+    """Return a file of the model on this disk, which may be missing in a folder, or None. Raises RecipeError."""
+    path = Path(resolve_model_path(settings))
+    return path / name if path.is_dir() else hub.cached_file(str(path), name, settings.model_revision)
 
 
-def _fetch(repo: str, revision: str, name: str = _CONFIG) -> tuple[str | None, str]:
+def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, str]:
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():

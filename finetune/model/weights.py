@@ -20,14 +20,12 @@ from finetune.files import (
     sha256_of,
     write_text,
 )
-from finetune.hub import cached_file
-from finetune.model.configuration import ADAPTER_CONFIG, DOWNLOAD_AGAIN, resolve_model_path
+from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file
 from finetune.serialise import from_json, read_own
 from finetune.settings import Settings
 
 #: Files of a checkpoint in several parts, and of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _HASHING_THREADS = 4
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -46,10 +44,10 @@ def check_weights(folder: Path) -> None:
 
 def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
     """Return a hash of the weight files, or None if they are not on this disk. Raises ModelError for a damaged file."""
-    folder = _folder_on_disk(settings)
-    if folder is None:
+    config = model_file(settings, CONFIG)
+    if config is None:
         return None
-    names = weight_files(folder)
+    names, folder = weight_files(config.parent), config.parent
     try:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
@@ -61,28 +59,20 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
 
 def configuration_fingerprint(settings: Settings) -> str | None:
     """Return a hash of the files beside the weights that decide outputs, or None."""
-    folder = _folder_on_disk(settings)
-    if folder is None:
+    config = model_file(settings, CONFIG)
+    if config is None:
         return None
     # code runs only if the recipe trusts it
-    paths = [folder / CONFIG, folder / INDEX]
-    paths += sorted(folder.glob("*.py")) if settings.trust_remote_code else []
+    paths = [config, config.with_name(INDEX)]
+    paths += sorted(config.parent.glob("*.py")) if settings.trust_remote_code else []
     hashes = "".join(f"{path.name} {sha256_of(path)}\n" for path in paths if path.is_file())
     return hashlib.sha256(hashes.encode()).hexdigest()
 
 
 def generation_fingerprint(settings: Settings) -> str | None:
     """Return the hash of the base model's generation defaults, or None."""
-    folder = _folder_on_disk(settings)
-    return sha256_of(path) if folder and (path := folder / GENERATION_CONFIG).is_file() else None
-
-
-def _folder_on_disk(settings: Settings) -> Path | None:
-    folder = Path(path := resolve_model_path(settings))
-    if folder.is_dir():
-        return folder
-    cached_config = cached_file(path, CONFIG, settings.model_revision)
-    return cached_config.parent if cached_config else None
+    path = model_file(settings, GENERATION_CONFIG)
+    return sha256_of(path) if path and path.is_file() else None
 
 
 def _hash(path: Path, reread: bool) -> str:
