@@ -20,12 +20,12 @@ from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches
 from finetune.planner.suggest import models_by_size
-from finetune.recipe.complete import complete
+from finetune.recipe.complete import complete, complete_for_rows
 from finetune.recipe.load import NO_DATASET
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
-from finetune.settings.vision import Sizes, with_vision
+from finetune.settings.vision import Sizes
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def plan_recipe(
     refuse_other_versions(LIBRARIES)
     recipe, renamed, reasons = complete(recipe)
     read = rows(recipe)  # after the cheaper checks
-    recipe, more_reasons = for_rows(recipe, read)
+    recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
     reasons |= more_reasons
 
     def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
@@ -130,24 +130,6 @@ def plan_recipe(
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
     rows(recipe)  # callers use the rows that were read last
     return plan
-
-
-def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe with the settings that its data needs, with reasons. Raises RecipeError."""
-    rows, earlier, reasons = list(read.trained_embedding_rows), recipe.trained_embedding_rows, {}
-    if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):  # the tokenizer was not read
-        rows = [size, size + len(recipe.new_tokens)]
-    if rows and earlier and rows != earlier:
-        raise RecipeError(
-            f"trained_embedding_rows is {earlier}; the tokenizer gives the new tokens rows {rows}",
-            "Leave it out. A continued adapter needs the same new_tokens.",
-        )
-    if rows := rows or earlier:
-        new = f"{rows[1] - rows[0]:,} new token(s) from row {rows[0]:,} on"
-        reasons["trained_embedding_rows"] = f"{new}: their rows are trained"
-        recipe = resolved(recipe, trained_embedding_rows=rows)
-    recipe, vision_reasons = with_vision(recipe, has_pictures=read.has_pictures)
-    return recipe, reasons | vision_reasons
 
 
 def _picture_note(plan: Plan) -> str:
@@ -327,7 +309,7 @@ def plan_largest(
                 "Plan image-text models one by one: finetune plan MODEL --images WIDTHxHEIGHT",
             )
         return find_largest_model(recipe, card, progress=progress)
-    recipe, more_reasons = for_rows(recipe, read)
+    recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
     plan = largest.plan
     for note in (renamed, *read.notes):

@@ -1,7 +1,8 @@
-"""Complete a recipe, once: its model's and adapter's full names, its rows' method, its adapter's settings."""
+"""Complete a recipe, once: its model's and adapter's full names, its rows' method, its adapter's and its rows' settings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from finetune.errors import RecipeError
 from finetune.files import read_json
 from finetune.model.adapter_files import config_problems
-from finetune.model.configuration import ADAPTER_CONFIG, full_name
+from finetune.model.configuration import ADAPTER_CONFIG, full_name, vocabulary_size
 from finetune.serialise import from_json
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import requested_formats
+from finetune.settings.vision import ONLY_WITH_VISION
 
 #: Settings that decide an adapter's parameters and their scale.
 _SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "new_tokens", "trained_embedding_rows")
@@ -51,6 +53,42 @@ def complete(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     reasons |= dict.fromkeys(inherited, "from the continued adapter")
     inherited["adapter_name_or_path"] = str(adapter.folder)
     return _filled(recipe, f"with the settings of the adapter in {adapter.folder}", **inherited), note, reasons
+
+
+def complete_for_rows(recipe: Recipe, token_rows: Sequence[int], *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
+    """Return a completed recipe with the settings that its rows need, and a reason for each. Raises RecipeError."""
+    # `token_rows`: first and end of the embedding rows of new tokens
+    rows, earlier, reasons = list(token_rows), recipe.trained_embedding_rows, {}
+    if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):  # the tokenizer was not read
+        rows = [size, size + len(recipe.new_tokens)]
+    if rows and earlier and rows != earlier:
+        raise RecipeError(
+            f"trained_embedding_rows is {earlier}; the tokenizer gives the new tokens rows {rows}",
+            "Leave it out. A continued adapter needs the same new_tokens.",
+        )
+    if rows := rows or earlier:
+        new = f"{rows[1] - rows[0]:,} new token(s) from row {rows[0]:,} on"
+        reasons["trained_embedding_rows"] = f"{new}: their rows are trained"
+        recipe = resolved(recipe, trained_embedding_rows=rows)
+    if recipe.vision is False and has_pictures:
+        raise RecipeError("the rows have images, but vision is false", "Set vision=auto, or remove the images.")
+    if not has_pictures and recipe.vision is not True and recipe.train_vision == "none":
+        return recipe, reasons
+    if not has_pictures:
+        setting = "vision is true" if recipe.vision is True else f"train_vision is {recipe.train_vision}"
+        raise RecipeError(
+            f"{setting}, but no row with an image was read, so the memory of images is unknown",
+            "Give local rows with images, and the model's processor files next to its config.json.",
+        )
+    still_open = {name: only for name, only in ONLY_WITH_VISION.items() if getattr(recipe, name) == AUTO}
+    reasons |= {name: reason for name, (_, reason) in still_open.items()}
+    reasons |= {"vision": "the rows have images"} if recipe.vision == AUTO else {}
+    values = {name: value for name, (value, _) in still_open.items()}
+    values |= {"offloaded_layers": 0} if recipe.offloaded_layers == AUTO else {}
+    try:
+        return resolved(recipe, vision=True, **values), reasons
+    except ValueError as error:
+        raise RecipeError(str(error).splitlines(), "Remove these settings, or the images.") from None
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:

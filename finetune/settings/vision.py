@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 #: Width and height of each image of a row, in pixels.
 Sizes = tuple[tuple[int, int], ...]
 #: Setting -> its only value that was checked with images, and why other values are refused.
-_ONLY: dict[str, tuple[Any, str]] = {
+ONLY_WITH_VISION: dict[str, tuple[Any, str]] = {
     "packing": (False, "a packed sequence does not record which image belongs to which row"),
     "layer_offloading": (False, "layers are not offloaded with a vision tower yet"),
     "offload_embeddings": (False, "the input embedding is not offloaded with a vision tower yet"),
@@ -27,32 +27,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
 }
 
 
-def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe for rows with images, if any, and a reason for each changed setting. Raises RecipeError."""
-    from finetune.errors import RecipeError
-    from finetune.settings import resolved
-
-    if recipe.vision is False and has_pictures:
-        raise RecipeError("the rows have images, but vision is false", "Set vision=auto, or remove the images.")
-    if not has_pictures and recipe.vision is not True and recipe.train_vision == "none":
-        return recipe, {}
-    if not has_pictures:
-        setting = "vision is true" if recipe.vision is True else f"train_vision is {recipe.train_vision}"
-        raise RecipeError(
-            f"{setting}, but no row with an image was read, so the memory of images is unknown",
-            "Give local rows with images, and the model's processor files next to its config.json.",
-        )
-    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == "auto"}
-    values: dict[str, Any] = {name: _ONLY[name][0] for name in reasons}
-    if recipe.offloaded_layers == "auto":
-        values["offloaded_layers"] = 0
-    try:
-        changed = resolved(recipe, vision=True, **values)
-    except ValueError as error:
-        raise RecipeError(str(error).splitlines(), "Remove these settings, or the images.") from None
-    return changed, reasons | ({"vision": "the rows have images"} if recipe.vision == "auto" else {})
-
-
 def pixel_limit(recipe: Recipe) -> int | None:
     """Return `max_pixels`, None without a limit or a plan."""
     return None if recipe.max_pixels == "auto" else recipe.max_pixels
@@ -64,7 +38,7 @@ def vision_problems(recipe: Recipe) -> Iterator[str]:
         yield f"train_vision {recipe.train_vision} needs the vision tower, and vision is false"
     if recipe.vision is not True:
         return
-    for name, (value, reason) in _ONLY.items():
+    for name, (value, reason) in ONLY_WITH_VISION.items():
         if (own := getattr(recipe, name)) not in (value, "auto"):
             yield f"{name} {str(own).lower()} does not work with images: {reason}"
     if recipe.method not in ("sft", "auto"):
