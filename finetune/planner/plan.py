@@ -408,10 +408,10 @@ class Plan:
     def usable_bytes(self) -> int:
         return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
 
-    def with_note(self, note: str) -> Plan:
-        if not note or not self.forecast:
+    def with_note(self, *notes: str) -> Plan:
+        if not any(notes) or not self.forecast:
             return self
-        return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, note)))
+        return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, *filter(None, notes))))
 
 
 def plan_was_edited(path: Path) -> bool:

@@ -103,8 +103,7 @@ def plan_recipe(
 
     def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
         def completed(plan: Plan) -> Plan:
-            for note in (renamed, *read.notes, _picture_note(plan)):
-                plan = plan.with_note(note)
+            plan = plan.with_note(renamed, *read.notes, _picture_note(plan))
             plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
             return with_measured_cost(plan, read.splits)
 
@@ -311,9 +310,7 @@ def plan_largest(
         return find_largest_model(recipe, card, progress=progress)
     recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
-    plan = largest.plan
-    for note in (renamed, *read.notes):
-        plan = plan.with_note(note)
+    plan = largest.plan.with_note(renamed, *read.notes)
     return dataclasses.replace(largest, plan=dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **more_reasons}))
 
 
