@@ -133,7 +133,8 @@ def read_base_adapter(name: str) -> BaseAdapter:
             return BaseAdapter(folder, _of_peft(config, name), config.get("base_model_name_or_path"))
         settings = from_json(Settings, read_json(path, dict, may_be_edited=True).get("plan"))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"adapter_name_or_path {name}: {path} can't be read: {error}") from None
+        problem = f"adapter_name_or_path {name}: {path} can't be read: {error}"
+        raise RecipeError(problem, "Restore it, or give another adapter.") from None
     # an adapter trained on quantised weights fits only these weights
     formats = {base_format.setting: True for base_format in requested_formats(settings)}
     return BaseAdapter(folder, {name: getattr(settings, name) for name in _SHAPES} | formats, settings.model_name_or_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.chat import read_tools_file
+from finetune.cli.source import recipe_of
 from finetune.errors import CommandError, RecipeError
 from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
@@ -82,6 +83,7 @@ def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monk
     remember(run)
     assert [run_directory.path for run_directory in runs_from_here()] == [Path("elsewhere/mine")]
     assert open_run("latest").path == open_run("mine").path == Path("elsewhere/mine")
+    assert recipe_of("tiny-cpu", ["adapter=mine"]).adapter_name_or_path == "elsewhere/mine"
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert runs_from_here() == []

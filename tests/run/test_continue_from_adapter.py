@@ -78,13 +78,15 @@ def test_an_adapter_that_is_not_trained_here_is_refused(foreign, changes):
 def test_what_is_no_adapter_is_named(foreign, tmp_path):
     with pytest.raises(RecipeError, match="nowhere is neither a run nor a folder"):
         complete(load_recipe("tiny-cpu", ["adapter=nowhere"]))
-    (foreign() / "adapter_config.json").write_text("{")
-    with pytest.raises(RecipeError, match="can't be read"):
-        complete(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
-    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    recipe = load_recipe("tiny-cpu", [f"adapter={tmp_path}"])
+    for name in ("plan", "adapter_config"):
+        (foreign() / f"{name}.json").write_text("{")
+        with pytest.raises(RecipeError, match=rf"{name}\.json can't be read"):
+            complete(recipe)
+    (foreign() / "adapter_config.json").unlink()
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(RecipeError, match="has no adapter yet"):
-        complete(load_recipe("tiny-cpu", [f"adapter={tmp_path}"]))
+        complete(recipe)
 
 
 def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
