@@ -159,6 +159,11 @@ class LiveRun:
             self._plan = (stamp, adjusted_plan(self.run))
         return self._plan[1]
 
+    @property
+    def total_steps(self) -> int | None:
+        newest = self.digest.newest_step
+        return (newest.total_steps if newest else None) or self.plan().total_steps
+
     def state(self) -> RunState:
         # while catching up the digest is old: read the end of the file
         return read_state(self.run, None if self._catching_up else list(self.digest.newest.values()))

@@ -59,27 +59,11 @@ def _show(make: MakeHtml, elem_id: str | None = None) -> None:
     gr.HTML(component, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
-#: Colours of Gradio's page, light and dark: it has none of its controls.
-_TOKENS = {
-    "body_background_fill": ("#f6f6f3", "#0d0e10"),
-    "background_fill_primary": ("#ffffff", "#151619"), "background_fill_secondary": ("#f1f1ed", "#1c1e22"),
-    "block_background_fill": ("#ffffff", "#151619"),
-    "border_color_primary": ("#e5e4df", "#26282d"), "block_border_color": ("#e5e4df", "#26282d"),
-    "body_text_color": ("#17191d", "#eeeff0"), "body_text_color_subdued": ("#50545c", "#adb1b9"),
-    "color_accent": ("#0b7565", "#0b7565"), "color_accent_soft": ("#e2f2ee", "#11302a"),
-    "link_text_color": ("#0b7565", "#3accb2"), "link_text_color_hover": ("#0b7565", "#3accb2"),
-}  # fmt: skip
-
-
 def _theme() -> gr.themes.Base:
-    values = {name: light for name, (light, _) in _TOKENS.items()}
-    values |= {f"{name}_dark": dark for name, (_, dark) in _TOKENS.items() if name != "color_accent"}
+    # system fonts as fallback: nothing is fetched from other hosts; colours are those of theme.css
     return gr.themes.Default(
-        primary_hue=gr.themes.colors.teal,
-        neutral_hue=gr.themes.colors.gray,
-        # system fonts as fallback: nothing is fetched from other hosts
         font=["Inter", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
         radius_size=gr.themes.sizes.radius_sm,
         spacing_size=gr.themes.sizes.spacing_md,
-    ).set(**values)
+    )

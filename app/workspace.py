@@ -38,6 +38,10 @@ class Workspace:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
+    def shown(self, path: Path) -> str:
+        """Return a path as in recipes: relative inside the start folder."""
+        return (path.relative_to(self.root) if path.is_relative_to(self.root) else path).as_posix()
+
     def list_runs(self) -> list[RunDirectory]:
         return [run for run in list_runs(self.runs) if not run.path.is_symlink()]
 

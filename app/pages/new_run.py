@@ -225,7 +225,7 @@ class NewRun:
         self.context.draft.change(dataset__columns=columns or None, dataset__ignore_columns=ignored or None)
 
     def _take_upload(self, path: str) -> str:
-        source, root = Path(path).resolve(), self.context.workspace.root
+        source = Path(path).resolve()
         # a forged request must not move other files
         if not source.is_relative_to(self.context.uploads.resolve()):
             raise CommandError("this file was not uploaded here")
@@ -237,7 +237,7 @@ class NewRun:
         folder = self.context.workspace.folder("uploads")
         target = next(free for name in stems if not (free := folder / f"{name}{suffix}").exists())
         shutil.move(source, target)
-        return (target.relative_to(root) if target.is_relative_to(root) else target).as_posix()
+        return self.context.workspace.shown(target)
 
     def _row(self, action: Mapping[str, Any]) -> str:
         if "row" in action:

@@ -49,10 +49,7 @@ def local_datasets(workspace: Workspace) -> list[str]:
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]
-            datasets += [
-                (path.relative_to(workspace.root) if path.is_relative_to(workspace.root) else path).as_posix()
-                for path in files[:50]
-            ]
+            datasets += map(workspace.shown, files[:50])
     return datasets
 
 

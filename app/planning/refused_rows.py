@@ -74,7 +74,7 @@ def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -
     with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
         for number, line in enumerate(source, 1):
             copy.write(_corrected(line, meant) if number in numbers else line)
-    return (target.relative_to(workspace.root) if target.is_relative_to(workspace.root) else target).as_posix()
+    return workspace.shown(target)
 
 
 def _corrected(line: str, meant: dict[str, str]) -> str:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, RecipeError
+from finetune.units import gib
 
 from ..language import mark, tr, tr_n
+from .words import minutes
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
@@ -182,8 +184,9 @@ def _environment() -> Any:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.globals.update(
-        tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part
-    )
+        tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part, table=table,
+        gib=gib, minutes=minutes,
+    )  # fmt: skip
     return environment
 
 

@@ -3,7 +3,6 @@
 import html
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ import written_runs
 from browser import OPTION
 
 from app.language import spoken
-from app.pages import models
 from app.pages.new_run import NewRun
 from app.planning.blocker import Blocker
 from app.planning.refused_rows import Problem
@@ -88,8 +86,8 @@ def data_pages():
 
 
 def model_pages():
-    files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB) for kind in ("adapter", "merged model")]
-    return [models.models_table(table, Path("/")) for table in (files, [])]
+    model = {"run": "tiny", "base": "tiny", "kind": "GGUF", "path": "tiny", "size": "1 GiB"}
+    return [render("models", models=models, shown=str) for models in ([model], [])]
 
 
 PAGES = {

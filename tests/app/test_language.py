@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import NAMES
+from test_rail_settings_models import GPU, live_run
 
 from app import language
 from app.language import catalogue, preferred, spoken, tr, tr_n
@@ -93,17 +94,16 @@ def test_styles_have_no_texts():
 
 
 def test_the_rail_is_chinese():
-    gpu = rail.GpuMemory("NVIDIA GeForce RTX 4090", 24 * 2**30, 3 * 2**30, 20 * 2**30)
-    job = rail.RunningJob("1", 0.6, 960)
     with spoken("zh"):
         parts = [rail.rail(address) for address, _, _ in PAGES]
-        parts += [rail.status(job, [gpu]), rail.status(None, []), rail.foot()]
+        parts += [rail.status(live_run("1", 60, 960, 20 * 2**30), [GPU]), rail.status(None, []), rail.foot()]
     assert english_in("".join(parts)) == []
 
 
 #: Modules of the page that show no text of their own, or only through others.
 WITHOUT_TEXTS = {
     "pages/__init__.py",
+    "pages/rail.py",
     "views/__init__.py",
     "views/svg_charts.py",
 }
