@@ -11,9 +11,11 @@ from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, res
 
 from ..browser_files import chart_element, has_charts
 from ..language import tr
-from ..views import runs as views
 from ..views.markup import note, problem, problem_of, render, to_new_run
+from ..views.run import pill
 from ..views.runs import comparison, row_of
+from ..views.sweep import sentence, state_of
+from ..views.words import QUEUE_STATES, clock, state_name
 from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
@@ -32,7 +34,6 @@ class RunsPage(FollowedPage):
     def parts(self) -> dict[str, str]:
         self.context.queue.ensure_starter()
         workspace = self.context.workspace
-        entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
         rows, damaged = [], ""
         for run in workspace.list_runs()[:_LISTED]:
             try:
@@ -40,9 +41,20 @@ class RunsPage(FollowedPage):
             except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {
-            "list": damaged + views.runs_table(rows), "sweeps": views.sweeps(workspace.list_sweeps()[:_LISTED]),
-            "queue": views.queue(entries), "trash": views.trash(deleted_runs(workspace.runs)[:_LISTED]),
-        }  # fmt: skip
+            "list": damaged + render("runs_table", rows=rows, pill=pill, state_name=state_name),
+            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of, sentence=sentence),
+            "queue": render("queue", entries=self._entries(), states=QUEUE_STATES),
+            "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_LISTED]),
+        }
+
+    def _entries(self) -> list[dict[str, Any]]:
+        # newest first; the name begins with nanoseconds
+        found = [
+            {"name": entry.path.name, "status": {"run": "", "problems": [], **entry.status()},
+             "time": clock(int(entry.path.name.partition("-")[0]) / 1e9)}
+            for entry in reversed(self.context.queue.entries())
+        ]  # fmt: skip
+        return [entry for entry in found if entry["status"]["state"] != "started"]
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         names = message.get("runs", ())
@@ -92,4 +104,4 @@ class RunsPage(FollowedPage):
                 refused += problem(tr("Not deleted"), error.problems, error.fix)
                 continue
             self.context.lives.forget(run)
-        return refused + (views.undo(deleted) if deleted else "")
+        return refused + render("undo", deleted=deleted, folders=[folder.name for _, folder in deleted])

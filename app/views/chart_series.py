@@ -85,10 +85,9 @@ def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
         panels = layout(digest, plan)
         # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
-        total = (digest.newest_step and digest.newest_step.total_steps) or plan.total_steps or 0
         return {
             "have": f"{key}.{0 if digest.is_new_attempt else digest.step}", "from": lowest, "step": digest.step,
-            "total": max(total, digest.step), "alive": not state.ended,
+            "total": max(live.total_steps or 0, digest.step), "alive": not state.ended,
             "read": None if is_read else round(live.progress, 2), "panels": panels,
             "series": {name: _part(name, digest.series[name], lowest) for name in names if name in digest.series},
             "marks": [[event["name"], event["step"]] for event in digest.marks],

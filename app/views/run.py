@@ -15,7 +15,7 @@ from ..language import mark, tr
 from .markup import Safe, as_on_page, inert, note, table
 from .series import smoothed
 from .svg_charts import Line, picture
-from .words import STATES
+from .words import STATES, state_name
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -87,7 +87,7 @@ def messages(digest: Digest) -> str:
     for event in reversed(digest.messages):
         match event:
             case State():
-                message = as_on_page(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
+                message = as_on_page(event.message) or state_name(event.state)
             case Start():
                 message = tr("training from the beginning")
                 if event.resumed_from:

@@ -16,14 +16,14 @@ from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr, tr_n
-from ..live import Digest, LiveRun
+from ..live import LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
 from .choices import chosen
 from .markup import Safe, as_on_page, inert, note, render
 from .run_figures import figures, memory
-from .words import STATES, clock, in_words, loss_text, minutes, precision
+from .words import STATES, clock, in_words, loss_text, precision, state_name
 
 #: Address and name of each tab.
 TABS = {
@@ -32,8 +32,6 @@ TABS = {
 }  # fmt: skip
 #: States whose reason replaces the figures on the page.
 BROKEN = ("diverged", "failed", "lost")
-#: Age in seconds from which values are called old.
-_OLD_S = 5.0
 #: Start of a message's command for the terminal.
 _TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
 #: Headings for out of memory outside training.
@@ -123,77 +121,40 @@ def checkpoint_step(live: LiveRun) -> int | None:
 
 def progress(live: LiveRun, state: RunState) -> str:
     """Return the finished steps and the time left."""
-    digest, newest, settings = live.digest, live.digest.newest_step, live.plan().settings
-    total = (newest.total_steps if newest else None) or live.plan().total_steps
-    share = min(1.0, digest.step / total) if total else 0.0
-    short = tr(STATES.get(state.state, (state.state, ""))[0])
-    tab = f"{100 * share:.0f} % · {live.run.path.name}" if total and not state.ended else f"{short} · {live.run.path.name}"
-    steps = tr(
-        "<b>Step {step}</b> of {total}" if total else "<b>Step {step}</b>", step=f"{digest.step:,}", total=f"{total or 0:,}"
-    )
-    epoch, epochs = newest.epoch if newest else None, ""
-    if epoch and not settings.max_steps:
-        epochs = tr("epoch {epoch} of {all}", epoch=f"{epoch:.2f}", all=f"{settings.num_train_epochs:g}")
-    if not digest.step and not state.ended:
-        steps = inert(as_on_page(state.message).capitalize() or tr("Waiting for the first step"))
     return render(
-        "run_progress", tab=tab, css=STATES.get(state.state, ("", ""))[1], total=total or 0, step=digest.step, share=share,
-        steps=Safe(steps), epochs=epochs, age="" if state.ended else _age(digest), left=Safe(_left(digest, state)),
+        "run_progress", live=live, digest=live.digest, settings=live.plan().settings, state=state, name=state_name(state.state),
+        css=STATES.get(state.state, ("", ""))[1], clock=clock, now_s=time.time(), ended=live.digest.newest.get(State.kind),
     )  # fmt: skip
-
-
-def _left(digest: Digest, state: RunState) -> str:
-    if state.ended:
-        last = digest.newest.get(State.kind)
-        return tr("ended {time}", time=clock(last.time_s)) if last is not None and last.time_s else ""
-    if state.state == "pausing":
-        return tr("writing a checkpoint")
-    left_s = digest.pace.left_s
-    if left_s is None or not digest.step:
-        return ""
-    return tr("<b>{time} left</b>, ends about {clock}", time=minutes(left_s), clock=clock(time.time() + left_s))
-
-
-def _age(digest: Digest) -> str:
-    newest = digest.newest_step
-    seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
-    if seconds <= _OLD_S:
-        return ""
-    # in steps of 5 s, so that the text changes rarely
-    return tr("values are {time} old", time=minutes(5 * (seconds // 5)))
 
 
 def now(live: LiveRun, state: RunState) -> str:
     """Return the smaller plan after out of memory, and the result of an ended run with its next steps."""
-    retry, failed = live.digest.newest.get(Retry.kind), live.digest.newest.get(OutOfMemory.kind)
+    retry, failed, result = (live.digest.newest.get(kind) for kind in (Retry.kind, OutOfMemory.kind, Result.kind))
     changes = retry.changes if isinstance(retry, Retry) and isinstance(failed, OutOfMemory) else {}
     phase = failed.phase or "" if isinstance(failed, OutOfMemory) else ""
-    result, is_full = live.digest.newest.get(Result.kind), state.exit_code == DiskFull.exit_code
-    free = tr("The GPU is free.") if not live.plan().card.is_cpu else ""
     return render(
         "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=checkpoint_step(live),
         changes=in_words(" ".join(f"{name}={str(value).lower()}" for name, value in changes.items())) if changes else "",
         happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory during a step"))), loss_text=loss_text, tabs=TABS,
-        why=tr("The disk is full. Free some space first.") if is_full else free,
-        result=result if isinstance(result, Result) else None,
+        is_full=state.exit_code == DiskFull.exit_code, is_cpu=live.plan().card.is_cpu, result=result,
     )  # fmt: skip
 
 
 def failure(live: LiveRun, state: RunState) -> str:
     """Return a card with cause, step and remedies, instead of the figures."""
-    is_float16 = live.plan().settings.dtype == "float16"
-    half = f"{live.plan().settings.learning_rate / 2:.2g}" if state.state == "diverged" and not is_float16 else ""
-    other = not half and (state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest))
+    settings = live.plan().settings
+    rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and settings.dtype != "float16" else ""
+    is_too_big = state.state == "failed" and OutOfMemory.kind in live.digest.newest
     return render(
-        "run_failure", explanation=Safe(explanation_of(live, state)), half=half, other=other, resume=_resume_label(live),
-        run=live.run.path.name,
+        "run_failure", explanation=explanation_of(live, state), half=rate, resume=_resume_label(live), run=live.run.path.name,
+        other=not rate and (state.state == "diverged" or is_too_big),
     )  # fmt: skip
 
 
-def explanation_of(live: LiveRun, state: RunState) -> str:
+def explanation_of(live: LiveRun, state: RunState) -> Safe:
     """Return the cause of a failure."""
     step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
-    name, why = tr(STATES[state.state][0]), _reason(state.message)
+    name, why = state_name(state.state), _reason(state.message)
     heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
     if state.state == "failed" and isinstance(event, OutOfMemory):
         heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
@@ -201,7 +162,7 @@ def explanation_of(live: LiveRun, state: RunState) -> str:
         why = " ".join(map(as_on_page, explanation_lines(event)))
     if state.state == "diverged" and live.plan().settings.dtype != "float16":
         why += f" {tr('A lower learning rate usually helps.')}"
-    return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
+    return Safe(f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>")
 
 
 def _reason(message: str) -> str:

@@ -4,71 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.events import Result
 from finetune.run.best import compare_held_out
-from finetune.run.state import RunState
 from finetune.units import GIB, format_bytes
 
-from ..language import mark, tr
+from ..language import tr
 from ..live import Digest, LiveRun
-from .markup import Safe, action, as_on_page, inert, note, render, table
-from .run import MEMORY, measured_peak, pill
+from .markup import Safe, render
+from .run import MEMORY, measured_peak
 from .scores import newest_score
 from .series import Point, Series, smoothed
 from .svg_charts import Line, picture, sparkline
-from .sweep import sentence, state_of
-from .words import QUEUE_STATES, STATES, clock, day, loss_text, minutes, setting_name, value_text
-
-if TYPE_CHECKING:
-    from finetune.sweep.sweep import Sweep
+from .words import day, loss_text, minutes, setting_name, value_text
 
 #: Smoothing of the losses in a comparison.
 _SMOOTHING = 0.8
-#: Columns: field of a row, CSS name, title, and whether the values are numbers.
-_COLUMNS = (
-    ("model", "model", mark("Model"), False), ("curve", "loss", mark("Loss"), False),
-    ("held_out", "held", mark("Held out"), True), ("score", "score", mark("Score"), True),
-    ("peak", "peak", mark("Peak / forecast, GiB"), True), ("time", "time", mark("Time"), True),
-    ("started", "started", mark("Started"), False),
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """Texts of one run; empty where unknown."""
-
-    name: str
-    model: str
-    state: RunState
-    steps: str
-    loss: str
-    curve: str
-    held_out: str
-    score: str
-    peak: str
-    time: str
-    started: str
-    tokens_per_s: str
-
-
-def row_of(live: LiveRun) -> RunRow:
-    """Return the run's current facts."""
+def row_of(live: LiveRun) -> dict[str, Any]:
+    """Return the run's current facts as texts; empty where unknown."""
     live.refresh()
-    digest, plan, name = live.digest, live.plan(), live.run.path.name
-    total, loss = plan.total_steps, digest.series.get("loss")
+    digest, name, loss = live.digest, live.run.path.name, live.digest.series.get("loss")
+    total, rate = live.plan().total_steps, digest.newest_step and digest.newest_step.tokens_per_s
     label = tr("Loss of {name}: {loss}", name=name, loss=loss.newest_text("{:.4f}".format)) if loss else ""
-    rate = digest.newest_step and digest.newest_step.tokens_per_s
-    steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
-    return RunRow(
-        name, Path(plan.settings.model_name_or_path).name, live.state(), steps,
-        _last(loss), Safe(sparkline(loss.points(), label)) if loss else "", _held_out(digest), newest_score(live.run),
-        peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(live.run.plan.stat().st_mtime),
-        f"{rate:,.0f}" if rate else "",
-    )  # fmt: skip
+    training_s = sum(part.total for part in digest.series["step_s"].bins.values()) if "step_s" in digest.series else 0.0
+    return {
+        "name": name, "model": Path(live.plan().settings.model_name_or_path).name, "state": live.state(),
+        "steps": tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}",
+        "loss": _last(loss), "curve": Safe(sparkline(loss.points(), label)) if loss else "", "held_out": _held_out(digest),
+        "score": newest_score(live.run), "peak": peak_beside_forecast(live),
+        "time": minutes(training_s) if digest.step else "", "started": _day(live.run.plan.stat().st_mtime),
+        "tokens_per_s": f"{rate:,.0f}" if rate else "",
+    }  # fmt: skip
 
 
 def peak_beside_forecast(live: LiveRun) -> str:
@@ -95,11 +65,6 @@ def _held_out(digest: Digest) -> str:
     return loss_text(series.low) if series is not None and series.low is not None else ""
 
 
-def _training_s(digest: Digest) -> float:
-    series = digest.series.get("step_s")
-    return sum(part.total for part in series.bins.values()) if series else 0.0
-
-
 def _day(moment_s: float) -> str:
     # today 14:58; 24 Nov; 24 Nov 2025
     moment, now = time.localtime(moment_s), time.localtime()
@@ -108,102 +73,21 @@ def _day(moment_s: float) -> str:
     return day(moment) if moment[0] == now[0] else tr("{day} {year}", day=day(moment), year=moment[0])
 
 
-def runs_table(rows: Sequence[RunRow]) -> str:
-    """Return the table of runs."""
-    columns = [(key, tr(title), f"c-{css}{' right' if number else ''}") for key, css, title, number in _COLUMNS]
-    return render("runs_table", rows=rows, columns=columns, pill=pill, state_name=_state_name)
-
-
-def _state_name(state: RunState) -> str:
-    return tr(STATES.get(state.state, (state.state.capitalize(), ""))[0])
-
-
-def sweeps(listed: Sequence[Sweep]) -> str:
-    """Return the list of sweeps as HTML; empty without sweeps."""
-    texts = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in listed]
-    rows = zip(listed, texts, strict=True)
-    return item_list(tr("Sweeps"), [Item(text, state_of(sweep), run=sweep.path.name) for sweep, text in rows])
-
-
-def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return waiting and failed starts, newest first."""
-    return item_list(tr("Queue"), [_entry(*entry) for entry in reversed(entries) if entry[1]["state"] != "started"])
-
-
-def _entry(name: str, status: Mapping[str, Any]) -> Item:
-    texts = [as_on_page(str(status["message"])), *(status.get("problems") or [])[:2]]
-    is_waiting = status["state"] == "waiting"
-    return Item(
-        " ".join(filter(None, texts)), tr(QUEUE_STATES.get(status["state"], status["state"])),
-        "bad" if status["state"] == "failed" else "", str(status.get("run") or ""),
-        clock(int(name.partition("-")[0]) / 1e9),  # the name begins with nanoseconds
-        tr("Remove") if is_waiting else "", {"cancel": name}, f"cancel-{name}",
-    )  # fmt: skip
-
-
-def trash(deleted: Sequence[tuple[str, Path]]) -> str:
-    """Return deleted runs with Restore buttons."""
-    restore = tr("Restore")
-    items = [Item(name, button=restore, message={"restore": [path.name]}, key=path.name) for name, path in deleted]
-    return item_list(tr("Trash"), items, tr("Deleted runs stay in the folder .trash beside the runs until you remove them."))
-
-
-def undo(deleted: Sequence[tuple[str, Path]]) -> str:
-    """Return the names of just deleted runs, with an Undo button."""
-    text = tr("Deleted {name}." if len(deleted) == 1 else "Deleted {n} runs.", n=len(deleted), name=inert(deleted[0][0]))
-    buttons = f"<button type='button' class='ft-act' {action(restore=[path.name for _, path in deleted])}>{tr('Undo')}</button>"
-    return f'<div class="ft-undo" role="status"><p>{text}</p>{buttons}</div>'
-
-
-@dataclass(frozen=True)
-class Item:
-    """One line of a list."""
-
-    text: str
-    state: str = ""
-    css: str = ""
-    run: str = ""
-    time: str = ""
-    button: str = ""
-    #: Sent by the button.
-    message: Mapping[str, Any] = field(default_factory=dict)
-    key: str = ""
-
-
-def item_list(title: str, items: Sequence[Item], hint: str = "") -> str:
-    """Return a box with lines; empty without items."""
-    return render("lines", title=title, lines=items, hint=hint)
-
-
-def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] = ()) -> str:
+def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return loss and memory of runs in `element` or SVG, their figures, and differing settings."""
     template, values = compare_held_out([live.run for live in lives])
-    held_out = tr(template, **values)
-    if element:
-        return f"{element}{note(held_out)}{_figures(rows)}{_differences(lives)}"
-    losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points(), _SMOOTHING))
-    memory = _overlay(lives, MEMORY, lambda series: series.points(highest=True))
-    pictures = picture(tr("Loss, smoothed"), losses, "{:.3g}".format) + picture(tr("Memory"), memory, format_bytes)
-    return f'{pictures}<p class="ft-summary">{inert(held_out)}</p>{_figures(rows)}{_differences(lives)}'
-
-
-def _figures(rows: Sequence[RunRow]) -> str:
-    lines = [
-        (tr("Held-out loss, best"), [row.held_out for row in rows]), (tr("Score, base → tuned"), [row.score for row in rows]),
-        (tr("Loss, newest"), [row.loss for row in rows]), (tr("Peak / forecast, GiB"), [row.peak for row in rows]),
-        (tr("Time in training steps"), [row.time for row in rows]), (tr("Tokens/s"), [row.tokens_per_s for row in rows]),
-    ]  # fmt: skip
-    shown = [[name, *(value or tr("none") for value in values)] for name, values in lines if any(values)]
-    return table([tr("Figure"), *(f">{row.name}" for row in rows)], shown, tr("Scores and figures")) if shown else ""
-
-
-def _differences(lives: list[LiveRun]) -> str:
     settings = [live.plan().settings.model_dump(mode="json") for live in lives]
     names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
-    if not names:
-        return note(tr("These runs have the same settings."))
-    rows = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
-    return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
+    differences = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
+    pictures = ""
+    if not element:
+        losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points(), _SMOOTHING))
+        memory = _overlay(lives, MEMORY, lambda series: series.points(highest=True))
+        pictures = picture(tr("Loss, smoothed"), losses, "{:.3g}".format) + picture(tr("Memory"), memory, format_bytes)
+    return render(
+        "comparison", chart=Safe(element), pictures=Safe(pictures), held_out=tr(template, **values), rows=rows,
+        differences=differences, names=[f">{live.run.path.name}" for live in lives],
+    )  # fmt: skip
 
 
 def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Series], list[Point]]) -> list[Line]:

@@ -10,7 +10,7 @@ from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .markup import Safe, as_on_page, inert, interval_text, render, table
 from .svg_charts import Line, picture
-from .words import STATES, setting_name, value_text
+from .words import setting_name, state_name, value_text
 
 if TYPE_CHECKING:
     from finetune.sweep.sweep import ArmResult, Sweep
@@ -67,7 +67,7 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
     for entry in results:
         gap = entry.behind
         behind = "" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
-        state = tr(_ARM_STATES.get(entry.state) or STATES.get(entry.state, (entry.state, ""))[0])
+        state = tr(_ARM_STATES[entry.state]) if entry.state in _ARM_STATES else state_name(entry.state)
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"
         rows.append([arm_name(entry.values), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])

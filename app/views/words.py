@@ -60,6 +60,11 @@ QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), 
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
 
 
+def state_name(state: str) -> str:
+    """Return the displayed name of a run's state."""
+    return tr(STATES.get(state, (state.capitalize(), ""))[0])
+
+
 def setting_name(name: str) -> str:
     """Return a setting's displayed name."""
     return tr(SETTING_NAMES.get(name, name.replace("_", " ").capitalize()))

@@ -99,7 +99,7 @@ def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_
     assert max(size for _, size in reserved.points) == measured * GIB
     assert f"peak: {measured:.2f} GiB, forecast {forecast.peak_bytes / GIB:.2f} GiB" in summary_of(live.digest, plan)
     assert f'aria-label="Process: measured {measured:.1f} GiB, forecast 8.0 GiB"' in memory(live.digest, plan)
-    assert f"<dd>{measured:.1f} GiB</dd><dd class='sub'>forecast 8.0 GiB" in figures(live.digest, plan)
+    assert f'<dd>{measured:.1f} GiB</dd><dd class="sub">forecast 8.0 GiB' in figures(live.digest, plan)
 
 
 def test_no_number_of_a_damaged_file_stops_the_page(run):

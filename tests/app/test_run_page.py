@@ -78,12 +78,12 @@ def test_values_older_than_five_seconds_say_their_age(follow, monkeypatch):
 
 def test_the_best_evaluation_is_said_with_its_step(follow):
     live = follow(*steps(1, 30), *(Evaluation(step=at, eval_loss=loss, eval_s=1.0) for at, loss in ((10, 0.5), (20, 0.6))))
-    assert "<dd>0.600</dd><dd class='sub'>best 0.500, at step 10</dd>" in figures(live.digest, live.plan())
+    assert '<dd>0.600</dd><dd class="sub">best 0.500, at step 10</dd>' in figures(live.digest, live.plan())
 
 
 def test_a_loss_that_is_no_number_is_not_shown_as_an_older_one(follow):
     live = follow(*steps(1, 10), step(11, float("nan")))
-    assert "<dd>not a number</dd><dd class='sub'>at step 11, 0.300 at 10 before</dd>" in figures(live.digest, live.plan())
+    assert '<dd>not a number</dd><dd class="sub">at step 11, 0.300 at 10 before</dd>' in figures(live.digest, live.plan())
 
 
 def test_on_a_cpu_what_is_not_the_models_is_called_the_process_libraries(follow):
@@ -117,7 +117,7 @@ def test_answers_to_one_question_about_two_pictures_are_two_rows_with_these_pict
 def test_speed_is_shown_beside_its_forecast_and_where_the_time_of_a_step_goes_below(follow):
     live = follow(*(dataclasses.replace(step(number), tokens_per_s=3050.4, host_wait_s=0.2) for number in range(1, 6)))
     shown = figures(live.digest, live.plan())
-    assert "<dd>3,050</dd><dd class='sub'>tokens/s, forecast 3,100</dd>" in shown
+    assert '<dd>3,050</dd><dd class="sub">tokens/s, forecast 3,100</dd>' in shown
     assert "The GPU is busy: at the end of a 500 ms step, Python waited 200 ms for the GPU." in shown
 
 

@@ -48,8 +48,8 @@ def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
     run = context.workspace.run("first")
     scored(run)
     row = row_of(context.lives.of(run))
-    assert (row.held_out, row.score, row.time, row.steps) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
-    assert row.peak == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
+    assert (row["held_out"], row["score"], row["time"], row["steps"]) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
+    assert row["peak"] == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
 
 
 def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):

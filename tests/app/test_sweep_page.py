@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 from written_runs import make_sweep
 
+from app.background.queue import Queue
 from app.browser_files import has_charts
 from app.live import LiveRuns
 from app.pages.run import RunPage
+from app.pages.runs import RunsPage
 from app.report import main as report_main
-from app.views import runs
 from app.workspace import Workspace
 
 
@@ -17,13 +18,12 @@ from app.workspace import Workspace
 def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     make_sweep(workspace.runs, "rates")
-    return SimpleNamespace(workspace=workspace, lives=LiveRuns())
+    return SimpleNamespace(workspace=workspace, lives=LiveRuns(), queue=Queue(workspace))
 
 
 def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(context):
     assert context.workspace.list_runs() == []
-    (sweep,) = context.workspace.list_sweeps()
-    line = runs.sweeps([sweep])
+    line = RunsPage(context).parts()["sweeps"]
     assert 'href="/run?run=rates"' in line and "Learning rate 0.0004 wins with a held-out loss of 0.5000" in line
     assert "clearly behind: Learning rate 0.0001, by 0.4000" in line
 
