@@ -21,7 +21,7 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
-from finetune.units import format_seconds
+from finetune.units import format_count, format_seconds
 
 from ..background.queue import OPEN
 from ..background.tasks import Task
@@ -29,12 +29,13 @@ from ..context import Context
 from ..language import tr
 from ..planning.blocker import blocker_of
 from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
-from ..planning.draft import FIRST, Draft, Edited
+from ..planning.draft import FIRST, Draft, Edited, command_line
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
+from ..views.choices import chosen as reasons_of
 from ..views.markup import Safe, note, problem_of, render
-from ..views.recipe_form import as_settings, changed_values, fields
+from ..views.recipe_form import as_settings, changed_values, fields, form
 from ..web.followed import as_json, attempted
 from ..worker import SupersededError, Worker
 
@@ -274,11 +275,14 @@ class NewRun:
                 return self._look(edited)
             case "settings":
                 asked = self._question.first if self._question else Future()
-                return views.settings_panel(asked.result() if asked.done() and not asked.exception() else None)
+                plan = asked.result() if asked.done() and not asked.exception() else None
+                reasons = Safe(reasons_of(plan)) if plan else ""
+                return render("panel_settings", plan=plan, reasons=reasons, format_count=format_count, form=Safe(form()))
             case "measured":
                 return self._measured()
             case "recipe":
-                return views.recipe_panel(edited)
+                command = command_line(edited.recipe) if edited.is_complete else ""
+                return render("panel_recipe", text=edited.text, command=command, recipes=list(shipped_recipes()))
         return ""
 
     def _measure(self) -> None:
@@ -322,7 +326,7 @@ class NewRun:
             return ""
         text = write_recipe(edited.recipe)
         try:
-            shown = views.columns(self.context.planner.call("columns", recipe=text))
+            shown = render("columns", answer=self.context.planner.call("columns", recipe=text), roles=views.ROLES)
         except FinetuneError as error:
             return problem_of(error)
         try:

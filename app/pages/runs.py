@@ -49,7 +49,7 @@ class RunsPage(FollowedPage):
 
     def _entries(self) -> list[dict[str, Any]]:
         # newest first; the name begins with nanoseconds
-        found = [
+        found: list[dict[str, Any]] = [
             {"name": entry.path.name, "status": {"run": "", "problems": [], **entry.status()},
              "time": clock(int(entry.path.name.partition("-")[0]) / 1e9)}
             for entry in reversed(self.context.queue.entries())

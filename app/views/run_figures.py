@@ -27,7 +27,8 @@ def figures(digest: Digest, plan: Plan) -> str:
     loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
     # the newest step may have no value
     smooth = smoothed(loss.points(), _SMOOTHING) if loss else []
-    evaluation, rate = digest.newest.get(Evaluation.kind), digest.newest_step and digest.newest_step.tokens_per_s
+    evaluation, step = digest.newest.get(Evaluation.kind), digest.newest_step
+    rate = step.tokens_per_s if step else None
     clauses, values = digest.pace.step_time(plan)
     return render(
         "figures", loss=loss, average=next((value for _, value in reversed(smooth) if value is not None), None),
@@ -35,7 +36,7 @@ def figures(digest: Digest, plan: Plan) -> str:
         held_out_step=evaluation.step if isinstance(evaluation, Evaluation) else held_out and held_out.last_step,
         lowest=min(((part.low, part.low_step) for part in held_out.bins.values() if part.count), default=None)
         if held_out else None,
-        measured=measured_peak(digest, plan)[1], forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=digest.newest_step,
+        measured=measured_peak(digest, plan)[1], forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
         rate=rate if rate is not None and math.isfinite(rate) else None, percent=_percent, loss_text=loss_text,
         step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
     )  # fmt: skip
@@ -59,9 +60,8 @@ def memory(digest: Digest, plan: Plan) -> str:
     pairs = [pair for pair in pairs if pair[1:] != (None, None)]
     # 6 % of space right of the longest bar
     scale = 1.06 * max([1, *(size or 0 for pair in pairs for size in pair[1:])])
-    parts = [part for part in parts_of(plan)[0] if part.key not in _NOT_TAKEN] if forecast else []
+    parts = {name: size for name, size in parts_of(plan)[0].items() if name not in _NOT_TAKEN} if forecast else {}
     return render(
-        "memory", is_cpu=plan.card.is_cpu, forecast=forecast, measured=measured, budget=plan.usable_bytes, pairs=pairs,
-        parts=parts, whole=sum(part.size for part in parts) or 1, share=lambda size: f"{100 * size / scale:.2f}%",
+        "memory", plan=plan, measured=measured, pairs=pairs, parts=parts, share=lambda size: f"{100 * size / scale:.2f}%",
         percent=_percent,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def plan_of(verdict):
 def new_run_of(verdict):
     planned, edited = (
         plan_of(verdict),
-        SimpleNamespace(model="tiny", data="31", values={"lora_r": 8}, recipe=load_recipe("tiny-cpu")),
+        SimpleNamespace(model="tiny", data="31", is_complete=True, values={"lora_r": 8}, recipe=load_recipe("tiny-cpu")),
     )
     refused = Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")
     return [

@@ -352,12 +352,10 @@ def test_the_time_is_the_runs_and_the_cost_the_plans_own():
 def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
     plan = plan_of(8, high)
     parts, over = memory_parts.parts_of(plan)
-    assert sum(part.size for part in parts) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
-    bar = new_run._bar(plan)
-    assert sum(part["width"] for part in bar["parts"]) == pytest.approx(100)
-    assert bar["end"] == pytest.approx(100 * plan.card.total_bytes / (plan.card.total_bytes + over)) and bool(bar["over"]) == (
-        high > 11
-    )
+    assert sum(parts.values()) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
+    shown, end = new_run.answer(plan), 100 * plan.card.total_bytes / (plan.card.total_bytes + over)
+    assert sum(map(float, re.findall(r"flex-basis:([\d.]+)%", shown))) == pytest.approx(100, abs=0.01)
+    assert f'class="end" style="left:{end:.2f}%"' in shown and ("8.0 GiB too big" in shown) == (high > 11)
 
 
 def test_when_it_does_not_fit_only_changes_that_do_are_offered():
@@ -367,13 +365,13 @@ def test_when_it_does_not_fit_only_changes_that_do_are_offered():
     assert 'nr-plan"' not in new_run.plans(replace(plan, suggestions=(), alternatives=(mine,)), is_complete=True)
     shown = new_run.plans(plan, is_complete=True)
     assert "LoRA rank 9" in shown and "LoRA rank 4" not in shown
-    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)
+    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b", is_complete=True), plan, None)
     assert "Choose a plan that fits." in ready and "Start anyway" in ready and not can_start
 
 
 def test_a_check_that_fails_keeps_a_run_from_starting():
     plan = plan_of(checks=(ResourceCheck("disk", 175 * GIB, 37 * GIB, False),))
-    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)
+    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b", is_complete=True), plan, None)
     assert "needs 175.0 GiB of disk; 37.0 GiB are free." in ready and not can_start
     assert 'nr-verdict warn"' in new_run.answer(plan)
 
