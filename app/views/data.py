@@ -11,65 +11,31 @@ from finetune.settings import AUTO, Recipe
 from finetune.settings.schema import DEFAULT_SHARE
 from finetune.units import format_count
 
-from ..language import mark, tr, tr_n
+from ..language import tr, tr_n
 from ..planning.refused_rows import Problem
-from .markup import Safe, as_on_page, inert, note, pixels, render, small_pictures
+from .markup import Safe, inert, pixels, render, small_pictures
 from .svg_charts import histogram
-from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
-#: Offered shares of held-out rows.
-_HELD_OUT = {0: mark("none"), 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"}
 
 
 def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Return row counts, the held-out share and the template."""
-    counts, eval_counts = answer["report"], answer["eval_report"]
-    refused = len(counts["rows_refused"])
-    share = counts["trained_token_share"]
-    facts = [tr_n("{n} problem", "{n} problems", refused) if refused else tr("no problems")]
-    facts += [tr("read as {format}", format=counts["format"])]
-    trained = tr("trained on {share} of the tokens", share=f"{share or 0:.0%}")
-    facts += [tr("trained on no tokens") if share is None else trained]
-    if pictures := counts.get("pictures"):
-        width, height = pictures["largest"]
-        size = pixels(width, height)
-        facts += [tr_n("{n} image, {size}", "{n} images, the largest {size}", pictures["pictures"], size=size)]
-    held_out_rows = rows_in_words(eval_counts["rows_used"]) if eval_counts else ""
-    title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
-    if split_off := counts.get("rows_held_out"):
-        title = tr("{rows} to train on, {n} held out", rows=rows_in_words(counts["rows_used"]), n=f"{split_off:,}")
-    dataset, template = recipe.dataset, recipe.chat_template or ""
-    templates = {template: template, "": tr("the model's own"), "plain": tr("plain")}
-    held_out_file = ""
-    if dataset.eval_path or dataset.eval_split or (held_out_rows and not split_off):
-        held_out_file = tr("Held out: {rows}, from a separate file", rows=held_out_rows or tr("none"))
-    now = (DEFAULT_SHARE if split_off else 0) if dataset.test_split_size is None else dataset.test_split_size
-    shares = {str(value): tr(text) for value, text in {**_HELD_OUT, now: _HELD_OUT.get(now, f"{now:g}")}.items()}
-    label = tr("Hold out ({rows})", rows=held_out_rows) if held_out_rows else tr("Hold out")
+    counts, share = answer["report"], recipe.dataset.test_split_size
+    if share is None:
+        share = DEFAULT_SHARE if counts.get("rows_held_out") else 0
     return render(
-        "data_head", title=title, facts=" · ".join(facts), held_out_file=held_out_file, hold_out=(label, shares, str(now)),
-        template=(tr("Template"), templates, template),
+        "data_head", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share,
+        shown_share=f"{share:g}", template=recipe.chat_template or "", pixels=pixels,
     )  # fmt: skip
 
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Return reasons that keep rows from training, each with a count and a remedy, then warnings."""
     return render(
-        "data_problems", problems=list(map(_problem, kinds)), total=sum(len(problem.rows) for problem in kinds),
-        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=map(as_on_page, answer["report"]["warnings"]),
+        "data_problems", problems=kinds, total=sum(len(problem.rows) for problem in kinds),
+        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=answer["report"]["warnings"],
     )  # fmt: skip
-
-
-def _problem(problem: Problem) -> tuple[str, str, str, bool]:
-    # count, reason, field of a single row, whether a button corrects the rows
-    row, is_single = problem.rows[0], len(problem.rows) == 1
-    text = as_on_page(row["reason"] if is_single else problem.reason)
-    if problem.correction:
-        wrong, meant = problem.correction
-        text = tr("role '{wrong}': did you mean {meant}?", wrong=wrong, meant=meant)
-    field = row["field"] or "" if is_single and not problem.correction else ""
-    return f"{len(problem.rows):,}", text, field, bool(problem.correction)
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
@@ -103,20 +69,11 @@ def marked(answer: Mapping[str, Any]) -> str:
 
 def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Return a histogram of tokens per row with the limit, also as text."""
-    row_lengths, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
-    if not row_lengths:
-        return note(tr("No rows to measure."))
-    percentiles = answer["report"]["lengths"]
-    percentiles_text = tr(", ").join(
-        f"{tr('longest') if name == 'max' else name} {format_count(value)}" for name, value in percentiles.items()
-    )
-    over = sum(length > limit for length in row_lengths) if limit else 0
-    cut_text = tr_n("{n} row is longer", "{n} rows are longer", over) if over else tr("no row is cut")
-    limit_text = tr("no limit set, the plan chooses one from these lengths")
-    if limit:
-        limit_text = tr("limit {tokens}: {result}", tokens=f"{limit:,}", result=cut_text)
-    label = tr("Tokens per row: {lengths}; {limit}.", lengths=percentiles_text, limit=limit_text)
-    return f'<h2>{tr("Lengths")}</h2>{histogram(row_lengths, limit, label)}<p class="ft-note">{inert(label)}</p>'
+    limit = None if recipe.max_length == AUTO else recipe.max_length
+    return render(
+        "lengths", bars=histogram(answer["lengths"], limit), limit=limit, percentiles=answer["report"].get("lengths"),
+        over=sum(length > limit for length in answer["lengths"]) if limit else 0, format_count=format_count,
+    )  # fmt: skip
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

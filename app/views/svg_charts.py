@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .markup import Safe, inert, render
 from .series import Point
@@ -40,16 +41,17 @@ def sparkline(points: Sequence[Point], label: str) -> str:
     return f'<span class="ft-spark" role="img" aria-label="{inert(label)}">{_svg(line)}</span>'
 
 
-def histogram(lengths: Sequence[int], limit: int | None, label: str) -> str:
-    """Return bars of row lengths in tokens; bars over the limit differ in colour."""
+def histogram(lengths: Sequence[int], limit: int | None) -> dict[str, Any]:
+    """Return bars of row lengths in tokens with their height in percent, and whether they are over the limit."""
     if not lengths:
-        return ""
-    right = max(max(lengths), limit or 0)
-    width, counts = (right + 1) / _BARS, [0] * _BARS
+        return {}
+    longest = max(max(lengths), limit or 0)
+    width, counts = (longest + 1) / _BARS, [0] * _BARS
     for length in lengths:
         counts[int(length / width)] += 1
-    bars = [(100 * count / max(counts), bool(limit and index * width >= limit)) for index, count in enumerate(counts)]
-    return render("histogram", label=label, bars=bars, most=max(counts), longest=right)
+    most = max(counts)
+    heights = [(100 * count / most, bool(limit and index * width >= limit)) for index, count in enumerate(counts)]
+    return {"heights": heights, "most": most, "longest": longest}
 
 
 def _svg(shapes: str) -> Safe:
