@@ -19,7 +19,7 @@ from finetune.units import format_bytes
 from ..chat.chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
-from ..views.markup import Safe, action, as_on_page, inert, note, render, small_pictures
+from ..views.markup import Safe, inert, render, small_pictures
 
 _QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
 _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {
@@ -38,18 +38,16 @@ def parts(context: Context, run: RunDirectory) -> dict[str, str]:
     is_answering = bool(turns) and not turns[-1].done and context.chats.is_answering(run)
     if turns and not is_answering and not turns[-1].done:  # the app was killed before the answer was complete
         turns[-1].done = Done(id=turns[-1].question.id)
-    plan = context.lives.of(run).plan()
-    warning = note(as_on_page(plan.layer_copies.generation_summary), "warn") if plan.layer_copies else ""
-    warning += _warning(context, run, plan)
-    disabled = "" if is_answering else " disabled"
-    stop = f'<button type="button" class="ft-act" {action(task="stop")}{disabled}>{tr("Stop")}</button>'
-    return {"turns": conversation(turns, context.chats.pictures), "warning": warning, "stop": stop}
+    return {
+        "turns": conversation(turns, context.chats.pictures), "warning": _warning(context, run),
+        "stop": render("chat_stop", is_answering=is_answering),
+    }  # fmt: skip
 
 
 def conversation(turns: Sequence[Turn], folder: Path) -> str:
     """Return the turns as HTML."""
     return render(
-        "turns", turns=turns, pictures=functools.partial(_pictures, folder), pace=_pace, calls=_calls,
+        "turns", turns=turns, pictures=functools.partial(_pictures, folder), calls=_calls,
         long=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
     )  # fmt: skip
 
@@ -89,28 +87,13 @@ def has_adapter(run: RunDirectory) -> bool:
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 
-def _warning(context: Context, run: RunDirectory, plan: Plan) -> str:
+def _warning(context: Context, run: RunDirectory) -> Safe:
+    plan, busy = context.lives.of(run).plan(), None
     # a training run and a chat share the GPU's memory
-    busy = next((other for other in context.workspace.list_runs() if is_alive(other)), None)
-    if busy is None or context.chats.is_running(run):
-        return ""
-    training = context.lives.of(busy).plan()
-    if training.forecast is None or plan.forecast is None:
-        return note(
-            tr(
-                "{run} is training, without a forecast beside this chat. A message here may end it: out of memory.",
-                run=busy.path.name,
-            ), "warn",
-        )  # fmt: skip
-    load = plan.forecast.peaks.get("load", plan.forecast.parts.get("weights", 0))
-    both, budget = training.forecast.peak_high_bytes + load, training.usable_bytes
-    fits = both <= budget
-    text = tr(
-        "{run} is training. The run and this chat need {size} of {budget} (forecast): they fit." if fits
-        else "{run} is training. The run and this chat need {size} of {budget} (forecast): they do not fit.",
-        run=busy.path.name, size=format_bytes(both), budget=format_bytes(budget),
-    )  # fmt: skip
-    return note(text, "" if fits else "bad")
+    if not context.chats.is_running(run):
+        busy = next((other for other in context.workspace.list_runs() if is_alive(other)), None)
+    training = context.lives.of(busy).plan() if busy else None
+    return render("chat_warning", plan=plan, busy=busy, training=training, format_bytes=format_bytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,13 +103,6 @@ def _small_copy(picture: PictureSource) -> dict[str, Any]:
 
 def _pictures(folder: Path, names: Sequence[str]) -> Safe:
     return Safe(small_pictures([_small_copy(picture) for picture in kept_pictures(folder, names)]))
-
-
-def _pace(answer: Answer) -> str:
-    pace = [tr("{n} tokens", n=f"{answer.tokens:,}")]
-    if answer.tokens_per_s:
-        pace.append(tr("{rate} tokens/s", rate=f"{answer.tokens_per_s:.1f}"))
-    return ", ".join([*pace, tr("stopped")] if answer.stopped else pace)
 
 
 def _calls(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -276,7 +276,7 @@ class NewRun:
             case "settings":
                 asked = self._question.first if self._question else Future()
                 plan = asked.result() if asked.done() and not asked.exception() else None
-                reasons = Safe(reasons_of(plan)) if plan else ""
+                reasons = reasons_of(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, format_count=format_count, form=Safe(form()))
             case "measured":
                 return self._measured()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError
-from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
+from finetune.evaluate.results import read_evaluations
 from finetune.export.targets import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.directory import RunDirectory
@@ -19,8 +19,8 @@ from ..background.tasks import Task
 from ..context import Context
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
-from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, note, problem, render, table
-from ..views.scores import forgetting_notes, no_call_note, rows_of, scores, task_table, title_of
+from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, render
+from ..views.scores import evaluations
 
 _KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ORDERS = {
@@ -28,11 +28,8 @@ ORDERS = {
 }  # fmt: skip
 #: Choice of the held-out rows of the adapter's run; an option, so no dataset has this name.
 BEFORE = "--forgetting"
-#: Names of commands in errors.
-_ACTIONS = {
-    "eval": mark("Evaluate"), "merge": mark("Merge"), "export": mark("Export to GGUF"),
-    "report": mark("Write the report"), "compare": mark("Compare"), "push": mark("Push"),
-}  # fmt: skip
+#: Commands by the part of the page with their result.
+_PARTS = {"merged": "merge", "exported": "export", "pushed": "push"}
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
@@ -59,11 +56,13 @@ def export_pane(run: RunDirectory) -> str:
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
     """Return the progress or result of a tab's commands."""
     tasks = context.tasks
-    if tab == "evaluate":
-        reports = _reports(run, tasks.of(run, "report"), tasks.of(run, "compare"))
-        return {"evaluations": _evaluations(run, tasks.of(run, "eval"), order), "reports": reports}
-    exported, pushed = _exported(tasks.of(run, "export")), _pushed(tasks.of(run, "push"))
-    return {"merged": _task("merge", tasks.of(run, "merge")), "exported": exported, "pushed": pushed}
+    if tab == "export":
+        return {part: _task(verb, tasks.of(run, verb)) for part, verb in _PARTS.items()}
+    task = tasks.of(run, "eval")
+    status = task.status()
+    is_shown = status is None or (status["state"] == "done" and read_evaluations(run))
+    shown = evaluations(run, order, progress=None if is_shown else _task("eval", task), empty=tr("Not evaluated yet."))
+    return {"evaluations": shown, "reports": _reports(run, tasks.of(run, "report"), tasks.of(run, "compare"))}
 
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
@@ -139,22 +138,6 @@ _OPTIONS: dict[str, Callable[[Context, RunDirectory, Mapping[str, Any]], list[st
 }  # fmt: skip
 
 
-def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
-    status, results = task.status(), read_evaluations(run)
-    progress = "" if status is None or (status["state"] == "done" and results) else _task("eval", task)
-    damaged = unreadable_evaluations(run)
-    benchmark = task_table(read_tasks(run)) + (note(damaged) if damaged else "")
-    if not results:
-        return progress + benchmark or note(tr("Not evaluated yet."))
-    written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
-    titled = [
-        (tr("{score}, {rows}", score=title_of(result["score"]), rows=rows_of(result)), Safe(scores(result, order)))
-        for result in (results[name] for name in sorted(results, key=lambda name: -written[name]))
-    ]
-    notes = Safe(forgetting_notes(read_forgetting(run)))
-    return progress + no_call_note(read_no_call(run)) + render("evaluations", results=titled, notes=notes) + benchmark
-
-
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
     going = "".join(
         _task(verb, task) for verb, task in (("report", report), ("compare", compare))
@@ -165,56 +148,14 @@ def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
     return going + render("reports", run=run.path.name, files=there, is_going=bool(going))
 
 
-def _pushed(task: Task) -> str:
-    result = task.result()
-    if not _is_done(task) or "files" not in result:
-        return _task("push", task)
-    rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
-    where = tr("{repo} (public)" if result["public"] else "{repo} (private)", repo=result["repo"])
-    summary = tr("For {repo}. Nothing is pushed yet.", repo=where)
-    if result["sent"]:
-        summary = tr("Pushed to {repo}: {commit}", repo=where, commit=result["commit"])
-    return note(summary) + table([tr("file"), f">{tr('size')}"], rows, tr("Files"), hidden_caption=True)
-
-
-def _exported(task: Task) -> str:
-    result = task.result()
-    if not _is_done(task) or "check" not in result:
-        return _task("export", task)
-    check = result["check"]
-    names = {"file": tr("file"), "adapter": tr("adapter"), "modelfile": "Modelfile"}
-    files = [[name, result[key]] for key, name in names.items() if result[key]]
-    summary = tr(
-        "llama.cpp gives the same token ids as training, and the adapter's answer to {n} of {rows} prompts.",
-        n=f"{check['same_answers']:,}", rows=f"{check['rows']:,}",
-    )  # fmt: skip
-    return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)
-
-
-def _is_done(task: Task) -> bool:
-    status = task.status()
-    return status is not None and status["state"] == "done" and isinstance(task.result(), dict)
-
-
 def _gguf_files(run: RunDirectory) -> list[str]:
     paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
     return [path.relative_to(run.path).as_posix() for path in paths]
 
 
-def _task(verb: str, task: Task) -> str:
-    status = task.status()
-    if status is None:
-        return note(tr("Not run yet."))
-    result, failed = task.result(), tr("{action} failed", action=tr(_ACTIONS[verb]))
-    result, lines, trouble, shown = result if isinstance(result, dict) else {}, task.log().strip().splitlines(), "", ""
-    if "problems" in result:
-        trouble = problem(failed, result["problems"], result.get("fix", ""))
-    elif status["state"] == "failed":
-        trouble = problem(failed, lines[-5:] or [tr("no output")])
-    elif verb == "merge" and result:
-        caption = tr("Result of {action}", action=tr(_ACTIONS[verb]))
-        shown = table([tr("name"), tr("value")], [[key, value] for key, value in result.items()], caption, hidden_caption=True)
+def _task(verb: str, task: Task) -> Safe:
+    result, status = task.result(), task.status()
     return render(
-        "task", command=status.get("command", ""), is_running=status["state"] == "running", trouble=trouble, shown=shown,
-        last=lines[-1][:300] if lines else tr("starting"),
+        "task", verb=verb, status=status, lines=task.log().strip().splitlines(), format_bytes=format_bytes,
+        is_done=status is not None and status["state"] == "done", result=result if isinstance(result, dict) else {},
     )  # fmt: skip

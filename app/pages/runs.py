@@ -48,13 +48,13 @@ class RunsPage(FollowedPage):
         }
 
     def _entries(self) -> list[dict[str, Any]]:
-        # newest first; the name begins with nanoseconds
-        found: list[dict[str, Any]] = [
-            {"name": entry.path.name, "status": {"run": "", "problems": [], **entry.status()},
-             "time": clock(int(entry.path.name.partition("-")[0]) / 1e9)}
-            for entry in reversed(self.context.queue.entries())
-        ]  # fmt: skip
-        return [entry for entry in found if entry["status"]["state"] != "started"]
+        entries: list[dict[str, Any]] = []
+        for entry in reversed(self.context.queue.entries()):
+            status, name = {"run": "", "problems": [], **entry.status()}, entry.path.name
+            if status["state"] != "started":
+                # the name begins with nanoseconds
+                entries.append({"name": name, "status": status, "time": clock(int(name.partition("-")[0]) / 1e9)})
+        return entries
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         names = message.get("runs", ())

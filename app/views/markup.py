@@ -69,11 +69,6 @@ def stamp_of(name: str, html: str) -> str:
     return f"{zlib.crc32(f'{name} {html}'.encode()):08x}"
 
 
-def interval_text(lower: float, upper: float) -> str:
-    """Return both ends of an interval, signed."""
-    return tr("{low} to {high}", low=f"{lower:+.4f}", high=f"{upper:+.4f}")
-
-
 def action(**message: object) -> str:
     """Return button attributes that send a message to the page."""
     return f'data-act="{inert(json.dumps(message), 10**6)}"'
@@ -185,7 +180,7 @@ def _environment() -> Any:
     )  # fmt: skip
     environment.globals.update(
         tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part, table=table,
-        gib=gib, minutes=minutes,
+        gib=gib, minutes=minutes, problem=problem,
     )  # fmt: skip
     return environment
 

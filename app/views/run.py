@@ -12,7 +12,7 @@ from finetune.run.state import RunState
 from finetune.units import format_bytes
 
 from ..language import mark, tr
-from .markup import Safe, as_on_page, inert, note, table
+from .markup import Safe, as_on_page, inert, note, render, table
 from .series import smoothed
 from .svg_charts import Line, picture
 from .words import STATES, state_name
@@ -36,7 +36,7 @@ _GPU_CURVES = (
 MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 _HOST_CURVES = (("process_rss_bytes", mark("this process"), "process"),)
 _SMOOTHING = 0.8
-_LOG_BYTES = 16 * 2**10
+LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
 _loss = "{:.4f}".format
 
@@ -81,7 +81,7 @@ def summary_of(digest: Digest, plan: Plan) -> str:
     return f"{summary} {highest}"
 
 
-def messages(digest: Digest) -> str:
+def messages(digest: Digest) -> Safe:
     """Return states, retries and warnings."""
     rows = []
     for event in reversed(digest.messages):
@@ -95,17 +95,14 @@ def messages(digest: Digest) -> str:
             case Retry():
                 changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
                 message = f"{as_on_page(event.reason)}: {changes}"
-            case RunWarning():
-                message = as_on_page(event.message)
             case OutOfMemory():
                 message = f"{event.message} {' '.join(map(as_on_page, explanation_lines(event)))}"
+            case RunWarning():
+                message = as_on_page(event.message)
             case _:
                 continue
-        kind = tr(_KINDS.get(event.kind, event.kind.replace("_", " ")))
-        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), kind, message])
-    if not rows:
-        return note(tr("No messages yet."))
-    return table([tr("time"), tr("event"), tr("message")], rows, tr("Messages"), hidden_caption=True)
+        rows.append((time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), tr(_KINDS[event.kind]), message))
+    return render("messages", rows=rows)
 
 
 def pill(state: RunState) -> Safe:
@@ -121,12 +118,10 @@ def log_tail(live: LiveRun) -> str:
     """Return the end of log.txt."""
     try:
         with live.run.log.open("rb") as file:
-            file.seek(max(0, live.run.log.stat().st_size - _LOG_BYTES))
-            text = file.read(_LOG_BYTES).decode("utf-8", "replace")
+            file.seek(max(0, live.run.log.stat().st_size - LOG_BYTES))
+            return file.read(LOG_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
-        text = ""
-    shown = inert(text, _LOG_BYTES) or tr("The log is empty.")
-    return f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("End of the log")}">{shown}</pre>'
+        return ""
 
 
 def numbers(digest: Digest) -> str:

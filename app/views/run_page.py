@@ -53,7 +53,7 @@ def page(live: LiveRun, tab: str, forms: Mapping[str, str], parts: Mapping[str, 
     name = live.run.path.name
     return render(
         "run", name=name, tab=tab, parts=parts, forms={key: Safe(form) for key, form in forms.items()},
-        chart=Safe(chart_element([name])) if has_charts() else "", chosen=Safe(chosen(live.plan())),
+        chart=Safe(chart_element([name])) if has_charts() else "", chosen=chosen(live.plan()),
         recipe=Safe(inert(text, 100_000)), command=command,
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or none}"
     elif tab == "log":
         shown["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
-        shown["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
+        shown["log"] = render("log", text=Safe(inert(run_view.log_tail(live), run_view.LOG_BYTES)))
     return shown
 
 

@@ -6,12 +6,18 @@ from functools import lru_cache
 from typing import Any
 
 from finetune.evaluate.paired import format_difference, rank_rows
-from finetune.evaluate.results import Forgetting, NoCall, TaskScore, measures, read_evaluations
+from finetune.evaluate.results import (
+    measures,
+    read_evaluations,
+    read_forgetting,
+    read_no_call,
+    read_tasks,
+    unreadable_evaluations,
+)  # fmt: skip
 from finetune.run.directory import RunDirectory
 
 from ..language import current, mark, tr
-from .markup import as_on_page, note, table
-from .words import minutes
+from .markup import Safe, render
 
 _ROWS_SHOWN = 12
 #: Names of scores in a list.
@@ -30,73 +36,35 @@ _TITLES = {
 }  # fmt: skip
 
 
-def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) -> str:
-    """Return scores, differences and rows of `finetune eval --json`."""
-    base, tuned, figures = result["base"], result["tuned"], measures(result)
-    rows = [[title_of(figure.title), *figure.values] for figure in figures]
-    names = names_of(result)
-    summary = table([rows_of(result), *(f">{name}" for name in names)], rows, tr("Base against tuned"), hidden_caption=True)
-    differences = "".join(
-        note(f"{title_of(figure.title)}: {as_on_page(figure.gap)}") for figure in figures if figure.difference
-    )
-    first = rank_rows(base["scores"], tuned["scores"], order)[:rows_shown]
-    answers = [
-        [result["prompts"][row].strip(), result["references"][row], base["answers"][row], tuned["answers"][row],
-         f"{base['scores'][row]:.3g}", f"{tuned['scores'][row]:.3g}"]
-        for row in first
-    ]  # fmt: skip
-    columns = [tr("prompt"), tr("expected"), *names, *(f">{tr('{model} score', model=name)}" for name in names)]
-    took = tr("Evaluated in {time}.", time=minutes(result["seconds"]))
-    if result["reused"]:
-        took += f" {tr('{n} results come from an earlier evaluation.', n=format(result['reused'], ','))}"
-    return summary + differences + note(took) + (table(columns, answers, tr("Answers")) if answers else "")
+def evaluations(
+    run: RunDirectory, order: str = "differ", rows_shown: int = _ROWS_SHOWN, *, progress: Safe | None = None, empty: str,
+    is_open: bool = False,
+) -> str:  # fmt: skip
+    """Return a run's scores, differences and rows, the newest evaluation first.
+
+    - `progress`: of a running evaluation
+    - `empty`: text without evaluations
+    - `is_open`: show older evaluations too
+    """
+    results = read_evaluations(run)
+    shown = [results[name] for name in sorted(results, key=lambda name: -_written_s(run, name))]
+    return render(
+        "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=unreadable_evaluations(run),
+        no_call=read_no_call(run), forgetting=read_forgetting(run), tasks=read_tasks(run), title_of=_title_of,
+        format_difference=format_difference,
+        results=[
+            (result, measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
+            for result in shown
+        ],
+    )  # fmt: skip
 
 
-def title_of(title: str) -> str:
-    """Return a figure's displayed name."""
+def _title_of(title: str) -> str:
     return tr(_TITLES[title]) if title in _TITLES else title
 
 
-def rows_of(result: dict[str, Any]) -> str:
-    """Return the number and source of an evaluation's rows."""
-    n = f"{result['rows']:,}"
-    if result.get("forgetting"):
-        return tr("{n} held-out rows of the run it continues", n=n)
-    return tr("{n} rows of {data}", n=n, data=result["data"]) if result["data"] else tr("{n} held-out rows", n=n)
-
-
-def names_of(result: dict[str, Any]) -> tuple[str, str]:
-    """Return the names of both models: base and tuned, or before and now."""
-    is_continued = result.get("forgetting") or result.get("against_adapter")
-    return (tr("before"), tr("now")) if is_continued else (tr("base"), tr("tuned"))
-
-
-def forgetting_notes(groups: list[Forgetting]) -> str:
-    """Return losses before and now on rows of earlier tasks."""
-    return "".join(note(as_on_page(group.summary())) for group in groups)
-
-
-def task_table(tasks: list[TaskScore]) -> str:
-    """Return scores of benchmark tasks."""
-    lines = [
-        [f"{task.task}, {task.metric}", task.rows, _number(task.base), _number(task.tuned),
-         as_on_page(format_difference(task.difference)) if task.difference else ""]
-        for task in tasks
-    ]  # fmt: skip
-    columns = [tr("benchmark task"), f">{tr('rows')}", f">{tr('base')}", f">{tr('tuned')}", tr("difference")]
-    return table(columns, lines, tr("Benchmark tasks"), hidden_caption=True) if lines else ""
-
-
-def no_call_note(no_call: NoCall | None) -> str:
-    """Return a note on unneeded tool calls; empty if not measured."""
-    if no_call is None:
-        return ""
-    summary = as_on_page(no_call.summary())
-    return note(tr("Worse: {summary}", summary=summary) if no_call.is_worse else summary)
-
-
-def _number(value: float | None) -> str:
-    return tr("not measured") if value is None else f"{value:.4f}"
+def _written_s(run: RunDirectory, name: str) -> float:
+    return (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime
 
 
 def newest_score(run: RunDirectory) -> str:
@@ -114,8 +82,7 @@ def _newest_score(run: RunDirectory, _changed_ns: int, _language: str) -> str:
     results = read_evaluations(run)
     if not results:
         return ""
-    folder = run.path / "evaluations"
-    newest = results[max(results, key=lambda name: (folder / f"scores-{name}.json").stat().st_mtime)]
+    newest = results[max(results, key=lambda name: _written_s(run, name))]
     base, tuned = (_share(newest, model) for model in ("base", "tuned"))
     return f"{tr(_SHORT[newest['score']])} {base} → {tuned} %" if newest["score"] in _SHORT and base and tuned else ""
 

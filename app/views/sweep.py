@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from ..browser_files import chart_element, has_charts
-from ..language import mark, tr
-from .markup import Safe, as_on_page, inert, interval_text, render, table
+from ..language import tr
+from .markup import Safe, as_on_page, render
 from .svg_charts import Line, picture
 from .words import setting_name, state_name, value_text
 
 if TYPE_CHECKING:
-    from finetune.sweep.sweep import ArmResult, Sweep
+    from finetune.sweep.sweep import Sweep
 
 #: Curves that can be told apart in one chart.
 MOST_CURVES = 5
-#: States of arms only.
-_ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
 
 
 def sentence(sweep: Sweep) -> str:
@@ -45,11 +41,12 @@ def page(sweep: Sweep, tab: str) -> str:
     )  # fmt: skip
 
 
-def arms(sweep: Sweep) -> str:
-    """Return the result in words and the table of arms."""
-    linked = arms_table(sweep.results(), lambda entry: f'<a href="/run?run={quote(entry.name)}">{inert(entry.name)}</a>')
-    state = tr("{sentence}.", sentence=state_of(sweep))
-    return f'<section class="ft-box"><p role="status"><b>{state}</b> {inert(sentence(sweep))}</p>{linked}</section>'
+def arms(sweep: Sweep, *, in_report: bool = False) -> str:
+    """Return the result in words and the table of arms; on the page with links to their runs."""
+    return render(
+        "arms", results=sweep.results(), state=state_of(sweep), sentence=sentence(sweep), in_report=in_report,
+        arm_name=arm_name, state_name=state_name,
+    )  # fmt: skip
 
 
 def losses(sweep: Sweep) -> str:
@@ -59,21 +56,6 @@ def losses(sweep: Sweep) -> str:
         for number, entry in enumerate(sweep.results())
     ]
     return picture(tr("Held-out loss of each arm"), curves, "{:.3g}".format)
-
-
-def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:
-    """Return the table of arms; `run`: HTML that names an arm's run."""
-    rows = []
-    for entry in results:
-        gap = entry.behind
-        behind = "" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
-        state = tr(_ARM_STATES[entry.state]) if entry.state in _ARM_STATES else state_name(entry.state)
-        state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
-        loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"
-        rows.append([arm_name(entry.values), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
-    numbers = (tr("steps"), tr("held-out loss"), tr("behind the best (95 % interval)"))
-    columns = [tr("arm"), tr("state"), *(f">{name}" for name in numbers), tr("run")]
-    return table(columns, rows, tr("Arms"), hidden_caption=True)
 
 
 def state_of(sweep: Sweep) -> str:

@@ -140,11 +140,6 @@ def optimizer(settings: Settings) -> str:
     return tr(name) if name else settings.optim.replace("_", " ")
 
 
-def micro_batch(settings: Settings) -> str:
-    """Return `1 row × 16`: rows at a time, and times per step."""
-    return f"{rows(settings.per_device_train_batch_size)} × {settings.gradient_accumulation_steps}"
-
-
 def rows(count: int) -> str:
     """Return `1 row` or `564 rows`."""
     return tr_n("{n} row", "{n} rows", count)

@@ -105,6 +105,7 @@ WITHOUT_TEXTS = {
     "pages/__init__.py",
     "pages/rail.py",
     "views/__init__.py",
+    "views/choices.py",
     "views/memory_parts.py",
     "views/svg_charts.py",
 }
