@@ -16,7 +16,6 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.units import gib
 
 from ..language import mark, tr, tr_n
-from .words import minutes
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
@@ -168,6 +167,8 @@ def pixels(width: int, height: int) -> str:
 def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
+
+    from .words import minutes  # here: imports stay at most ten deep
 
     # stricter than autoescape: `inert` also removes colours and text direction
     def shown(value: Any) -> Any:
