@@ -103,10 +103,10 @@ const look = async () => {
   const answer = await ask("panel/look"), shown = find("[data-look]");
   if (answer !== null && shown) fill(shown, answer);
 };
-const panelPath = () => `panel/${state.panel}?query=${encodeURIComponent(state.query)}`;
-const loadPanel = async (path = panelPath()) => {
-  const html = await ask(path);
-  if (path === panelPath()) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
+const loadPanel = async (check = "") => {
+  const turn = (state.turn = {}), name = state.panel; // only the newest answer counts
+  const html = await ask(`panel/${name}?query=${encodeURIComponent(state.query)}${check}`);
+  if (state.turn === turn && state.panel === name) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
 };
 const open = async (name, query = "") => {
   [state.panel, state.query] = [name, query];
@@ -167,7 +167,7 @@ const follow = async () => {
   if (!state.waiting.length) takeScreen(answer);
   const measured = state.panel === "settings" && find("[data-measured]"); // there when the panel has arrived
   if (measured) fill(measured, await ask("panel/measured") ?? "");
-  if (state.panel === "model") await loadPanel();
+  if (state.panel === "model") state.checking ??= loadPanel("&check=true").finally(() => { state.checking = null; });
 };
 const tick = () => follow().finally(() => setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS));
 tick();

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import shutil
 import threading
@@ -29,7 +28,7 @@ from ..context import Context
 from ..language import tr
 from ..planning.blocker import blocker_of
 from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
-from ..planning.draft import FIRST, Draft, Edited, command_line
+from ..planning.draft import FIRST, Edited, command_line
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
@@ -37,13 +36,13 @@ from ..views.choices import chosen as reasons_of
 from ..views.markup import Safe, note, problem_of, render
 from ..views.recipe_form import as_settings, changed_values, fields, form
 from ..web.followed import as_json, attempted
-from ..worker import SupersededError, Worker
+from ..worker import SupersededError
 
 #: Lifetime of a plan and of the list of local models in seconds.
 _GOOD_S = 10.0
 _LISTED = 30
-#: Seconds after the page's last request at which planning of verdicts stops.
-_LOOKED_S = 6.0
+#: Seconds for verdicts of models per request of the models' panel, which is asked again while it is open.
+_CHECKED_S = 2.0
 #: Characters outside the names of runs and files.
 _NO_NAME = re.compile(r"[^\w.-]+")
 
@@ -85,7 +84,8 @@ class NewRun:
     def __init__(self, context: Context) -> None:
         # one draft for all tabs
         self.context, self._lock = context, threading.Lock()
-        self._badges = Badges(context.planner, context.draft)
+        self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
+        self._checking = threading.Lock()
         self._fields = {field.name: field for field in fields()}
         self._question: _Question | None = None
         self._measuring = Task(context.workspace.folder("measured"))
@@ -262,11 +262,11 @@ class NewRun:
 
     # -- panels
 
-    def panel(self, name: str, query: str = "") -> str:
+    def panel(self, name: str, query: str = "", *, check: bool = False) -> str:
         edited = self.context.draft.read()
         match name:
             case "model":
-                return self._model_panel(edited, query.strip()[:200])
+                return self._model_panel(edited, query.strip()[:200], check=check)
             case "gpu":
                 return views.gpu_panel(edited)
             case "data":
@@ -307,7 +307,7 @@ class NewRun:
             shown = note(tr("Measuring was stopped."))
         return render("measured", button=button, shown=Safe(shown))
 
-    def _model_panel(self, edited: Edited, query: str) -> str:
+    def _model_panel(self, edited: Edited, query: str, *, check: bool) -> str:
         looked_s, models = self._models
         if time.monotonic() - looked_s > _GOOD_S:
             self._models = time.monotonic(), (models := local_models(self.context.workspace))
@@ -319,7 +319,26 @@ class NewRun:
             except FinetuneError as error:
                 offline = note("; ".join(error.problems))
         named = list({model.name: model for model in shown}.values())[:_LISTED]
-        return views.model_panel(named, edited, self._badges.of([model.name for model in named]), query, offline)
+        verdicts = self._verdicts_of([model.name for model in named], edited.recipe, check=check)
+        return views.model_panel(named, edited, verdicts, query, offline)
+
+    def _verdicts_of(self, names: Sequence[str], recipe: Recipe, *, check: bool) -> dict[str, dict[str, Any]]:
+        # everything but the model that decides a verdict
+        key = recipe.model_dump_json(include={"dataset", "gpu", "max_length"})
+        missing = [name for name in names if (key, name) not in self._verdicts]
+        until_s = time.monotonic() + _CHECKED_S
+        while check and missing and time.monotonic() < until_s:
+            with self._checking:
+                if (key, name := missing.pop(0)) in self._verdicts:  # another tab looks too
+                    continue
+                try:
+                    verdict = self.context.planner.call("badge", recipe=write_recipe(recipe), model=name)
+                except SupersededError:  # the draft's plan goes first
+                    break
+                except FinetuneError as error:
+                    verdict = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+                self._verdicts[key, name] = verdict
+        return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
 
     def _look(self, edited: Edited) -> str:
         if not edited.data:
@@ -351,59 +370,9 @@ class NewRun:
             return as_json(self.plan(complete))
 
         @api.get("/ft/new/panel/{name}")
-        def panel(name: str, query: str = "") -> Response:
-            return as_json(self.panel(name, query))
+        def panel(name: str, query: str = "", check: bool = False) -> Response:
+            return as_json(self.panel(name, query, check=check))
 
         @api.post("/ft/new/change")
         def change(message: dict[str, Any]) -> Response:
             return as_json(self.change(message))
-
-
-class Badges:
-    """Verdicts by model."""
-
-    def __init__(self, planner: Worker, draft: Draft) -> None:
-        self._planner, self._draft, self._lock = planner, draft, threading.Lock()
-        self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
-        self._wanted: list[str] = []
-        self._looked_s, self._is_working = 0.0, False
-
-    def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        recipe = self._draft.read().recipe
-        key = _key(recipe)
-        with self._lock:
-            # the background thread plans missing verdicts while a page asks
-            self._wanted, self._looked_s = list(names), time.monotonic()
-            if not self._is_working:
-                self._is_working = True
-                threading.Thread(target=self._work, daemon=True).start()
-        return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
-
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
-            recipe, name = task
-            try:
-                # one call per model: a request of the page waits for one verdict at most
-                answer = self._planner.call("badge", recipe=write_recipe(recipe.recipe), model=name)
-            except SupersededError:  # the draft's plan goes first
-                continue
-            except FinetuneError as error:
-                answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-            self._verdicts[_key(recipe.recipe), name] = answer
-
-    def _next(self) -> Any:
-        edited = self._draft.read()
-        with self._lock:
-            if time.monotonic() - self._looked_s < _LOOKED_S:
-                key = _key(edited.recipe)
-                name = next((name for name in self._wanted if (key, name) not in self._verdicts), None)
-                if name is not None:
-                    return edited, name
-            self._is_working = False
-            return None
-
-
-def _key(recipe: Any) -> str:
-    # everything but the model that decides a verdict
-    values = recipe.model_dump(mode="json")
-    return json.dumps([values[name] for name in ("dataset", "gpu", "max_length")])

@@ -1,17 +1,13 @@
 """Problems of the data by kind, corrected in a copy of the file, and listed; models are checked while somebody looks."""
 
 import json
-import time
-from types import SimpleNamespace
 
 import pytest
 
-from app.pages.new_run import Badges, NewRun
+from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
-from app.planning.draft import Draft
 from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
 from app.views.data import as_csv, problems
-from app.views.new_run import model_panel
 from app.workspace import Workspace
 from finetune.data.report import Refused
 from finetune.errors import RecipeError
@@ -70,20 +66,24 @@ def test_buttons_of_the_data_panel_change_the_draft(workspace, context):
     assert draft.read().recipe.chat_template == "plain"
 
 
-def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):
-    asked = []
+def test_models_are_checked_one_at_a_time_while_somebody_looks(context, monkeypatch):
+    names, asked = ["one", "two", "three"], []
 
     def call(method, model, **_):
         asked.append(model)
         return {"verdict": "fits", "peak_bytes": 2**30, "parameters": 10**9}
 
-    badges = Badges(SimpleNamespace(call=call), Draft(workspace))
-    names = ["one", "two", "three"]
-    deadline = time.monotonic() + 30
-    while len(verdicts := badges.of(names)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert asked == names
-    shown = model_panel([Model(name, "folder") for name in [*names, "four"]], Draft(workspace).change(model_name_or_path="two"),
-                        verdicts, "", "")  # fmt: skip
-    assert shown.index(">Fits<") < shown.index(">one<") < shown.index(">being checked<") < shown.index(">four<")
+    context.planner.call = call
+    monkeypatch.setattr("app.pages.new_run.local_models", lambda _: [Model(name, "folder") for name in [*names, "later"]])
+    context.draft.change(model_name_or_path="two")
+    page = NewRun(context)
+    assert "being checked" in page.panel("model") and asked == []
+    assert ">being checked<" not in page.panel("model", check=True) and asked == [*names, "later"]
+    context.draft.change(gpu="rtx-4090")
+    monkeypatch.setattr("app.pages.new_run._CHECKED_S", 0.0)
+    assert page.panel("model", check=True).count("being checked") == 1 and len(asked) == 4
+    context.draft.undo()
+    page._verdicts = {key: verdict for key, verdict in page._verdicts.items() if key[1] != "later"}
+    shown = page.panel("model")
+    assert shown.index(">Fits<") < shown.index(">one<") < shown.index(">being checked<") < shown.index(">later<")
     assert shown.count("1.0B parameters · 1.0 GiB · folder") == 3 and shown.count('aria-pressed="true"') == 1
