@@ -8,6 +8,7 @@ from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
 from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
 from app.views.data import as_csv, problems
+from app.worker import SupersededError
 from app.workspace import Workspace
 from finetune.data.report import Refused
 from finetune.errors import RecipeError
@@ -66,24 +67,20 @@ def test_buttons_of_the_data_panel_change_the_draft(workspace, context):
     assert draft.read().recipe.chat_template == "plain"
 
 
-def test_models_are_checked_one_at_a_time_while_somebody_looks(context, monkeypatch):
+def test_models_are_checked_one_at_a_time_while_somebody_looks_until_the_drafts_plan_goes_first(context, monkeypatch):
     names, asked = ["one", "two", "three"], []
 
     def call(method, model, **_):
+        if model == "four":
+            raise SupersededError
         asked.append(model)
         return {"verdict": "fits", "peak_bytes": 2**30, "parameters": 10**9}
 
-    context.planner.call = call
-    monkeypatch.setattr("app.pages.new_run.local_models", lambda _: [Model(name, "folder") for name in [*names, "later"]])
+    context.planner.call, page = call, NewRun(context)
+    monkeypatch.setattr("app.pages.new_run.local_models", lambda _: [Model(name, "folder") for name in [*names, "four"]])
     context.draft.change(model_name_or_path="two")
-    page = NewRun(context)
     assert "being checked" in page.panel("model") and asked == []
-    assert ">being checked<" not in page.panel("model", check=True) and asked == [*names, "later"]
-    context.draft.change(gpu="rtx-4090")
-    monkeypatch.setattr("app.pages.new_run._CHECKED_S", 0.0)
-    assert page.panel("model", check=True).count("being checked") == 1 and len(asked) == 4
-    context.draft.undo()
-    page._verdicts = {key: verdict for key, verdict in page._verdicts.items() if key[1] != "later"}
-    shown = page.panel("model")
-    assert shown.index(">Fits<") < shown.index(">one<") < shown.index(">being checked<") < shown.index(">later<")
+    shown = page.panel("model", check=True)
+    assert asked == names and page.panel("model") == shown == page.panel("model", check=True) and asked == names
+    assert shown.index(">Fits<") < shown.index(">one<") < shown.index(">being checked<") < shown.index(">four<")
     assert shown.count("1.0B parameters · 1.0 GiB · folder") == 3 and shown.count('aria-pressed="true"') == 1

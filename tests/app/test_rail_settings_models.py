@@ -21,10 +21,12 @@ GPU = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_bytes=24 * GIB, free
 
 def live_run(name, step, left_s=None, own_bytes=None):
     """What the rail reads of a run of 100 steps."""
-    newest = SimpleNamespace(own_card_bytes=own_bytes)
-    digest = SimpleNamespace(step=step, newest_step=newest, pace=SimpleNamespace(left_s=left_s))
-    plan = SimpleNamespace(card=GPU)
-    return SimpleNamespace(run=SimpleNamespace(path=Path(name)), digest=digest, total_steps=100, plan=lambda: plan)
+    digest = SimpleNamespace(
+        step=step, newest_step=SimpleNamespace(own_card_bytes=own_bytes), pace=SimpleNamespace(left_s=left_s)
+    )
+    return SimpleNamespace(
+        run=SimpleNamespace(path=Path(name)), digest=digest, total_steps=100, plan=lambda: SimpleNamespace(card=GPU)
+    )
 
 
 @pytest.mark.parametrize("address", [address for address, _, _ in PAGES])
@@ -36,13 +38,10 @@ def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(
     assert {link.lstrip("/") for link in links} == {address for address, _, _ in PAGES} - {"run"}
 
 
-def test_memory_in_use_is_the_runs_and_that_of_others():
+def test_memory_in_use_is_the_runs_and_that_of_others_and_what_nobody_measured_is_not_said_to_be_the_runs():
     html = rail.status(live_run("support", 61, 960, 20 * GIB), [GPU])
     assert "this run 20.0 · others 1.0 · free 3.0 GiB" in html
     assert "21.0 of 24.0 GiB" in html and "61%" in html and "16 min left" in html
-
-
-def test_memory_that_nobody_measured_is_not_said_to_be_the_runs():
     html = rail.status(live_run("support", 0), [GPU])
     assert "in use 21.0 · free 3.0 GiB" in html and "this run" not in html and "starting" in html
 
