@@ -21,12 +21,9 @@ GPU = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_bytes=24 * GIB, free
 
 def live_run(name, step, left_s=None, own_bytes=None):
     """What the rail reads of a run of 100 steps."""
-    digest = SimpleNamespace(
-        step=step, newest_step=SimpleNamespace(own_card_bytes=own_bytes), pace=SimpleNamespace(left_s=left_s)
-    )
-    return SimpleNamespace(
-        run=SimpleNamespace(path=Path(name)), digest=digest, total_steps=100, plan=lambda: SimpleNamespace(card=GPU)
-    )
+    newest, pace = SimpleNamespace(own_card_bytes=own_bytes), SimpleNamespace(left_s=left_s)
+    digest, plan = SimpleNamespace(step=step, newest_step=newest, pace=pace), SimpleNamespace(card=GPU)
+    return SimpleNamespace(run=SimpleNamespace(path=Path(name)), digest=digest, total_steps=100, plan=lambda: plan)
 
 
 @pytest.mark.parametrize("address", [address for address, _, _ in PAGES])
