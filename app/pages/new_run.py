@@ -294,18 +294,10 @@ class NewRun:
             self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
-        status, result = self._measuring.status(), self._measuring.result() or {}
-        button, shown = tr("Measure the quality loss of 4-bit"), ""
-        if status and status["state"] == "running":
-            text = tr("Measuring for {time} …", time=format_seconds(time.time() - status["began_s"]))
-            button, shown = tr("Stop measuring"), note(text)
-        elif "quantisation" in result:
-            shown = note(result["quantisation"]["sentence"])
-        elif error := FinetuneError.written_by(self._measuring.output()):
-            shown = problem_of(error)
-        elif status:
-            shown = note(tr("Measuring was stopped."))
-        return render("measured", button=button, shown=Safe(shown))
+        status, task = self._measuring.status(), self._measuring
+        passed = format_seconds(time.time() - status["began_s"]) if status else ""
+        error = FinetuneError.written_by(task.output())
+        return render("measured", status=status, result=task.result() or {}, error=error and problem_of(error), passed=passed)
 
     def _model_panel(self, edited: Edited, query: str, *, check: bool) -> str:
         looked_s, models = self._models

@@ -1,1 +1,1 @@
-"""Views: HTML from values. Views read no files and start no processes."""
+"""Views: HTML from values. Views start no processes; only `scores` reads files."""

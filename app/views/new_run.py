@@ -147,10 +147,7 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
 
 def progress(status: Mapping[str, Any]) -> str:
     """Return the progress of a start; the page opens a started run."""
-    if status["state"] == "failed":
-        return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
-    state = tr(QUEUE_STATES.get(status["state"], status["state"]))
-    return render("started", run=status.get("run"), state=state, message=tr(status["message"]))
+    return render("started", status={"problems": [], "fix": "", "run": "", **status}, states=QUEUE_STATES)
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
