@@ -1,1 +1,1 @@
-"""Views: HTML from values. Views start no processes; only `scores` reads files."""
+"""Views: HTML from values and from the files of a run. Views start no processes."""

@@ -13,7 +13,7 @@ from finetune.units import GIB
 
 from ..language import tr
 from .markup import as_on_page
-from .run import context_bytes, memory_curves
+from .run import memory_curves
 from .series import Series
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
-    # the forecast is of the process, so the CUDA context is added to the allocator's reserved memory
-    added = round(context_bytes(digest, plan) / GIB, 3)
     levels = []
     if plan.forecast:
         forecast = {
@@ -56,8 +54,8 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
     return {
         "title": tr("Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB"), "unit": "GiB", "levels": levels,
         "lines": [
-            {"name": name, "label": tr(label), "kind": kind, "add": added if name == "peak_reserved_bytes" else 0}
-            for name, label, kind in memory_curves(digest)
+            {"name": name, "label": label, "kind": kind, "add": round(added / GIB, 3)}
+            for name, label, kind, added in memory_curves(digest, plan)
         ],
     }  # fmt: skip
 

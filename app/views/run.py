@@ -27,14 +27,15 @@ _KINDS = {
     "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
     "out_of_memory": mark("out of memory"),
 }  # fmt: skip
+#: Metric of the host's memory, for runs without a GPU's.
+_HOST = "process_rss_bytes"
 #: Curves of memory: metric, label, kind.
-_GPU_CURVES = (
+_CURVES = (
     ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
-    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
+    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"), (_HOST, mark("this process"), "process"),
 )  # fmt: skip
-#: Metric that stands for a run's memory: a GPU's, else the host's.
-MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
-_HOST_CURVES = (("process_rss_bytes", mark("this process"), "process"),)
+#: Metric that stands for a run's memory.
+MEMORY = ("peak_allocated_bytes", _HOST)
 _SMOOTHING = 0.8
 LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
@@ -142,20 +143,18 @@ def numbers(digest: Digest) -> str:
     return table(columns, rows, tr("Loss and memory by step"), hidden_caption=True)
 
 
-def memory_curves(digest: Digest) -> list[tuple[str, str, str]]:
-    """Return metric, label and kind of each curve of memory: the GPU's, else the host's."""
-    return [curve for curve in _GPU_CURVES if curve[0] in digest.series] or [
-        curve for curve in _HOST_CURVES if curve[0] in digest.series
-    ]
+def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
+    """Return metric, label, kind and the bytes to add to each value of each curve of memory."""
+    # the forecast includes the CUDA context, the allocator's reserved memory does not
+    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
+    curves = [(name, tr(label), kind, added.get(name, 0)) for name, label, kind in _CURVES if name in digest.series]
+    return [curve for curve in curves if curve[0] != _HOST] or curves
 
 
 def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
-    # the forecast includes the CUDA context, the allocator's reserved memory does not
-    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
-    curves = [(curve, digest.series[curve[0]].points(highest=True)) for curve in memory_curves(digest)]
     return [
-        Line(tr(label), [(step, size and size + added.get(name, 0)) for step, size in points], kind)
-        for (name, label, kind), points in curves
+        Line(label, [(step, size and size + added) for step, size in digest.series[name].points(highest=True)], kind)
+        for name, label, kind, added in memory_curves(digest, plan)
     ]
 
 
