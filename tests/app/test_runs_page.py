@@ -2,21 +2,16 @@
 
 import json
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 from written_runs import append, make_run, step, steps
 
-from app.background.queue import Queue
-from app.live import LiveRuns
 from app.pages.models import ModelsPage
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
-from app.planning.draft import Draft
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
 from app.web.page_filter import FIRST_HTML, rewritten
-from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
 from finetune.events import Evaluation, Result, State
@@ -27,11 +22,10 @@ ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_lo
 
 
 @pytest.fixture
-def context(tmp_path):
-    workspace = Workspace(tmp_path, tmp_path / "runs")
+def context(context):
     for name in ("first", "second"):
-        make_run(workspace.runs, name, [*steps(1, 20), *ENDED])
-    return SimpleNamespace(workspace=workspace, lives=LiveRuns(), queue=Queue(workspace), draft=Draft(workspace))
+        make_run(context.workspace.runs, name, [*steps(1, 20), *ENDED])
+    return context
 
 
 def acted(context, **message):

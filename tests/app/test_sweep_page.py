@@ -1,24 +1,18 @@
 """A sweep on the page: a line on Runs, and its arms over each other, each with a page of its own."""
 
-from types import SimpleNamespace
-
 import pytest
 from written_runs import make_sweep
 
-from app.background.queue import Queue
 from app.browser_files import has_charts
-from app.live import LiveRuns
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.report import main as report_main
-from app.workspace import Workspace
 
 
 @pytest.fixture
-def context(tmp_path):
-    workspace = Workspace(tmp_path, tmp_path / "runs")
-    make_sweep(workspace.runs, "rates")
-    return SimpleNamespace(workspace=workspace, lives=LiveRuns(), queue=Queue(workspace))
+def context(context):
+    make_sweep(context.workspace.runs, "rates")
+    return context
 
 
 def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(context):
