@@ -63,7 +63,7 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     assert not {"script", "img", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.found}
     assert not [name for _, values in tags.found for name in values if name.startswith("on") or name in ("src", "action")]
     assert not re.search(r"url\(|@import|https?://", html.partition("</style>")[0])
-    assert HOSTILE in tags.text and tags.open == []
+    assert f"JSON, 20 rows of {HOSTILE}" in tags.text and tags.open == []
     for heading in ("How it went", "Curves, and forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in html
     assert "+0.5 (95" in tags.text and "24 rows read: 24 used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
