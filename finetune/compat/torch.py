@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Attributes of a new fake tensor, by device.
+_FAKE_STATES: dict[torch.device, dict[str, Any]] = {}
 #: Read in torch 2.13.0: called names, with reasons.
 _CALLED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its FLOPs are counted",
@@ -50,6 +52,8 @@ PRIVATE_NAMES = (
     *(PrivateName(name, "private call", reason) for name, reason in _CALLED.items()),
     PrivateName("torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; a dry run is on the CPU",
                 "peft.tuners.lora.bnb.Linear4bit.forward"),
+    PrivateName("torch.amp.autocast_mode.autocast", "patch", "fla's backward of a delta net runs in CUDA's autocast",
+                "torch.amp.autocast_mode.custom_bwd"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
                 "logged for the first step after the rate was lowered", "torch.optim.lr_scheduler.LRScheduler.get_last_lr"),
     PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
@@ -83,9 +87,17 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-def cpu_autocast() -> AbstractContextManager[None]:
-    """Temporarily let `torch.is_autocast_enabled` answer for the CPU."""
-    return wrapped("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
+@contextmanager
+def cpu_autocast() -> Iterator[None]:
+    """Temporarily let autocast of CUDA be autocast of the CPU."""
+    import torch
+
+    def autocast(usual: Any, *_: Any, enabled: bool, **__: Any) -> Any:
+        return usual("cpu", torch.get_autocast_dtype("cpu"), enabled)
+
+    asked = wrapped("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
+    with asked, wrapped("torch.amp.autocast_mode.autocast", autocast):
+        yield
 
 
 @contextmanager
@@ -145,6 +157,20 @@ def set_compiler() -> None:
     # a layer that can't be compiled again, for unexpected inputs, runs uncompiled
     dynamo.suppress_errors = True
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
+
+
+def fake_tensor(mode: Any, values: torch.Tensor, device: torch.device) -> Any:
+    """Return FakeTensor(mode, values, device), in a fraction of the constructor's time."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if device not in _FAKE_STATES:
+        state = vars(FakeTensor(mode, values, device))
+        _FAKE_STATES[device] = {name: value for name, value in state.items() if name != "fake_mode"}
+    made = torch.Tensor._make_subclass(FakeTensor, values, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(_FAKE_STATES[device], fake_mode=mode)
+    return made
 
 
 def raising_compiler_errors() -> AbstractContextManager[None]:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from finetune.compat.torch import fake_tensor
+
 #: Signatures memoised, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
 MOST_MEMOISED = 20_000
 #: Operators whose outputs depend on data, or that change a view in place.
@@ -38,7 +40,8 @@ _MEMO: dict[_Signature, tuple[tuple[_OutputSpec | None, ...], type | None] | Non
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` under a FakeTensorMode, memoised; outputs share storages as torch's do."""
     tensors: list[FakeTensor] = []
-    signature = _signature(func, args, kwargs, tensors)
+    with torch._C.DisableTorchFunction():  # a mode would see each read of a shape
+        signature = _signature(func, args, kwargs, tensors)
     if signature is None:
         return func(*args, **kwargs)
     if signature not in _MEMO:
@@ -134,7 +137,7 @@ def _build(spec: _OutputSpec, tensors: list[FakeTensor]) -> FakeTensor:
             values = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
             values = torch.empty(0, dtype=dtype, device="meta").set_(tensors[source].untyped_storage(), offset, shape, stride)
-    return FakeTensor(tensors[0].fake_mode, values, device)
+        return fake_tensor(tensors[0].fake_mode, values, device)
 
 
 def _is_same(built: FakeTensor, asked: FakeTensor) -> bool:

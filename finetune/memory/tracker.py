@@ -101,6 +101,10 @@ class StorageTracker(TorchDispatchMode):
         if layer is not None:
             self.recording.enter(layer)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is traced, and the wrapper takes longer than most operators
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
@@ -180,7 +184,8 @@ class StorageTracker(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
         """Count a tensor's storage once, until its release; `layer` overrides the current layer."""
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
