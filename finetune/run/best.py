@@ -123,7 +123,7 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     # safetensors makes the file readable only by the owner
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)
     shutil.copy(trainer.run.plan, building / "plan.json")
-    write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts})
+    write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts.result()})
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
     sync_folder(target.parent)  # before the run reports its end: the result must survive a power cut

@@ -121,6 +121,8 @@ class RunCallback(TrainerCallback):
         """Stop on request: pause with a checkpoint, or finish early with an evaluation."""
         self._require_directory()
         self._launched = time.perf_counter()
+        if self.trainer.seal_facts.done():
+            self.trainer.seal_facts.result()  # raises if a file of the base model is damaged
         # resuming is bit-exact only after a complete optimizer step
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True

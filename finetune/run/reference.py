@@ -28,7 +28,7 @@ _FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
 def add_reference(trainer: RunTrainer) -> str:
     """Add the reference columns to the trainer's rows; return the hash of the values."""
     folder = trainer.run.path / "reference"
-    facts = {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
+    facts = {name: value for name, value in trainer.seal_facts.result().items() if name in _FACTS}
     rows = {name: part for name in ("train", "eval") if (part := getattr(trainer, f"{name}_dataset")) is not None}
     # an earlier attempt's values are reused; a checkpoint sealed with other values is refused by the hash
     values = _read(folder, facts, trainer.events.warn)

@@ -129,8 +129,8 @@ class RunTrainer(SFTTrainer):
     """SFTTrainer with token counts, early longest rows and sealed checkpoints."""
 
     def __init__(
-        self, *, plan: Plan, run: RunDirectory, events: EventWriter, memory: MemorySampler, seal_facts: dict[str, Any],
-        masked: bool, **arguments: Any,
+        self, *, plan: Plan, run: RunDirectory, events: EventWriter, memory: MemorySampler,
+        seal_facts: Future[dict[str, Any]], masked: bool, **arguments: Any,
     ) -> None:  # fmt: skip
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
         # `masked`: whether the model receives the batch's attention mask
@@ -159,8 +159,12 @@ class RunTrainer(SFTTrainer):
         self._counted["supervised"] += (inputs["labels"][..., 1:] != NOT_TRAINED).sum()
         self._counted["real"] += ids.numel() if mask is None else mask.sum()
         self._counted["padded"] += ids.numel()
-        with step_context(self.plan.settings, ids.device):
+        # each use of a bitsandbytes weight would call Python code of its class
+        with torch._C.DisableTorchFunctionSubclass(), step_context(self.plan.settings, ids.device):
             return super().training_step(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # transformers would walk all modules in each step, for a figure that nobody reads
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """Return the method's loss, or TRL's loss when an SFT-like method evaluates."""
@@ -268,7 +272,7 @@ class RunTrainer(SFTTrainer):
     def _seal(self, folder: Path, step: int, save_s: float, best: EvaluatedStep | None) -> None:
         began = time.perf_counter()
         with self._removing_partial(step):
-            target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts)
+            target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts.result())
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
             path = target.relative_to(self.run.path).as_posix()
@@ -297,7 +301,8 @@ class RunTrainer(SFTTrainer):
             inputs = self.on_device([rows[longest]] * plan.settings.per_device_train_batch_size)
             model.train()
             hooks = step_context(plan.settings, inputs["input_ids"].device)
-            with self.measured_phase("compile"), self.accelerator.autocast(), hooks:
+            # as in `training_step`
+            with self.measured_phase("compile"), self.accelerator.autocast(), torch._C.DisableTorchFunctionSubclass(), hooks:
                 problem = compile_problem(decoder_layers(model), lambda: self.compute_loss(model, inputs))
             self.take_counts()
             gc.collect()  # compiled code from a cache leaves reference cycles that hold the inputs

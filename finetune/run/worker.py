@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 import traceback
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +173,8 @@ class Worker:
         require_data(self.run)
         check_host_memory(self.plan)
         settings = self.plan.settings
+        # hashing the base model's files takes long, so it runs beside loading and the first steps
+        self._facts = ThreadPoolExecutor(1, thread_name_prefix="hash").submit(self._hash)
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
@@ -194,7 +196,7 @@ class Worker:
         }
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts={**self._facts, "num_processes": self.rank.world}, masked=masked,
+            seal_facts=self._facts, masked=masked,
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
             processing_class=tokenizer, callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
@@ -208,13 +210,13 @@ class Worker:
         if settings.torch_compile:
             trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
         if settings.precompute_ref_log_probs is True:
-            self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer)
+            self._facts.result()["reference"] = add_reference(trainer)
         return trainer, callback
 
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        # hashing the base model's files takes long: one process per machine does it
-        return seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
+    def _hash(self) -> dict[str, Any]:
+        # one process per machine hashes the base model's files
+        facts = seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
+        return {**facts, "num_processes": self.rank.world}
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
@@ -222,9 +224,9 @@ class Worker:
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
-        differences = facts_differ(checkpoint.facts, deciding_facts(self._facts)) if checkpoint else []
+        differences = facts_differ(checkpoint.facts, deciding_facts(self._facts.result())) if checkpoint else []
         origin = base_adapter_of(self.run)
-        if origin is not None and origin.base != self._facts.get("base", origin.base) and origin.base is not None:
+        if origin is not None and origin.base != self._facts.result().get("base", origin.base) and origin.base is not None:
             differences.append("the base adapter was trained on other base weights")
         # all ranks must fail together, and only local rank 0 has compared the weights
         if ranks.all_reduce_max(len(differences)):
