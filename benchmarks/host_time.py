@@ -21,8 +21,8 @@ from benchmarks.card_peers import LLAMA, add_peer_options, pythons_of, run_job
 from benchmarks.tables import REFERENCE, write_table
 
 COLUMNS = (
-    "program", "version", "torch", "layers", "tokens", "processor_ms", "of_trl", "calls", "allocated_bytes", "forecast_bytes",
-    "error", "graphs", "compile_s", "failed",
+    "program", "version", "torch", "layers", "tokens", "start_s", "processor_ms", "of_trl", "calls", "allocated_bytes",
+    "forecast_bytes", "error", "graphs", "compile_s", "failed",
 )  # fmt: skip
 NOTHING, EVERY = (
     {"activation_checkpointing": False},

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer_watch import Watch, assume_host_memory, is_out_of_memory
+from peer_watch import PROCESS_BEGAN_S, Watch, assume_host_memory, is_out_of_memory
 
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "AXOLOTL_DO_NOT_TRACK": "1",
@@ -87,7 +87,7 @@ def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
     plan, run = prepared.plan, create_run(prepared)
     environment = worker_environment(cards_of(plan))
     environment.pop("PYTHONSAFEPATH", None)
-    (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path)}), encoding="utf-8")
+    (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path), "began": PROCESS_BEGAN_S}), encoding="utf-8")
     files = [str(folder / "worker.json"), str(folder / "worker_result.json")]
     subprocess.run([sys.executable, __file__, "finetune", *files], env=environment, check=False)
     figures = json.loads(Path(files[1]).read_text(encoding="utf-8"))

@@ -99,6 +99,7 @@ class Watch:
         if not self.on_cuda:
             torch.set_num_threads(1)
         self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
+        self.start_s = 0.0  # from the command to the first step
         self.processor_s, self.began = list[float](), list[float]()
         self.lengths: dict[int, dict[str, Any]] = {}
         self.kernels, self.calls, self.peaks = "", 0, dict[str, int]()
@@ -134,6 +135,7 @@ class Watch:
         if self.steps == 1 and self.job.get("most_tokens"):
             self.find_longest(trainer, model, inputs, *more, **named)
         self.processor_s.append(time.process_time())
+        self.start_s = self.start_s or round(time.time() - self.job.get("began", PROCESS_BEGAN_S), 1)
         if self.job.get("timed"):
             torch.cuda.synchronize()
             self.began.append(time.perf_counter())
@@ -278,7 +280,7 @@ class Watch:
             "batch_tokens": self.batch_tokens, "steps": self.steps, **self.search,
             "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
             "step_s": [end - start for start, end in itertools.pairwise(self.began)], "lengths": self.lengths,
-            "kernels": self.kernels,
+            "kernels": self.kernels, "start_s": self.start_s,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "", **self.peaks,
             **self.compared,
         }  # fmt: skip
