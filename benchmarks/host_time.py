@@ -4,7 +4,8 @@
 
 Kernels compute nothing there, so a step's processor time is host time. The model is an 8B in NF4 with adapters of rank 16; a
 step has one row. benchmarks/card_peers.py describes the peers' environments. The time is the minimum over steps after a
-warm-up, as other programs only add time. Results go to benchmarks/reference/host_time.csv.
+warm-up, as other programs only add time; `start_s` is the time from the command to the first step. Results go to
+benchmarks/reference/host_time.csv.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def main() -> int:
             lines.append(line_of(name, figures, options))
             print(f"{card_runs.shown(lines[-1])} ({time.monotonic() - began:.0f} s)", flush=True)
     for line in lines:
-        line["of_trl"] = ratio(line, lines[0])
+        if line["processor_ms"] and lines[0]["processor_ms"]:
+            line["of_trl"] = round(line["processor_ms"] / lines[0]["processor_ms"], 3)
     write_table(options.output, lines, COLUMNS)
     return int(any(line["failed"] for line in lines))
 
@@ -85,12 +87,6 @@ def line_of(name: str, figures: dict[str, Any], options: argparse.Namespace) -> 
     if forecast := figures.get("forecast_bytes"):
         line["error"] = round(figures["allocated_bytes"] / forecast - 1, 8)
     return line
-
-
-def ratio(line: dict[str, Any], reference: dict[str, Any]) -> float | str:
-    """Processor time as a share of the first program's."""
-    both = line["processor_ms"], reference["processor_ms"]
-    return round(both[0] / both[1], 3) if all(both) else ""
 
 
 if __name__ == "__main__":

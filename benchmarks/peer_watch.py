@@ -98,8 +98,7 @@ class Watch:
         self.job, self.on_cuda = job, torch.cuda.is_available()
         if not self.on_cuda:
             torch.set_num_threads(1)
-        self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
-        self.start_s = 0.0  # from the command to the first step
+        self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = self.start_s = 0
         self.processor_s, self.began = list[float](), list[float]()
         self.lengths: dict[int, dict[str, Any]] = {}
         self.kernels, self.calls, self.peaks = "", 0, dict[str, int]()

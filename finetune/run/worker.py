@@ -109,6 +109,8 @@ class Worker:
     def _train(self) -> int:
         from finetune.run.callbacks import NothingLeftToTrain
 
+        # hashing the base model's files takes long, so it runs beside loading and the first steps
+        self._facts = ThreadPoolExecutor(1, thread_name_prefix="hash").submit(self._hash)
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
@@ -173,8 +175,6 @@ class Worker:
         require_data(self.run)
         check_host_memory(self.plan)
         settings = self.plan.settings
-        # hashing the base model's files takes long, so it runs beside loading and the first steps
-        self._facts = ThreadPoolExecutor(1, thread_name_prefix="hash").submit(self._hash)
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)

@@ -19,6 +19,7 @@ from finetune.recipe.complete import complete
 from finetune.run.base_adapter import base_adapter_of, require_usable_adapter
 from finetune.run.directory import RunDirectory
 from finetune.run.state import read_state
+from finetune.settings import plainest
 
 
 def manifest(folder):
@@ -90,8 +91,6 @@ def test_what_is_no_adapter_is_named(foreign, tmp_path):
 
 
 def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
-    from finetune.settings import plainest
-
     folder = foreign()
     save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
     settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
@@ -103,8 +102,6 @@ def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_anoth
 
 @pytest.mark.parametrize("recorded", ["tinybase", "./tinybase", "tinybase/"])
 def test_a_folder_is_the_same_base_model_however_it_is_spelt(foreign, recorded, tmp_path, monkeypatch):
-    from finetune.settings import plainest
-
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_path("tiny"), tmp_path / "tinybase")
     folder = foreign(base_model_name_or_path=recorded)
