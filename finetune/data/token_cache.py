@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -29,7 +29,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
 from finetune.data.unused_columns import UnusedColumns
-from finetune.data.workers import Workers
+from finetune.data.workers import results_in_forks
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
 from finetune.serialise import from_json, to_json
@@ -105,12 +105,11 @@ def cache_folder() -> Path:
 
 
 def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
-    parser = reader.parser
-    part = SourcePart(parser.file, parser.format, parser.columns)
+    part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
     for parsed in reader.parsed():
         part.refused += parsed.refused
         if not reader.unused.stops_run:
-            part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, part.rows_read, progress)))
+            part.tables.append(_tokenised(parsed, encoder, lambda rows: progress(part.rows_read + rows)))
         part.rows_read = reader.rows_read
         progress(part.rows_read)
     part.unused_columns = reader.unused_columns
@@ -122,30 +121,14 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         part = entry.read(reader.parser.file)
         if part is not None:
             return part
-        workers, shard_count, rows_done = None, 0, 0
-        task = partial(_tokenise_batch, entry, reader.parser, encoder)
-
-        def add(results: Iterable[tuple[int, UnusedColumns]]) -> None:
-            nonlocal rows_done
-            for count, unused in results:
-                rows_done += count
+        shard_count, rows_done = 0, 0
+        work = partial(_tokenise_batch, entry, reader.parser, encoder)
+        tasks = ((index, batch, not reader.unused.stops_run) for index, batch in enumerate(reader.batches()))
+        with contextlib.closing(results_in_forks(work, tasks)) as results:
+            for shard_count, (rows, unused) in enumerate(results, 1):  # noqa: B007 - used after the loop
+                rows_done += rows
                 reader.unused.merge(unused)
                 progress(rows_done)
-
-        try:
-            for index, batch in enumerate(reader.batches()):
-                shard_count = index + 1
-                if (shard := entry.shard(index, reader.parser.file)) is not None:
-                    add([(len(batch), shard[2])])
-                elif index == 0:  # here, so that a template's error comes before the forks
-                    add([task(index, batch, True, progress)])
-                else:
-                    workers = workers or Workers(task)
-                    add(workers.submit(index, batch, not reader.unused.stops_run))
-            add(workers.remaining_results() if workers else ())
-        finally:
-            if workers:
-                workers.close()
         reader.finish()
         entry.finish(reader, shard_count)
         part = entry.read(reader.parser.file)
@@ -155,22 +138,23 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
 
 
 def _tokenise_batch(
-    entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool,
-    progress: Progress = lambda _: None,
-) -> tuple[int, UnusedColumns]:  # fmt: skip
+    entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool
+) -> tuple[int, UnusedColumns]:
+    # an interrupted preparation has written some batches
+    if (shard := entry.shard(index, parser.file)) is not None:
+        return len(batch), shard[2]
     parsed = parser.parse(batch)
     if write and not parsed.unused.stops_run:
-        table = table_of(parsed.examples, _encode(encoder, parsed.examples, 0, progress))
-        entry.write(index, table, parsed)
+        entry.write(index, _tokenised(parsed, encoder), parsed)
     return len(batch), parsed.unused
 
 
-def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: Progress) -> list[Any]:
+def _tokenised(parsed: ParsedBatch, encoder: Encoder, progress: Progress = lambda _: None) -> pa.Table:
     results: list[Any] = []
-    for start in range(0, len(examples), _ENCODE_ROWS):
-        results += encoder.encode(examples[start : start + _ENCODE_ROWS])
-        progress(rows_before + len(results))
-    return results
+    for start in range(0, len(parsed.examples), _ENCODE_ROWS):
+        results += encoder.encode(parsed.examples[start : start + _ENCODE_ROWS])
+        progress(len(results))
+    return table_of(parsed.examples, results)
 
 
 class CacheEntry:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -24,59 +25,49 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-class Workers:
-    """Runs `work` in forks, or in this process if it has one CPU or can't fork safely."""
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
-        self._processes: dict[Connection, Any] = {}
-        self._idle: list[Connection] = []
-        count = min(usable_cpus(), _MAX_PROCESSES)
-        # macOS and Windows can't fork safely
-        for _ in range(count if count > 1 and sys.platform == "linux" else 0):
+def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
+    # macOS and Windows can't fork safely
+    count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1
+    # the first task runs here, so that an error of all tasks comes before the forks
+    remaining = iter(tasks)
+    yield from itertools.starmap(work, itertools.islice(remaining, 1 if count > 1 else None))
+    second = [*itertools.islice(remaining, 1)]
+    processes: dict[Connection, Any] = {}
+    try:
+        for _ in range(count if second else 0):
             parent_end, child_end = get_context("fork").Pipe()
-            arguments = (child_end, [*self._processes, parent_end], work)
+            arguments = (child_end, [*processes, parent_end], work)
             process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
             # the fork lacks other threads, such as the status line's, and doesn't need them
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 process.start()
             child_end.close()
-            self._processes[parent_end] = process
-            self._idle.append(parent_end)
-
-    def submit(self, *task: Any) -> Iterator[Any]:
-        """Start a task, and yield results that are ready, in any order."""
-        if not self._processes:
-            yield self._work(*task)
-            return
-        # waits only while all forks are busy
-        yield from self._collect(0 if self._idle else None)
-        self._idle.pop().send(task)
-
-    def remaining_results(self) -> Iterator[Any]:
-        while len(self._idle) < len(self._processes):
-            yield from self._collect(None)
-
-    def close(self) -> None:
-        for process in self._processes.values():
+            processes[parent_end] = process
+        idle, remaining = [*processes], itertools.chain(second, remaining)
+        while True:
+            for task in itertools.islice(remaining, len(idle)):
+                idle.pop().send(task)
+            busy = [connection for connection in processes if connection not in idle]
+            if not busy:
+                return
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                try:
+                    result = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise OutOfMemory(
+                        "a process that tokenises rows was killed; the machine may be out of memory",
+                        "Run the command again: finished batches are kept.",
+                    ) from None
+                if isinstance(result, Exception):
+                    raise result
+                idle.append(connection)
+                yield result
+    finally:
+        for process in processes.values():
             process.kill()
             process.join()
-
-    def _collect(self, timeout_s: float | None) -> Iterator[Any]:
-        busy = [connection for connection in self._processes if connection not in self._idle]
-        for connection in wait(busy, timeout_s) if busy else []:
-            assert isinstance(connection, Connection)
-            try:
-                result = connection.recv()
-            except (EOFError, ConnectionResetError):
-                raise OutOfMemory(
-                    "a process that tokenises rows was killed; the machine may be out of memory",
-                    "Run the command again: finished batches are kept.",
-                ) from None
-            self._idle.append(connection)
-            if isinstance(result, Exception):
-                raise result
-            yield result
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
