@@ -15,7 +15,8 @@ from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
-from finetune.data.pictures.columns import PICTURES, pictures_of, summarise_pictures
+from finetune.data.pictures.columns import PICTURES, summarise_pictures
+from finetune.data.pictures.tensors import source_of
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredExamples, StoredRows
 from finetune.data.sources import Source
@@ -28,7 +29,6 @@ from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -113,19 +113,18 @@ class SelectedRows:
         return bool(self.splits[0].stored.has("pair")[self.splits[0].used].all())
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        # `train` imports datasets, which takes a second
-        row = self._row(index).to_pylist()[0]
+        row = self._row(index)
         return row["input_ids"], row["labels"]
 
     def pictures(self, index: int) -> tuple[PictureSource, ...]:
         """Return the images of one training sequence."""
-        row = self._row(index)
-        return pictures_of(row, 0) if PICTURES in row.column_names else ()
+        return tuple(map(source_of, self._row(index).get(PICTURES, ())))
 
-    def _row(self, index: int) -> pa.Table:
+    def _row(self, index: int) -> dict[str, Any]:
+        # `train` imports datasets, which takes a second
         for table in self.splits[0].tables():
             if index < table.num_rows:
-                return table.slice(index, 1)
+                return table.slice(index, 1).to_pylist()[0]
             index -= table.num_rows
         raise IndexError(index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -16,15 +16,8 @@ import pyarrow as pa
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.example import Example
-from finetune.data.pictures.columns import (
-    LIST_OF_PICTURES,
-    PICTURES,
-    PictureSizes,
-    pictures_of,
-    pictures_of_sequences,
-    sizes_of,
-)
-from finetune.data.pictures.tensors import stored
+from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes, sizes_of
+from finetune.data.pictures.tensors import source_of, stored
 from finetune.data.report import Refused
 from finetune.data.tokens import Encoded
 
@@ -92,9 +85,8 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "labels": _nested([[sequence.labels for sequence in row] for row in sequences]),
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
+        PICTURES: pa.array([list(map(stored, example.pictures)) for example in examples], LIST_OF_PICTURES),
     }
-    if any(example.pictures for example in examples):
-        columns[PICTURES] = pa.array([list(map(stored, example.pictures)) for example in examples], LIST_OF_PICTURES)
     return pa.table(columns)
 
 
@@ -151,34 +143,28 @@ class StoredRows:
 
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = list(parts)
-        self.tables = [table for part in self.parts for table in part.tables]
-        self._files = [part.file for part in self.parts for _ in part.tables]
-        self.starts = np.cumsum([0, *(table.num_rows for table in self.tables)])
+        # each table is a chunk, so nothing is copied; there is always a first one
+        self.table = pa.concat_tables([table_of([], []), *(table for part in self.parts for table in part.tables)])
         self.row_numbers = self._column("row", np.int64)
         self.prompt_digests = self._column("asked", np.uint64)
         self.answer_digests = self._column("answer", np.uint64)
         self.flags = self._column("flags", np.uint32)
-        self.sequence_counts = self._concat([_lengths(_single_array(table["input_ids"])) for table in self.tables], np.int64)
-        self.lengths = self._concat([_lengths(_flatten(table["input_ids"])) for table in self.tables], np.int32)
-        self.trained_counts = self._column("trained", np.int32, _flatten)
-        self.first_trained = self._column("first", np.int32, _flatten)
+        sequences = self.table["input_ids"].chunks
+        self.sequence_counts = np.concatenate([_lengths(chunk) for chunk in sequences]).astype(np.int64)
+        self.lengths = np.concatenate([_lengths(chunk.flatten()) for chunk in sequences])
+        self.trained_counts = self._column("trained", np.int32)
+        self.first_trained = self._column("first", np.int32)
 
     def __len__(self) -> int:
         return len(self.row_numbers)
 
     @cached_property
     def content_digests(self) -> np.ndarray:
-        chunks = [
-            np.frombuffer(chunk.buffers()[1], np.uint8)[16 * chunk.offset : 16 * (chunk.offset + len(chunk))]
-            for table in self.tables
-            for chunk in table["content"].chunks
-            if len(chunk)
-        ]
-        return self._concat(chunks, np.uint8).reshape(-1, 16)
+        return self._column("content", np.dtype("V16")).view(np.uint8).reshape(-1, 16)
 
     @cached_property
     def picture_sizes(self) -> PictureSizes:
-        return sizes_of(self.tables)
+        return sizes_of(self.table[PICTURES])
 
     @cached_property
     def source_indices(self) -> np.ndarray:
@@ -203,7 +189,7 @@ class StoredRows:
         """Return the highest token id; -1 without tokens."""
         import pyarrow.compute as pc
 
-        maxima = (pc.max(_flatten(table["input_ids"]).flatten()).as_py() for table in self.tables)
+        maxima = (pc.max(chunk.flatten().flatten()).as_py() for chunk in self.table["input_ids"].chunks)
         return max((highest for highest in maxima if highest is not None), default=-1)
 
     @cached_property
@@ -239,47 +225,39 @@ class StoredRows:
         return np.full(len(self), value)
 
     def row_location(self, index: int) -> tuple[str, int]:
-        return self._files[self._table_index(index)], int(self.row_numbers[index])
+        return self.parts[self.source_indices[index]].file, int(self.row_numbers[index])
 
     def example(self, index: int) -> Example:
-        table, row = self._table_and_row(index)
-        values = json.loads(table["example"][row].as_py())
+        values = json.loads(self._value("example", index))
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
         if values.pop(PICTURES, None):
-            lists[PICTURES] = pictures_of(table, row)
+            lists[PICTURES] = tuple(map(source_of, self._value(PICTURES, index)))
         file, number = self.row_location(index)
         return Example(file, number, **lists, **values)
 
     def refusal(self, index: int) -> Refused:
-        table, row = self._table_and_row(index)
-        return Refused(*self.row_location(index), table["bad_field"][row].as_py(), table["bad_reason"][row].as_py())
+        return Refused(*self.row_location(index), self._value("bad_field", index), self._value("bad_reason", index))
 
     def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
         """Yield each shard's sequences, its part of the mask, and the indices."""
         end = 0
         desirable = np.repeat(~self.has("undesirable"), self.sequence_counts)
-        for table in self.tables:
-            columns = {name: _flatten(table[name]) for name in ("input_ids", "labels")}
+        for shard in self.table.to_batches():
+            columns = {name: shard[name].flatten() for name in ("input_ids", "labels")}
             start, end = end, end + len(columns["input_ids"])
             if self.are_labelled:
                 columns["desirable"] = pa.array(desirable[start:end])
             if self.have_pictures:
-                columns[PICTURES] = pictures_of_sequences(table, _lengths(_single_array(table["input_ids"])))
+                rows = np.repeat(np.arange(shard.num_rows), _lengths(shard["input_ids"]))
+                columns[PICTURES] = shard[PICTURES].take(pa.array(rows))
             yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
-    def _table_index(self, index: int) -> int:
-        return int(np.searchsorted(self.starts, index, side="right")) - 1
+    def _value(self, name: str, index: int) -> Any:
+        return self.table[name][int(index)].as_py()
 
-    def _table_and_row(self, index: int) -> tuple[pa.Table, int]:
-        table_index = self._table_index(index)
-        return self.tables[table_index], int(index - self.starts[table_index])
-
-    def _column(self, name: str, kind: Any, array_of: Callable[[Any], Any] | None = None) -> np.ndarray:
-        return self._concat([_to_numpy((array_of or _single_array)(table[name]), kind) for table in self.tables], kind)
-
-    @staticmethod
-    def _concat(arrays: list[np.ndarray], kind: Any) -> np.ndarray:
-        return np.concatenate([np.array([], dtype=kind), *arrays]).astype(kind, copy=False)
+    def _column(self, name: str, kind: Any) -> np.ndarray:
+        chunks = self.table[name].chunks
+        return np.concatenate([_to_numpy(chunk.flatten() if pa.types.is_list(chunk.type) else chunk, kind) for chunk in chunks])
 
 
 class StoredExamples:
@@ -296,15 +274,6 @@ class StoredExamples:
 
     def __getitem__(self, position: int) -> Example:
         return self._stored.example(self._rows[position])
-
-
-def _single_array(column: pa.ChunkedArray) -> Any:
-    # each shard has one chunk, so nothing is copied
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _flatten(column: pa.ChunkedArray) -> Any:
-    return _single_array(column).flatten()
 
 
 def _to_numpy(array: Any, kind: Any) -> np.ndarray:

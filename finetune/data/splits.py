@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
 _IN_MEMORY_BYTES = 64 * 2**20
 _NO_LIMIT = np.iinfo(np.int32).max
+#: Width and height of each image.
+Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,14 @@ class LimitedSplit:
         excess_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
         self.tokens_dropped = int(np.maximum(excess_lengths - (self._limit if excess_length == "truncate" else 0), 0).sum())
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
-        self._in_chunks = np.repeat(self.chunked, stored.sequence_counts) & (stored.lengths > self._limit)
-        self._sequence_lengths = np.concatenate([self._lengths_of(mask) for mask in self.sequences])
+        self._is_cut = stored.lengths > self._limit
+        in_chunks = self._is_cut & np.repeat(self.chunked, stored.sequence_counts)
+        #: Tokens kept of each sequence, and in how many chunks.
+        self._kept = np.where(in_chunks, stored.lengths, np.minimum(stored.lengths, self._limit))
+        self._chunks = np.where(in_chunks, -(-stored.lengths // self._limit), 1)
+        self._sequence_lengths = np.concatenate(
+            [_chunk_lengths(self._kept[rows], self._chunks[rows]) for rows in self.sequences]
+        )
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -96,22 +104,18 @@ class LimitedSplit:
         prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
         return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
 
-    def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
-        """Return image sizes of the row with the most pixel values."""
-        values = processor.values_by_row(self._picture_sizes, len(self.stored))
-        return self._pictures_of(int(values.argmax()), processor) if len(values) else ()
-
-    def usual_pictures(self, processor: PictureProcessor) -> tuple[tuple[tuple[int, int], ...], float]:
-        """Return image sizes of a typical row, and the mean of all rows as a multiple of this row."""
+    def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
+        """Return image sizes of the row with the most pixel values and of a usual row, and the mean over the usual row."""
         values = processor.values_by_row(self._picture_sizes, len(self.stored))
         with_pictures = np.flatnonzero(values)
         if not len(with_pictures):
-            return (), 1.0
-        row = with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()]
-        share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[row]
-        return self._pictures_of(int(row), processor), round(float(share), 4)
+            return (), (), 1.0
+        usual = int(with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()])
+        share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[usual]
+        largest, usual_sizes = (self._pictures_of(row, processor) for row in (int(values.argmax()), usual))
+        return largest, usual_sizes, round(float(share), 4)
 
-    def _pictures_of(self, row: int, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
+    def _pictures_of(self, row: int, processor: PictureProcessor) -> Sizes:
         sizes = self._picture_sizes.of_rows(np.arange(len(self.stored)) == row)
         pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
         return tuple(processor.size(width, height) for width, height in pairs)
@@ -129,10 +133,6 @@ class LimitedSplit:
     def total_tokens(self) -> int:
         return int(self._sequence_lengths.sum(dtype=np.int64))
 
-    def _lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
-        lengths, in_chunks = self.stored.lengths[sequence_mask], self._in_chunks[sequence_mask]
-        return _chunk_lengths(lengths, self._limit) if in_chunks.any() else np.minimum(lengths, self._limit)
-
     @property
     def trained_tokens(self) -> int:
         return int(self._trained_sequence_lengths.sum(dtype=np.int64))
@@ -145,24 +145,14 @@ class LimitedSplit:
 
     @cached_property
     def _trained_sequence_lengths(self) -> np.ndarray:
-        return np.concatenate([self._trained_lengths_of(mask) for mask in self.sequences])
-
-    def _trained_lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
-        counts = self.stored.trained_counts.astype(np.int64)
-        truncated_mask = sequence_mask & (self.stored.lengths > self._limit) & ~self._in_chunks
-        if truncated_mask.any():
-            counts[truncated_mask] = [
-                int((labels.values.to_numpy()[: self._limit] != NOT_TRAINED).sum())
-                for table, mask, _ in self.stored.sequences_in(truncated_mask)
-                for labels in table["labels"].filter(mask)
-            ]
-        selected, in_chunks = counts[sequence_mask], self._in_chunks[sequence_mask]
-        if not in_chunks.any():
-            return selected
-        lengths = self.stored.lengths[sequence_mask]
-        chunks = np.where(in_chunks, -(-lengths // self._limit), 1)
-        # of a chunk of text all tokens are trained but the first
-        return np.where(np.repeat(in_chunks, chunks), self._lengths_of(sequence_mask) - 1, np.repeat(selected, chunks))
+        counts = [np.array([], np.int64)]
+        for table, mask, indices in self._shards():
+            if self._is_cut[indices][mask].any():
+                labels = self._cut(table, mask, indices)["labels"].combine_chunks()
+                counts.append(np.add.reduceat(labels.flatten().to_numpy() != NOT_TRAINED, labels.offsets.to_numpy()[:-1]))
+            else:
+                counts.append(self.stored.trained_counts[indices][mask])
+        return np.concatenate(counts, dtype=np.int64)
 
     def examples(self) -> StoredExamples:
         return StoredExamples(self.stored, np.flatnonzero(self.used))
@@ -191,19 +181,18 @@ class LimitedSplit:
         columns += [(PICTURES, LIST_OF_PICTURES)] if self.stored.have_pictures else []
         return pa.schema(columns)
 
+    def _shards(self) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
+        return itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
+
     def _sequence_tables(self) -> Iterator[pa.Table]:
         schema = self._schema
         pending: list[pa.Table] = []
-        shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
-        for table, mask, indices in shards:
-            has_long = bool((mask & (self.stored.lengths[indices] > self._limit)).any())
+        for table, mask, indices in self._shards():
+            is_cut = bool(self._is_cut[indices][mask].any())
             # shards whose rows are all used stay mapped from their files
-            as_stored = bool(mask.all()) and not has_long
+            as_stored = bool(mask.all()) and not is_cut
             if not as_stored:
-                selected = table.filter(mask)
-                if has_long and self._in_chunks.any():
-                    selected = _cut_into_chunks(selected, _chunk_lengths(self.stored.lengths[indices][mask], self._limit))
-                pending.append((_truncate(selected, self._limit) if has_long else selected).cast(schema))
+                pending.append((self._cut(table, mask, indices) if is_cut else table.filter(mask)).cast(schema))
             is_large = sum(part.nbytes for part in pending) > _IN_MEMORY_BYTES
             if as_stored or is_large:
                 yield from _map_from_file(pending) if is_large else pending
@@ -211,6 +200,22 @@ class LimitedSplit:
             if as_stored:
                 yield table.cast(schema)
         yield from pending
+
+    def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
+        """Truncate a shard's sequences, or cut them into chunks."""
+        selected = table.filter(mask)
+        lengths, kept, chunks = (values[indices][mask] for values in (self.stored.lengths, self._kept, self._chunks))
+        position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        is_kept = pa.array(position < np.repeat(kept, lengths))
+        ends = np.cumsum(_chunk_lengths(kept, chunks))
+        ids, labels = (selected[name].combine_chunks().flatten().filter(is_kept) for name in ("input_ids", "labels"))
+        labels = labels.to_numpy().copy()
+        # nothing predicts the first token of a chunk
+        labels[np.append(0, ends[:-1])] = NOT_TRAINED
+        rows = selected.take(pa.array(np.repeat(np.arange(len(kept)), chunks)))
+        for index, (name, values) in enumerate((("input_ids", ids), ("labels", pa.array(labels)))):
+            rows = rows.set_column(index, name, pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), values))
+        return rows
 
     def _answer_after_limit(self) -> np.ndarray:
         rows = np.flatnonzero(self.stored.sequence_counts)
@@ -265,29 +270,10 @@ def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarra
     return passes
 
 
-def _chunk_lengths(lengths: np.ndarray, limit: int) -> np.ndarray:
-    # chunks are as equal as possible, none over the limit
-    counts = -(-lengths // limit)
+def _chunk_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    # chunks are as equal as possible
     position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(lengths // counts, counts) + (position < np.repeat(lengths % counts, counts))
-
-
-def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
-    ends = np.cumsum(lengths)
-    offsets = pa.array(np.append(0, ends), pa.int32())
-    values = {name: table[name].combine_chunks().flatten() for name in table.column_names}
-    labels = values["labels"].to_numpy(zero_copy_only=False).copy()
-    # nothing predicts the first token of a chunk
-    labels[ends - lengths] = NOT_TRAINED
-    values["labels"] = pa.array(labels)
-    return pa.table({name: pa.ListArray.from_arrays(offsets, column) for name, column in values.items()})
-
-
-def _truncate(table: pa.Table, limit: int) -> pa.Table:
-    import pyarrow.compute as pc
-
-    cut = {name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in ("input_ids", "labels")}
-    return pa.table({name: cut.get(name, table[name]) for name in table.column_names})
 
 
 def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -25,7 +25,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
     """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
     # macOS and Windows can't fork safely
     count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1

@@ -238,11 +238,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     if not any(split.stored.have_pictures for split in selected.splits):
         return {}
     processor = selected.encoded.encoder.picture_processor
-    largest = [split.largest_pictures(processor) for split in selected.splits]
-    tokens = tuple(processor.token_count(*size) for size in largest[0])
-    usual, share = selected.splits[0].usual_pictures(processor)
+    (largest, usual, share), *held_out = (split.typical_pictures(processor) for split in selected.splits)
+    tokens = tuple(processor.token_count(*size) for size in largest)
     return {
-        "pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens,
+        "pictures": largest, "eval_pictures": held_out[0][0] if held_out else (), "picture_tokens": tokens,
         "usual_pictures": usual, "picture_share": share, "most_pixels": max(split.most_pixels for split in selected.splits),
     }  # fmt: skip
 

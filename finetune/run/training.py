@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
 from finetune.data.call_syntax import Answer
-from finetune.data.pictures.columns import sizes_of
+from finetune.data.pictures.columns import PICTURES, sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.data.tokens import Encoder
@@ -205,8 +205,8 @@ class RunTrainer(SFTTrainer):
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
         batch, steps = self.plan.settings.effective_batch_size, self.plan.total_steps or 0
         values: Sequence[int] = ()
-        if self._processor is not None:
-            values = self._processor.values_by_row(sizes_of([rows.with_format("arrow")[:]]), len(rows)).tolist()
+        if self._processor is not None and PICTURES in rows.column_names:
+            values = self._processor.values_by_row(sizes_of(rows.with_format("arrow")[:][PICTURES]), len(rows)).tolist()
         return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, values)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-
-from finetune.data.pictures.source import PictureSource
-from finetune.data.pictures.tensors import source_of
 
 #: Name of the column, and of the field of an Example.
 PICTURES = "pictures"
@@ -30,33 +26,15 @@ class PictureSizes:
         return PictureSizes(self.rows[used], self.widths[used], self.heights[used])
 
 
-def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
-    """Return the images of one row."""
-    return tuple(map(source_of, table[PICTURES][row].as_py()))
-
-
-def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
-    """Return the images of each sequence; row i has `counts[i]` sequences."""
-    # only tables of rows with images have the column
-    if PICTURES not in table.column_names:
-        return pa.array([[]] * int(counts.sum()), LIST_OF_PICTURES)
-    return table[PICTURES].combine_chunks().take(pa.array(np.repeat(np.arange(table.num_rows), counts)))
-
-
-def sizes_of(tables: Sequence[pa.Table]) -> PictureSizes:
-    """Return the sizes of all images in tables of consecutive rows."""
-    rows, widths, heights, start = [], [], [], 0
-    for table in tables:
-        if PICTURES in table.column_names:
-            column = table[PICTURES].combine_chunks()
-            counts = np.array(column.value_lengths().to_pylist(), np.int64)
-            flat = column.flatten()
-            rows.append(start + np.repeat(np.arange(len(counts)), counts))
-            widths.append(np.array(flat.field("width").to_pylist(), np.int64))
-            heights.append(np.array(flat.field("height").to_pylist(), np.int64))
-        start += table.num_rows
-    empty = np.array([], np.int64)
-    return PictureSizes(*(np.concatenate([empty, *arrays]) for arrays in (rows, widths, heights)))
+def sizes_of(column: pa.ChunkedArray) -> PictureSizes:
+    """Return the sizes of all images in a column of rows."""
+    pictures = column.combine_chunks()
+    sizes = pictures.flatten()
+    counts, widths, heights = (
+        np.array(values.to_pylist(), np.int64)
+        for values in (pictures.value_lengths(), sizes.field("width"), sizes.field("height"))
+    )
+    return PictureSizes(np.repeat(np.arange(len(counts)), counts), widths, heights)
 
 
 @dataclass(frozen=True)
