@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from finetune.data.report import Finding, format_locations
 from finetune.data.shards import SCRIPTS, StoredRows
 from finetune.data.tokenizer import is_replaced
 from finetune.data.tokens import Encoder
+from finetune.settings import Recipe
+
+if TYPE_CHECKING:
+    from finetune.data.splits import DataSplit, LimitedSplit
 
 #: Smallest shares of rows that are reported: truncated, with the same answer, and with an answer in another
 #: script than most.
@@ -68,30 +73,24 @@ _NOTES = {
 }  # fmt: skip
 
 
-def find_problems(
-    stored: StoredRows,
-    used: np.ndarray,
-    *,
-    # indices of rows
-    duplicates: np.ndarray,
-    # of the other split: how many rows, and where the first are
-    leaked: tuple[int, list[tuple[str, int]]],
-    # all rows of the other split
-    held_out_rows: int,
-    truncated: np.ndarray,
-    encoder: Encoder,
-    # of good and of bad answers
-    label_weights: tuple[float, float] = (1.0, 1.0),
-) -> Iterator[Finding]:
-    """Yield the findings of one split."""
-    finding = partial(_finding, stored)
-    if leaked[0]:
+def find_leaks(train: DataSplit, held_out: DataSplit) -> Iterator[Finding]:
+    """Yield a finding of held-out rows whose prompt is also trained on."""
+    # for plain text the digest covers the whole text
+    trained_prompts = train.stored.prompt_digests[train.row_mask]
+    rows = held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts)
+    if rows.any():
         text = "{rows} held out have the prompt of a training row, so their scores say little"
         fix = "Remove them from one of the files, or hold rows out with dataset.test_split_size."
-        # blocks where the evaluation measures, or the data teaches, next to nothing
-        blocks = leaked[0] == held_out_rows >= _MIN_ROWS
-        yield Finding("leak", text, leaked[0], (format_locations(leaked[1]),), fix, blocks)
-    if len(duplicates):
+        # findings block where the evaluation measures, or the data teaches, next to nothing
+        blocks = bool(rows.sum() == held_out.row_mask.sum() >= _MIN_ROWS)
+        yield _finding(held_out.stored, "leak", text, rows, fix, blocks=blocks)
+
+
+def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iterator[Finding]:
+    """Yield the findings of one split."""
+    stored, used, truncated = split.stored, split.used, split.truncated
+    finding = partial(_finding, stored)
+    if len(duplicates := stored.exact_duplicates(split.unlimited.row_mask)):
         text = "{rows} are duplicates; they are kept, so they count more than once"
         yield finding("duplicates", text, duplicates, "Remove them unless that is intended.")
     if truncated.any() and truncated.sum() > _TRUNCATED_SHARE * used.sum():
@@ -112,7 +111,7 @@ def find_problems(
     if stored.are_pairs:
         yield from _pair_findings(stored, used)
     if stored.are_labelled:
-        yield from _label_findings(stored, used, label_weights)
+        yield from _label_findings(stored, used, (recipe.desirable_weight or 1.0, recipe.undesirable_weight or 1.0))
     if other_scripts := _other_scripts(stored, used):
         text, rows = other_scripts
         yield finding("languages", text, rows, "The model will mix them; remove the other rows unless that is intended.")

@@ -14,7 +14,7 @@ import numpy as np
 from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
-from finetune.data.findings import find_problems
+from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.columns import PICTURES, summarise_pictures
 from finetune.data.pictures.tensors import source_of
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
@@ -46,17 +46,6 @@ class EncodedRows:
     splits: list[DataSplit]
     notes: list[str] = field(default_factory=list)  # which files are read as which split
     trained_embedding_rows: list[int] = field(default_factory=list)  # first and end of the embedding rows that are trained
-
-    @cached_property
-    def leaked_rows(self) -> tuple[int, list[tuple[str, int]]]:
-        """Count and locate held-out rows whose prompt is also trained on."""
-        if len(self.splits) < 2:
-            return 0, []
-        train, held_out = self.splits
-        # for plain text the digest covers the whole text
-        trained_prompts = train.stored.prompt_digests[train.row_mask]
-        rows = np.flatnonzero(held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts))
-        return len(rows), [held_out.stored.row_location(index) for index in rows[:4]]
 
     def select(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
         """Apply a max_length; None is no limit."""
@@ -138,24 +127,10 @@ class SelectedRows:
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
-        findings = [
-            tuple(
-                find_problems(
-                    split.stored,
-                    split.used,
-                    duplicates=split.stored.exact_duplicates(split.unlimited.row_mask),
-                    # leaked rows are a finding of the training split
-                    leaked=self.encoded.leaked_rows if index == 0 else (0, []),
-                    held_out_rows=int(self.splits[-1].unlimited.row_mask.sum()),
-                    truncated=split.truncated,
-                    encoder=self.encoded.encoder,
-                    label_weights=(self.recipe.desirable_weight or 1.0, self.recipe.undesirable_weight or 1.0),
-                )
-            )
-            for index, split in enumerate(self.splits)
-        ]
         notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}"), 0, (), "") for note in self.encoded.notes]
-        return [(*notes, *findings[0]), *findings[1:]]
+        leaks = find_leaks(*self.encoded.splits) if len(self.splits) > 1 else ()
+        train, *others = (tuple(find_problems(split, self.recipe, self.encoded.encoder)) for split in self.splits)
+        return [(*notes, *leaks, *train), *others]
 
     @property
     def notes(self) -> list[str]:
