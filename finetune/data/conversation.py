@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from finetune.data.checks import BadRow, Values, is_missing, parse_if_list, parse_if_text, quoted, type_phrase, valid_text
+from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_text
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
@@ -34,20 +34,28 @@ _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("
 _MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "function_call")
 
 
-def message_keys(columns: Columns) -> tuple[str, str]:
-    """Return the keys of a message's role and content."""
-    return columns.get("role", "role"), columns.get("content", "content")
+class MessageReader:
+    """Reads a row's messages, and keeps their other fields."""
 
+    def __init__(self, columns: Columns | None = None) -> None:
+        columns = columns or {}
+        self._keys = columns.get("role", "role"), columns.get("content", "content")
+        #: The fields of each message that are not read.
+        self.unread: list[Values] = []
 
-def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "content")) -> list[Message]:
-    """Read the messages in a row's `field`, also as JSON. Raise BadRow."""
-    value = parse_if_text(value, field)
-    if not isinstance(value, list):
-        raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
-    if not value:
-        raise BadRow(field, "is empty")
-    turns = [message for turn in value for message in _messages_of(turn)]
-    return [_message(message, f"{field}[{index}]", keys) for index, message in enumerate(turns)]
+    def read(self, value: Any, field: str) -> list[Message]:
+        """Read the messages in a row's `field`, also as JSON. Raise BadRow."""
+        value = parse_if_text(value, field)
+        if not isinstance(value, list):
+            raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
+        if not value:
+            raise BadRow(field, "is empty")
+        turns = [message for turn in value for message in _messages_of(turn)]
+        messages = [_message(message, f"{field}[{index}]", self._keys) for index, message in enumerate(turns)]
+        for turn in value:
+            read = {*_MESSAGE_KEYS, *_keys_in(turn, self._keys), *(_pair_keys(turn) or ())}
+            self.unread.append({name: value for name, value in turn.items() if name not in read})
+        return messages
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
@@ -88,21 +96,6 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     if not trained:
         raise BadRow(field, "has weight 0 or train: false on every assistant turn; there is nothing to train on")
     return trained
-
-
-def unread_fields(value: Any, keys: tuple[str, str]) -> list[Values]:
-    """Return the fields of each message that `read_messages` leaves unread."""
-    messages = parse_if_list(value)
-    if isinstance(messages, dict):
-        messages = [messages]
-    if not isinstance(messages, list):
-        return []
-    unread = []
-    for message in messages:
-        if isinstance(message, dict):
-            read = {*_MESSAGE_KEYS, *_keys_in(message, keys), *(_pair_keys(message) or ())}
-            unread.append({name: value for name, value in message.items() if name not in read})
-    return unread
 
 
 def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.data.checks import ROW_LIMIT, BadRow, Values, is_missing, optional_text, parse_if_text, required_text, type_phrase
 from finetune.data.column_kinds import kinds_of
 from finetune.data.column_semantics import REASONING, meaning_of, transcript_error, transcripts
-from finetune.data.conversation import Columns, Message, answer_indices, message_keys, read_messages, read_tool_text
+from finetune.data.conversation import Columns, Message, MessageReader, answer_indices, read_tool_text
 from finetune.data.example import Example
 from finetune.data.report import printable
 from finetune.data.tool_calls import read_calls, read_tools
@@ -28,17 +28,17 @@ class Format:
     optional: tuple[str, ...]
     example_line: str
     #: Turns a row into fields of Example.
-    parse: Callable[[Values, dict[str, str]], Values]
+    parse: Callable[[Values, MessageReader], Values]
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.required, *self.optional)
 
 
-def _from_messages(row: Values, columns: Columns, field: str = "messages") -> Values:
-    messages = read_messages(row.get(field), field, message_keys(columns))
+def _from_messages(row: Values, reader: MessageReader, field: str = "messages") -> Values:
+    messages = reader.read(row.get(field), field)
     if isinstance(row.get("system"), list):  # Bedrock's content parts
-        row = {**row, "system": read_messages([{"role": "system", "content": row["system"]}], "system")[0]["content"]}
+        row = {**row, "system": MessageReader().read([{"role": "system", "content": row["system"]}], "system")[0]["content"]}
     system = optional_text(row, "system")
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
@@ -48,7 +48,7 @@ def _from_messages(row: Values, columns: Columns, field: str = "messages") -> Va
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
 
 
-def _from_alpaca(row: Values, columns: Columns) -> Values:
+def _from_alpaca(row: Values, _: MessageReader) -> Values:
     parts = (optional_text(row, "instruction"), optional_text(row, "input"))
     answer = required_text(row, "output")
     question = "\n\n".join(part for part in parts if part.strip())
@@ -73,11 +73,10 @@ def _from_alpaca(row: Values, columns: Columns) -> Values:
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
 
-def _from_prompt_completion(row: Values, columns: Columns) -> Values:
+def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
-        keys = message_keys(columns)
         fields = (("prompt", "user"), ("completion", "assistant"))
-        prompt, completion = (read_messages(_message_list(row.get(field), role), field, keys) for field, role in fields)
+        prompt, completion = (reader.read(_message_list(row.get(field), role), field) for field, role in fields)
         prompt, listed_tools = read_tool_text(prompt, "prompt")
         messages, _ = read_tool_text([*prompt, *completion], "prompt")
         answers = tuple(index for index in answer_indices(messages, "prompt") if index >= len(prompt))
@@ -93,7 +92,7 @@ def _message_list(value: Any, role: str) -> Any:
     return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _from_xlam(row: Values, columns: Columns) -> Values:
+def _from_xlam(row: Values, _: MessageReader) -> Values:
     calls = read_calls(row["answers"], "answers")
     if not calls:
         raise BadRow("answers", "has no call; there is nothing to train on")
@@ -109,12 +108,11 @@ _ANSWERS = ("chosen", "rejected")
 _EQUAL = "and rejected are equal; there is nothing to prefer"
 
 
-def _from_preference(row: Values, columns: Columns) -> Values:
+def _from_preference(row: Values, reader: MessageReader) -> Values:
     """Read a pair of answers. Raise BadRow."""
     # As TRL, LLaMA-Factory, Axolotl and ms-swift write pairs: the prompt in its own column (text, messages, instruction),
     # or each answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
-    keys = message_keys(columns)
-    prompt, tools = _preferred_prompt(row, keys)
+    prompt, tools = _preferred_prompt(row, reader)
     values = [_answer(row, field) for field in _ANSWERS]
     # trained on without a template
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
@@ -122,7 +120,7 @@ def _from_preference(row: Values, columns: Columns) -> Values:
         if chosen.strip() == rejected.strip():
             raise BadRow("chosen", _EQUAL)
         return {"prompt": prompt, "completion": chosen, "rejected_completion": rejected}
-    chosen, rejected = (_conversation(value, field, prompt, keys) for value, field in zip(values, _ANSWERS, strict=True))
+    chosen, rejected = (_conversation(value, field, prompt, reader) for value, field in zip(values, _ANSWERS, strict=True))
     start = _end_of_prompt(chosen, rejected)
     answers = tuple(index for index in answer_indices(chosen, "chosen") if index >= start)
     answer_indices(rejected, "rejected")
@@ -131,7 +129,7 @@ def _from_preference(row: Values, columns: Columns) -> Values:
     return {"messages": tuple(chosen), "answers": answers, "tools": tools, "rejected": tuple(rejected[start:])}
 
 
-def _preferred_prompt(row: Values, keys: tuple[str, str]) -> tuple[list[Message] | str | None, tuple[Values, ...]]:
+def _preferred_prompt(row: Values, reader: MessageReader) -> tuple[list[Message] | str | None, tuple[Values, ...]]:
     tools = read_tools(row.get("tools"), "tools")
     system = optional_text(row, "system")
     field = next((name for name in ("messages", "conversations", "prompt") if not is_missing(row.get(name))), None)
@@ -139,17 +137,16 @@ def _preferred_prompt(row: Values, keys: tuple[str, str]) -> tuple[list[Message]
     if "instruction" in row and field is None:
         parts = (required_text(row, "instruction"), optional_text(row, "input"))
         value, field = [{"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}], "instruction"
-        keys = ("role", "content")
+        reader = MessageReader()
     if isinstance(value, str) and field == "prompt":
         if not system.strip():
             return required_text(row, "prompt"), tools
-        value = [{keys[0]: "user", keys[1]: value}]
+        value, reader = [{"role": "user", "content": value}], MessageReader()
     if value is None:
         # the answers contain the prompt
         return None, tools
-    messages, listed_tools = read_tool_text(
-        read_messages([value] if isinstance(value, dict) else value, field or "", keys), field or ""
-    )
+    field = field or ""
+    messages, listed_tools = read_tool_text(reader.read([value] if isinstance(value, dict) else value, field), field)
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
     return messages, tools or listed_tools
@@ -163,17 +160,17 @@ def _answer(row: Values, field: str) -> Any:
     return [value] if isinstance(value, dict) else value if isinstance(value, list) else required_text(row, field)
 
 
-def _conversation(value: Any, field: str, prompt: list[Message] | str | None, keys: tuple[str, str]) -> list[Message]:
+def _conversation(value: Any, field: str, prompt: list[Message] | str | None, reader: MessageReader) -> list[Message]:
     if isinstance(value, str):
         if prompt is None:
             _, *parts = _TURN.split(value if value.startswith("\n\n") else f"\n\n{value}")
             if not parts:
                 raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
             turns = zip(parts[::2], parts[1::2], strict=True)
-            return read_messages([{"role": _ROLES[name], "content": content.strip()} for name, content in turns], field)
+            return MessageReader().read([{"role": _ROLES[name], "content": content.strip()} for name, content in turns], field)
         messages: list[Message] = [{"role": "assistant", "content": value}]
     else:
-        messages, _ = read_tool_text(read_messages(value, field, keys), field)
+        messages, _ = read_tool_text(reader.read(value, field), field)
     before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
     if messages[0]["role"] == "assistant":
         if not before:
@@ -212,7 +209,7 @@ LABELLED_ANSWERS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 and 1.0 equal True
 
 
-def _from_labelled(row: Values, columns: Columns) -> Values:
+def _from_labelled(row: Values, reader: MessageReader) -> Values:
     label = row["label"]
     key = label.strip().lower() if isinstance(label, str) else label
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
@@ -221,7 +218,7 @@ def _from_labelled(row: Values, columns: Columns) -> Values:
     name = next((name for name in LABELLED_ANSWERS if filled_columns.issuperset(FORMATS[name].required)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
-    fields = FORMATS[name].parse(row, columns)
+    fields = FORMATS[name].parse(row, reader)
     # the label is for the last answer of a conversation, or a whole completion
     if name != "prompt_completion":
         fields["answers"] = fields["answers"][-1:]
@@ -370,13 +367,13 @@ def check_columns(rows: list[Values], file: str, format_name: str, columns: Colu
         )
 
 
-def parse(row: Values, format_name: str, columns: Columns, file: str, number: int) -> Example:
+def parse(row: Values, format_name: str, reader: MessageReader, file: str, number: int) -> Example:
     """Convert one renamed row. Raise BadRow."""
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
     if missing:
         raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
-    example = Example(file=file, row=number, **fmt.parse(row, columns))
+    example = Example(file=file, row=number, **fmt.parse(row, reader))
     texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
     if (size := sum(map(len, texts))) > ROW_LIMIT:
         raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune.data.checks import BadRow, Values, as_json_text
 from finetune.data.column_semantics import check_other_data, check_placeholders, without_columns
-from finetune.data.conversation import Columns, message_keys, unread_fields
+from finetune.data.conversation import Columns, MessageReader
 from finetune.data.example import Example
 from finetune.data.formats import (
     FORMATS,
@@ -34,9 +34,6 @@ from finetune.data.report import Refused
 from finetune.data.unused_columns import UnusedColumns
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
-
-#: Columns that may have messages.
-_MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,8 @@ class RowParser:
         # columns with a field's name, where the recipe reads the field from another
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         undecided = unused.add_meanings(unread, row.number)
-        example = parse(renamed, row_format, self.columns, row.file, row.number)
+        reader = MessageReader(self.columns)
+        example = parse(renamed, row_format, reader, row.file, row.number)
         references: list[PictureReference] = []
         if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
             example, references = place_pictures(
@@ -130,11 +128,7 @@ class RowParser:
             )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
-        keys = message_keys(self.columns)
-        for name in _MESSAGE_COLUMNS:
-            value = renamed.get(name) if name in format_columns.columns else None
-            if not (isinstance(value, str) and name in ("prompt", "completion")):  # a text, even if it is JSON
-                unused.add_messages(unread_fields(value, keys), row.number)
+        unused.add_messages(reader.unread, row.number)
         return example, references
 
 
