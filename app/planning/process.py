@@ -55,18 +55,18 @@ class Questions:
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
-        from finetune.data.trained_spans import example_spans
+        from finetune.data.trained_spans import decode_spans
 
         parsed = _completed(recipe)
         prepared = self._prepared(parsed, work.report)
         count = len(prepared.lengths)
         index = max(0, min(index, count - 1))
-        spans = example_spans(prepared, self._encode(parsed, work.report).encoder.tokenizer, index)
-        ids, labels = prepared.sequence(index) if count else ([], [])
+        ids, labels, pictures = prepared.sequence(index)
+        spans = decode_spans(ids, labels, self._encode(parsed, work.report).encoder.tokenizer)
         return {
             "marked": [[with_counts(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
             "tokens": len(ids), "trained_tokens": sum(label != NOT_TRAINED for label in labels),
-            "pictures": small_pictures(prepared.pictures(index)) if count else [],
+            "pictures": small_pictures(pictures),
         }  # fmt: skip
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def show_data(
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune.data.trained_spans import example_spans
+        from finetune.data.trained_spans import decode_spans
         from finetune.planner.planning import encode_rows, limit_of
         from finetune.recipe.complete import complete
 
@@ -44,8 +44,8 @@ def show_data(
         selected.raise_problems()
     except DataError as error:
         refused = error
-    segments = example_spans(selected, encoded.encoder.tokenizer)
-    pictures = selected.examples[0].pictures if len(selected.examples) else ()
+    ids, labels, pictures = selected.sequence()
+    segments = decode_spans(ids, labels, encoded.encoder.tokenizer)
     held_out = selected.eval_report
     if as_json:
         print_json({

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.column_advice import json_advice
-from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.columns import PICTURES, summarise_pictures
 from finetune.data.pictures.tensors import source_of
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
-from finetune.data.shards import SourcePart, StoredExamples, StoredRows
+from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source
@@ -89,33 +88,19 @@ class SelectedRows:
         return self.splits[0].lengths.tolist()
 
     @property
-    def examples(self) -> StoredExamples:
-        return self.splits[0].examples()
-
-    @property
-    def eval_examples(self) -> Iterable[Example]:
-        return self._held_out.examples() if self._held_out else []
-
-    @property
     def plain(self) -> bool:
         """Return whether no training row uses a template."""
         return bool(self.splits[0].stored.has("pair")[self.splits[0].used].all())
 
-    def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        row = self._row(index)
-        return row["input_ids"], row["labels"]
-
-    def pictures(self, index: int) -> tuple[PictureSource, ...]:
-        """Return the images of one training sequence."""
-        return tuple(map(source_of, self._row(index).get(PICTURES, ())))
-
-    def _row(self, index: int) -> dict[str, Any]:
+    def sequence(self, index: int = 0) -> tuple[list[int], list[int], tuple[PictureSource, ...]]:
+        """Return ids, labels and images of one training sequence, empty without sequences."""
         # `train` imports datasets, which takes a second
         for table in self.splits[0].tables():
             if index < table.num_rows:
-                return table.slice(index, 1).to_pylist()[0]
+                [row] = table.slice(index, 1).to_pylist()
+                return row["input_ids"], row["labels"], tuple(map(source_of, row.get(PICTURES, ())))
             index -= table.num_rows
-        raise IndexError(index)
+        return [], [], ()
 
     @cached_property
     def report(self) -> DataReport:

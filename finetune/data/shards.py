@@ -260,22 +260,6 @@ class StoredRows:
         return np.concatenate([_to_numpy(chunk.flatten() if pa.types.is_list(chunk.type) else chunk, kind) for chunk in chunks])
 
 
-class StoredExamples:
-    """Some rows of `StoredRows`, decoded when read."""
-
-    def __init__(self, stored: StoredRows, rows: np.ndarray) -> None:
-        self._stored, self._rows = stored, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Example]:
-        return map(self._stored.example, self._rows)
-
-    def __getitem__(self, position: int) -> Example:
-        return self._stored.example(self._rows[position])
-
-
 def _to_numpy(array: Any, kind: Any) -> np.ndarray:
     # an array's `to_numpy` imports pandas, which takes half a second; the arrays here have no nulls
     size = np.dtype(kind).itemsize

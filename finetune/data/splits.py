@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from finetune.data.example import Example
 from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes
 from finetune.data.report import Refused
-from finetune.data.shards import StoredExamples, StoredRows
+from finetune.data.shards import StoredRows
 from finetune.settings.methods import NOT_TRAINED
 
 if TYPE_CHECKING:
@@ -154,8 +155,9 @@ class LimitedSplit:
                 counts.append(self.stored.trained_counts[indices][mask])
         return np.concatenate(counts, dtype=np.int64)
 
-    def examples(self) -> StoredExamples:
-        return StoredExamples(self.stored, np.flatnonzero(self.used))
+    @property
+    def examples(self) -> list[Example]:
+        return list(map(self.stored.example, np.flatnonzero(self.used)))
 
     def longest(self) -> list[tuple[tuple[str, int], int]]:
         """Return the five longest rows over max_length, and their tokens."""

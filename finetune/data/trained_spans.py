@@ -10,13 +10,6 @@ from finetune.settings.methods import NOT_TRAINED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.data.preparation import SelectedRows
-
-
-def example_spans(prepared: SelectedRows, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
-    """Return sequence `index` as (text, is trained) spans, empty without sequences."""
-    return decode_spans(*prepared.sequence(index), tokenizer) if prepared.lengths else []
-
 
 def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """Decode ids and labels as (text, is trained) spans."""

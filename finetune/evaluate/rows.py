@@ -101,7 +101,7 @@ def file_rows(
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     tables = [table.to_pydict() for table in split.tables()]
     sequences: dict[str, Any] = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
-    return replace(_eval_rows(questions_of(split.examples(), tokenizer, pictures)), **sequences)
+    return replace(_eval_rows(questions_of(split.examples, tokenizer, pictures)), **sequences)
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:

@@ -130,7 +130,8 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
         data.eval.save_to_disk(str(run.data / "eval"))
     held_out = data.eval_report and data.eval_report.as_json()
     write_json(run.data / "report.json", {**data.report.as_json(), "eval_report": held_out, "plain": data.plain})
-    questions = questions_of(data.eval_examples, prepared.tokenizer, ModelPictures(settings))
+    examples = [example for split in data.splits[1:] for example in split.examples]
+    questions = questions_of(examples, prepared.tokenizer, ModelPictures(settings))
     write_json(run.data / "eval_examples.json", questions)
     (run.data / "fingerprint").write_text(data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))

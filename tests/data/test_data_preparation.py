@@ -70,7 +70,9 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
 
 def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
     eval_path = write("eval.jsonl", [talk("a", "b", "c", "d", system="s")])
-    [example] = prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=eval_path), tokenizer, max_length=None).eval_examples
+    [example] = (
+        prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=eval_path), tokenizer, max_length=None).splits[1].examples
+    )
     assert [message["content"] for message in example.question()] == ["s", "a", "b", "c"]
     assert example.reference() == "d"
 
@@ -81,7 +83,7 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer
     def split(size, seed):
         chosen = recipe(path, test_split_size=size).model_copy(update={"seed": seed})
         prepared = prepare(chosen, tokenizer, max_length=None)
-        return prepared.report.rows_held_out, list(prepared.examples), list(prepared.eval_examples)
+        return prepared.report.rows_held_out, prepared.splits[0].examples, prepared.splits[1].examples
 
     (count, train, held_out), (_, _, repeated), (_, _, other) = split(0.25, 1), split(0.25, 1), split(0.25, 2)
     assert len(held_out) == 10 and count == 10

@@ -73,9 +73,12 @@ def result_of(case):
     try:
         recipe = recipe_from(settings)
         selected = encode(recipe, tokenizer).select(recipe, limit)
-        result = {"notes": selected.notes, "train": _split(selected.report, selected.train, selected.examples, tokenizer)}
+        result = {
+            "notes": selected.notes,
+            "train": _split(selected.report, selected.train, selected.splits[0], tokenizer),
+        }
         if selected.eval is not None:
-            result["eval"] = _split(selected.eval_report, selected.eval, selected.eval_examples, tokenizer)
+            result["eval"] = _split(selected.eval_report, selected.eval, selected.splits[1], tokenizer)
         selected.raise_problems()
     except FinetuneError as error:
         result["error"] = error.as_json()
@@ -83,9 +86,9 @@ def result_of(case):
     return json.loads(json.dumps(result).replace(str(Path.cwd()), "FOLDER"))
 
 
-def _split(report, dataset, examples, tokenizer):
+def _split(report, dataset, split, tokenizer):
     # bytes of a picture depend on Pillow's version
-    contents = [(example.file, example.row, example.content() | {"pictures": len(example.pictures)}) for example in examples]
+    contents = [(row.file, row.row, row.content() | {"pictures": len(row.pictures)}) for row in split.examples]
     texts = []
     for row in dataset:
         for prefix in ("", "rejected_") if "rejected_labels" in row else ("",):

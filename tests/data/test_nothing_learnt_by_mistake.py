@@ -52,7 +52,7 @@ def test_reasoning_that_the_template_leaves_out_is_left_out_as_its_refusal_says(
         with pytest.raises(DataError, match="prompt_completion, which has no field reasoning"):
             read_examples(recipe(path, columns={"prompt": "Frage", "completion": "x", "reasoning": "Weg"}).dataset)
     ignoring = recipe(path, columns=columns, ignore_columns=["reasoning_content"])
-    [example] = prepare(ignoring, build_tokenizer(), max_length=None).examples
+    [example] = prepare(ignoring, build_tokenizer(), max_length=None).splits[0].examples
     assert example.messages[-1] == {"role": "assistant", "content": "4"}
 
 

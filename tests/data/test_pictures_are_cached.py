@@ -37,17 +37,17 @@ def _prepare(path, **settings):
 
 
 def _widths(prepared):
-    return [example.pictures[0].width for example in prepared.examples]
+    return [example.pictures[0].width for example in prepared.splits[0].examples]
 
 
 def test_the_second_reading_decodes_nothing_and_gives_the_same(data, decoded, monkeypatch):
     first = _prepare(data)
     assert len(decoded) == 4
-    assert list(_prepare(data).examples) == list(first.examples)
+    assert _prepare(data).splits[0].examples == first.splits[0].examples
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
     sizes.size_cache.cache_clear()  # as in another process
     second = _prepare(data)
-    assert list(second.examples) == list(first.examples) and second.fingerprint == first.fingerprint
+    assert second.splits[0].examples == first.splits[0].examples and second.fingerprint == first.fingerprint
     assert len(decoded) == 4 and second.report.as_json() == first.report.as_json()
 
 
@@ -83,7 +83,7 @@ def test_pictures_in_rows_outlive_the_memory_and_a_cleared_cache(data, tmp_path)
     rows = {"image": [picture(8, 6)], "question": ["a?"], "answer": ["a"]}
     Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
     for _ in range(2):
-        (example,) = _prepare(str(tmp_path / "rows.parquet")).examples
+        (example,) = _prepare(str(tmp_path / "rows.parquet")).splits[0].examples
         assert source.open_picture(example.pictures[0]).size == (8, 6)
         shutil.rmtree(sizes.pictures_folder())
 

@@ -16,7 +16,7 @@ from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture
 from finetune.data.sources import read_hub
-from finetune.data.trained_spans import example_spans
+from finetune.data.trained_spans import decode_spans
 from finetune.errors import PackagesError, RecipeError
 
 RED = encoded(picture(8, 6, seed=1))
@@ -146,26 +146,27 @@ def test_paths_may_start_in_another_folder(cats, write):
 
 def test_tokens_have_the_picture_where_the_row_has_it(cats, write, vision_tokenizer):
     data = prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), vision_tokenizer, max_length=None)
-    spans = example_spans(data, vision_tokenizer)
+    spans = decode_spans(*data.sequence()[:2], vision_tokenizer)
     assert spans == [
         ("<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False),
         ("A cat.<|im_end|>", True), ("\n", False),
     ]  # fmt: skip
-    assert data.examples[0].pictures[0].path == cats / "cats" / "1.png"
+    assert data.splits[0].examples[0].pictures[0].path == cats / "cats" / "1.png"
     assert not data.report.findings
 
 
 def test_rows_of_text_beside_them_stay_as_they_are(cats, write, vision_tokenizer):
     rows = [ROWS["llava"], {"conversations": [{"from": "human", "value": "Hi \ufffc"}, {"from": "gpt", "value": "Yes"}]}]
     data = prepare(recipe(write("rows.jsonl", rows)), vision_tokenizer, max_length=None)
-    assert data.examples[1].messages[0] == {"role": "user", "content": "Hi \ufffc"} and not data.examples[1].pictures
+    example = data.splits[0].examples[1]
+    assert example.messages[0] == {"role": "user", "content": "Hi \ufffc"} and not example.pictures
 
 
 def test_equal_questions_about_other_pictures_are_other_prompts(cats, write, vision_tokenizer):
     (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
     rows = [{"image": f"cats/{name}.png", "question": "What?", "answer": "A cat."} for name in (1, 2, 1)]
     data = prepare(recipe(write("rows.jsonl", rows), test_split_size=1), vision_tokenizer, max_length=None)
-    assert [example.pictures[0].width for example in data.eval_examples] == [20]
+    assert [example.pictures[0].width for example in data.splits[1].examples] == [20]
     assert data.report.duplicate_rows == 1
 
 

@@ -38,7 +38,7 @@ def shards():
 
 
 def content(prepared):
-    return prepared.report.as_json(), prepared.train[:], prepared.fingerprint, list(prepared.examples)
+    return prepared.report.as_json(), prepared.train[:], prepared.fingerprint, prepared.splits[0].examples
 
 
 @pytest.mark.parametrize("settings", [{}, {"test_split_size": 5}, {"max_rows": 9}, {"excess_length": "truncate"}])
