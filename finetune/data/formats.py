@@ -48,7 +48,7 @@ def _from_messages(row: Values, reader: MessageReader, field: str = "messages") 
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
 
 
-def _from_alpaca(row: Values, _: MessageReader) -> Values:
+def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
     parts = (optional_text(row, "instruction"), optional_text(row, "input"))
     answer = required_text(row, "output")
     question = "\n\n".join(part for part in parts if part.strip())

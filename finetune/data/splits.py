@@ -157,7 +157,7 @@ class LimitedSplit:
 
     @property
     def examples(self) -> list[Example]:
-        return list(map(self.stored.example, np.flatnonzero(self.used)))
+        return [self.stored.example(int(row)) for row in np.flatnonzero(self.used)]
 
     def longest(self) -> list[tuple[tuple[str, int], int]]:
         """Return the five longest rows over max_length, and their tokens."""

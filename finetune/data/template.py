@@ -68,6 +68,7 @@ class Rendered:
     #: Indices of the answers' messages.
     turns: list[int] = field(default_factory=list)
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text
+    is_plain: bool = False  # without a template
 
 
 class Template:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -117,14 +117,12 @@ class Encoder:
         if any(example.pictures for example in examples):
             self._require_pictures()
         self._require_end()
-        # two sequences for a pair of answers, several for templates that rewrite earlier turns
-        rows = [(example, self._render_pair(example) if example.is_pair else self._render(example)) for example in examples]
-        encoded = iter(self._tokenise([(text, not example.messages) for example, texts in rows for text in _renderings(texts)]))
-        results: list[list[Encoded] | BadRow] = []
-        for example, texts in rows:
-            sequences = [next(encoded) for _ in _renderings(texts)]
-            results.append(texts if isinstance(texts, BadRow) else _or_bad_row(sequences, example))
-        return results
+        texts = [_or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
+        encoded = iter(self._tokenise([text for row in texts if not isinstance(row, BadRow) for text in row]))
+        return [
+            row if isinstance(row, BadRow) else _or_bad_row(_checked, example, [next(encoded) for _ in row])
+            for example, row in zip(examples, texts, strict=True)
+        ]
 
     def _require_pictures(self) -> None:
         if self.template is None or not self.template.reads_pictures:
@@ -174,32 +172,28 @@ class Encoder:
     def chat_format(self) -> ChatFormat:
         return self.use_template().format
 
-    def _render_pair(self, example: Example) -> list[Rendered] | BadRow:
+    def _render_pair(self, example: Example) -> list[Rendered]:
         rendered: list[Rendered] = []
         for name, answer in zip(("chosen", "rejected"), example.pair(), strict=True):
             sequences = self._render(answer)
-            if isinstance(sequences, BadRow):
-                return sequences
             if len(sequences) != 1:
-                return BadRow(name, "has several answers, and the chat template rewrites earlier ones")
+                raise BadRow(name, "has several answers, and the chat template rewrites earlier ones")
             rendered += sequences
         return rendered
 
-    def _render(self, example: Example) -> list[Rendered] | BadRow:
+    def _render(self, example: Example) -> list[Rendered]:
+        # several for templates that rewrite earlier turns
         if not example.messages:
             text = example.text if example.text is not None else f"{example.prompt or ''}{example.completion or ''}"
             start = 0 if self.train_on_inputs else len(example.prompt or "")
-            return [Rendered(text, [(start, len(text))], {"control"} if self._escaper.contains_special(text) else set())]
-        template = self.use_template()
-        try:
-            escaped = example
-            if any(self._escaper.contains_special(message["content"]) for message in example.messages):
-                escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
-            rendered = template.sequences(escaped, whole=self.train_on_inputs)
-            if example.pictures:
-                rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
-        except BadRow as error:
-            return error
+            notes = {"control"} if self._escaper.contains_special(text) else set[str]()
+            return [Rendered(text, [(start, len(text))], notes, is_plain=True)]
+        escaped = example
+        if any(self._escaper.contains_special(message["content"]) for message in example.messages):
+            escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
+        rendered = self.use_template().sequences(escaped, whole=self.train_on_inputs)
+        if example.pictures:
+            rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
         rendered = [self._escaper.unescape(sequence) for sequence in rendered]
         if any(sequence.escaped_spans for sequence in rendered):
             rendered[0].notes.add("literal")  # special tokens in user or tool texts, tokenised as text
@@ -208,45 +202,35 @@ class Encoder:
             rendered[0].notes.add("control")
         return rendered
 
-    def _tokenise(self, texts_and_kinds: list[tuple[Rendered, bool]]) -> list[Encoded]:
-        encoded = self._by_bytes(
-            {index: rendered for index, (rendered, is_plain) in enumerate(texts_and_kinds) if not is_plain}
-        )
+    def _tokenise(self, texts: list[Rendered]) -> list[Encoded]:
+        encoded = self._by_bytes(texts)
         for plain in (False, True):
-            texts = {
-                index: rendered
-                for index, (rendered, is_plain) in enumerate(texts_and_kinds)
-                if is_plain == plain and index not in encoded
-            }
+            group = {n: text for n, text in enumerate(texts) if text.is_plain == plain and n not in encoded}
             # only plain text gets the tokenizer's BOS; chat templates write their own
-            tokenised = self._tokenise_texts([rendered.text for rendered in texts.values()], plain=plain)
-            for (index, rendered), (ids, encoding) in zip(texts.items(), tokenised, strict=True):
-                trained_mask = None
+            tokenised = self._tokenise_texts([rendered.text for rendered in group.values()], plain=plain)
+            for (index, rendered), (ids, encoding) in zip(group.items(), tokenised, strict=True):
                 if rendered.escaped_spans:
                     ids, offsets = self._escaper.tokenise(rendered.text, rendered.escaped_spans)
                     trained_mask = overlap_mask(offsets, rendered.spans)
                 elif encoding is None:
-                    trained_mask = self._mask_by_prefix(ids, rendered, plain)
-                elif not plain:
+                    trained_mask = self._mask_by_prefix(ids, rendered)
+                else:
                     trained_mask = _mask_from_encoding(encoding, rendered)
-                if trained_mask is None and encoding is not None:
-                    trained_mask = overlap_mask(encoding.offsets, rendered.spans)
-                assert trained_mask is not None
-                encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered.notes, plain)
-        return [encoded[index] for index in range(len(texts_and_kinds))]
+                encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered)
+        return [encoded[index] for index in range(len(texts))]
 
-    def _by_bytes(self, texts: dict[int, Rendered]) -> dict[int, Encoded]:
+    def _by_bytes(self, texts: list[Rendered]) -> dict[int, Encoded]:
         byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
         if byte_level is None:
             return encoded
-        texts = {index: rendered for index, rendered in texts.items() if not rendered.escaped_spans}
-        all_ids = byte_level.ids([rendered.text for rendered in texts.values()])
-        for (index, rendered), ids in zip(texts.items(), all_ids, strict=True):
+        group = {n: text for n, text in enumerate(texts) if not text.is_plain and not text.escaped_spans}
+        all_ids = byte_level.ids([rendered.text for rendered in group.values()])
+        for (index, rendered), ids in zip(group.items(), all_ids, strict=True):
             # trained tokens follow from the tokens' lengths in bytes
             trained_mask = byte_level.trained_mask(ids, rendered.text, rendered.spans)
             # `_tokenise_texts` drops a second BOS
             if trained_mask is not None and (bos is None or ids[:2] != [bos, bos]):
-                encoded[index] = self._with_labels(ids, trained_mask, rendered.notes, plain=False)
+                encoded[index] = self._with_labels(ids, trained_mask, rendered)
         return encoded
 
     @cached_property
@@ -266,27 +250,33 @@ class Encoder:
             for ids, encoding in zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True)
         ]
 
-    def _mask_by_prefix(self, ids: list[int], rendered: Rendered, plain: bool) -> np.ndarray:
+    def _mask_by_prefix(self, ids: list[int], rendered: Rendered) -> np.ndarray:
         mask = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
-            prefixes = self._tokenise_texts([rendered.text[:start], rendered.text[:end]], plain=plain)
+            prefixes = self._tokenise_texts([rendered.text[:start], rendered.text[:end]], plain=rendered.is_plain)
             first, last = (common_prefix_length(prefix, ids) for prefix, _ in prefixes)
             mask[first:last] = True
         return mask
 
-    def _with_labels(self, ids: list[int], trained_mask: np.ndarray, notes: set[str], plain: bool) -> Encoded:
+    def _with_labels(self, ids: list[int], trained_mask: np.ndarray, rendered: Rendered) -> Encoded:
         """Train each answer up to its EOS; add a final EOS if none is written."""
+        notes, plain = rendered.notes, rendered.is_plain
         next_end_ids, end_ids = self._end_ids[plain or self.template is None]
         edges = (np.flatnonzero(trained_mask[:-1] != trained_mask[1:]) + 1).tolist()
         answer_ends = [edge for edge in (*edges, len(ids)) if edge and trained_mask[edge - 1]]
         for end in answer_ends if not self.train_on_inputs else []:
-            has_end = self._train_turn_end(ids, trained_mask, end, end_ids, next_end_ids)
-            if not has_end and not self._is_blank(ids, end, len(ids)):
+            # the answer's EOS is its last trained token, after white space or before
+            if (last := self._end_near(ids, range(end)[::-1], end_ids, trained_mask)) is not None:
+                trained_mask[last + 1 : end] = False
+            elif (last := self._end_near(ids, range(end, len(ids)), next_end_ids)) is not None:
+                trained_mask[end : last + 1] = True
+            elif not self._is_blank(ids[end:]):
                 notes.add("endless")
-        written = ids
-        ids, trained_mask = self._with_final_eos(ids, trained_mask, end_ids)
-        if ids is not written and not plain:
-            notes.add("ended")
+        eos = self.tokenizer.eos_token_id
+        end = len(ids) - int(trained_mask[::-1].argmax()) if trained_mask.any() else 0
+        if end and eos is not None and self._is_blank(ids[end:]) and self._end_near(ids, range(end)[::-1], end_ids) is None:
+            ids, trained_mask = [*ids[:end], eos], np.append(trained_mask[:end], True)
+            notes |= set() if plain else {"ended"}
         if self._unknown is not None and self._unknown in ids:
             notes.add("unknown")
         tokens = np.frombuffer(array("i", ids), dtype=np.int32)
@@ -295,59 +285,44 @@ class Encoder:
         labels[:1] = NOT_TRAINED
         return Encoded(tokens, labels, notes)
 
-    def _with_final_eos(self, ids: list[int], trained_mask: np.ndarray, end_ids: set[int]) -> tuple[list[int], np.ndarray]:
-        last_trained = len(ids) - 1 - int(trained_mask[::-1].argmax()) if trained_mask.any() else None
-        if last_trained is None or self.tokenizer.eos_token_id is None or not self._is_blank(ids, last_trained + 1, len(ids)):
-            return ids, trained_mask
-        index = last_trained
-        while index > 0 and ids[index] not in end_ids and self._is_blank(ids, index, index + 1):
-            index -= 1
-        if ids[index] in end_ids:
-            return ids, trained_mask
-        return [*ids[: last_trained + 1], self.tokenizer.eos_token_id], np.append(trained_mask[: last_trained + 1], True)
+    def _end_near(self, ids: list[int], indices: range, end_ids: set[int], mask: np.ndarray | None = None) -> int | None:
+        """Return the first index of an EOS after nothing but white space, or one token outside `mask`."""
+        for index in indices:
+            if ids[index] in end_ids:
+                return index
+            if (mask is not None and not mask[index]) or not self._is_blank(ids[index : index + 1]):
+                break
+        return None
 
-    def _train_turn_end(self, ids: list[int], mask: np.ndarray, end: int, end_ids: set[int], next_end_ids: set[int]) -> bool:
-        """Make the answer's EOS its last trained token; False without an EOS."""
-        index = end - 1
-        while index > 0 and mask[index] and ids[index] not in end_ids and self._is_blank(ids, index, index + 1):
-            index -= 1
-        if ids[index] in end_ids:
-            mask[index + 1 : end] = False
-            return True
-        index = end
-        while index < len(ids) and ids[index] not in next_end_ids and self._is_blank(ids, index, index + 1):
-            index += 1
-        if index < len(ids) and ids[index] in next_end_ids:
-            mask[end : index + 1] = True
-            return True
-        return False
-
-    def _is_blank(self, ids: list[int], start: int, end: int) -> bool:
-        return start >= end or not str(self.tokenizer.decode(ids[start:end], skip_special_tokens=False)).strip()
+    def _is_blank(self, ids: list[int]) -> bool:
+        return not ids or not str(self.tokenizer.decode(ids, skip_special_tokens=False)).strip()
 
 
-def _renderings(rendered: list[Rendered] | BadRow) -> list[Rendered]:
-    return [] if isinstance(rendered, BadRow) else rendered
+def _or_bad_row(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except BadRow as error:
+        return error
 
 
-def _or_bad_row(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
+def _checked(example: Example, sequences: list[Encoded]) -> list[Encoded]:
     if example.desirable is not None and len(sequences) != 1:
-        return BadRow("completion", "has several answers, and the chat template rewrites earlier ones")
+        raise BadRow("completion", "has several answers, and the chat template rewrites earlier ones")
     if example.is_pair and len({sequence.labels[sequence.first_trained :].tobytes() for sequence in sequences}) == 1:
-        return BadRow("chosen", "and rejected have the same trained tokens; there is nothing to prefer")
-    if all(sequence.trained_count for sequence in sequences):
-        return sequences
-    return BadRow("messages" if example.messages else None, "has no token to train on")
+        raise BadRow("chosen", "and rejected have the same trained tokens; there is nothing to prefer")
+    if not all(sequence.trained_count for sequence in sequences):
+        raise BadRow("messages" if example.messages else None, "has no token to train on")
+    return sequences
 
 
-def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray | None:
-    # as `overlap_mask`, from two tokens of each span; None if tokens omit white space there
+def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray:
+    # as `overlap_mask`, from two tokens of each span, unless tokens omit white space there, or the tokenizer adds some
     mask = np.zeros(len(encoding), dtype=bool)
     for span_start, span_end in rendered.spans:
         first = encoding.char_to_token(span_start)
         end = len(encoding) if span_end >= len(rendered.text) else encoding.char_to_token(span_end)
-        if first is None or end is None:
-            return None
+        if first is None or end is None or rendered.is_plain:
+            return overlap_mask(encoding.offsets, rendered.spans)
         starts_inside = end < len(encoding) and encoding.token_to_chars(end)[0] < span_end
         mask[first : end + starts_inside] = True
     return mask
