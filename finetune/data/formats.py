@@ -380,12 +380,6 @@ def parse(row: Values, format_name: str, reader: MessageReader, file: str, numbe
     return example
 
 
-def unused_columns(columns: Iterable[str], format_name: str, read: Iterable[str]) -> tuple[str, ...]:
-    """Return columns that neither the format nor `read` reads."""
-    names = {*FORMATS[format_name].columns, *read}
-    return tuple(dict.fromkeys(printable(column) for column in columns if column not in names))
-
-
 def _column_list(rows: list[Values]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     names = ", ".join(printable(name) or "(no name)" for name in columns[:20])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from finetune.data.formats import (
     parse,
     reasoning_column,
     rename_columns,
-    unused_columns,
     usual_columns,
 )
 from finetune.data.pictures.placement import (
@@ -30,7 +28,7 @@ from finetune.data.pictures.placement import (
 from finetune.data.pictures.reader import FileStat, PictureReader
 from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
-from finetune.data.report import Refused
+from finetune.data.report import Refused, printable
 from finetune.data.unused_columns import UnusedColumns
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
@@ -52,20 +50,19 @@ class RowParser:
 
     file: str
     format: str
+    #: `preference` where pairs are read as two labelled answers each, else `format`.
+    row_format: str
     columns: Columns
-    ignored: tuple[str, ...]
+    dataset: DatasetRecipe
     #: Unused columns of the first rows.
     unused_columns: tuple[str, ...]
-    json_columns: tuple[str, ...]
-    unpairs: bool  # pairs are read as two labelled answers each
     picture_columns: tuple[str, ...]
     #: Some of the first rows have an image.
     has_pictures: bool
     #: Most of the first rows have `<image>`.
     has_tags: bool
-    #: Folders of image files.
+    #: Folder of the data file.
     folder: str | None
-    image_folder: str | None
     #: If false, no image is opened, and examples have no images.
     reads_pictures: bool = True
 
@@ -82,7 +79,7 @@ class RowParser:
                 example, references = self._parse_row(row, unused)
                 if references:
                     pictures[len(examples)] = references
-                if self.unpairs:  # a good and a bad answer, as TRL reads pairs for KTO
+                if self.row_format != self.format:  # a good and a bad answer, as TRL reads pairs for KTO
                     chosen, rejected = example.pair()
                     examples += [replace(chosen, desirable=True), replace(rejected, desirable=False)]
                 else:
@@ -96,7 +93,7 @@ class RowParser:
         self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
     ) -> dict[str, FileStat]:
         """Set the images of `examples`, refuse rows with bad images, and return the checked files."""
-        reader = PictureReader(self.folder, self.image_folder)
+        reader = PictureReader(self.folder, self.dataset.image_folder)
         bad_rows = set()
         for index, sources in zip(pictures, reader.read(pictures.values()), strict=True):
             example = examples[index]
@@ -111,34 +108,33 @@ class RowParser:
         return reader.files
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
-        values = as_json_text(without_columns(row.values, self.ignored), self.json_columns)
+        values = as_json_text(without_columns(row.values, self.dataset.ignore_columns), self.dataset.json_columns)
         renamed, column = take_pictures(rename_columns(values, self.columns), self.picture_columns)
-        row_format = "preference" if self.unpairs else self.format
-        format_columns = FORMATS[row_format]
-        unread = {name: value for name, value in renamed.items() if name not in format_columns.columns}
+        unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
         # columns with a field's name, where the recipe reads the field from another
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         undecided = unused.add_meanings(unread, row.number)
         reader = MessageReader(self.columns)
-        example = parse(renamed, row_format, reader, row.file, row.number)
+        example = parse(renamed, self.row_format, reader, row.file, row.number)
         references: list[PictureReference] = []
         if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
             example, references = place_pictures(
                 example, column, expects_pictures=self.has_pictures, expects_tags=self.has_tags
             )
         check_placeholders(row.values, example.texts())
-        unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
+        unused.add_row(undecided, row.number, _read_texts(renamed, self.row_format, example) if undecided else [])
         unused.add_messages(reader.unread, row.number)
         return example, references
 
 
 def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
     """Choose the parser for rows like these. Raise DataError, or UnknownColumns if settings may help."""
-    columns, ignored = dataset.columns, dataset.ignore_columns
+    columns = dataset.columns
     # the recipe names the reasoning column, and leaves out reasoning
-    if "reasoning_content" in ignored and "reasoning" in columns:
+    if "reasoning_content" in dataset.ignore_columns and "reasoning" in columns:
         columns = {**columns}
-        ignored = [*ignored, columns.pop("reasoning")]
+        dataset = dataset.model_copy(update={"ignore_columns": [*dataset.ignore_columns, columns.pop("reasoning")]})
+    ignored = dataset.ignore_columns
     if dataset.format not in METHOD_FORMATS:
         check_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
@@ -153,20 +149,18 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
         columns = usual_columns(rows)
     renamed_rows = [rename_columns(values, columns) for values in rows]
     format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
+    row_format = "preference" if unpairs else format_name
     if dataset.format not in METHOD_FORMATS:
         columns = columns | reasoning_column(renamed_rows, file, format_name, columns)
         renamed_rows = [rename_columns(values, columns) for values in rows]
-    column_names = (column for values in renamed_rows for column in values)
-    left_out = (name for name in ignored if name in header)
-    columns_of_pictures = picture_columns(file)
-    has_pictures = rows_have_pictures(renamed_rows, columns_of_pictures)
-    return RowParser(
-        file, format_name, columns, tuple(ignored),
-        unused_columns([*column_names, *left_out], "preference" if unpairs else format_name, columns_of_pictures),
-        tuple(dataset.json_columns), unpairs, columns_of_pictures, has_pictures,
-        has_pictures and rows_have_tags(renamed_rows), None if folder is None else str(folder),
-        None if dataset.image_folder is None else os.path.expanduser(dataset.image_folder),  # noqa: PTH111
-    )  # fmt: skip
+    images = picture_columns(file)
+    read = {*FORMATS[row_format].columns, *images}
+    column_names = [*(column for values in renamed_rows for column in values), *(name for name in ignored if name in header)]
+    unused = tuple(dict.fromkeys(printable(name) for name in column_names if name not in read))
+    has_pictures = rows_have_pictures(renamed_rows, images)
+    has_tags = has_pictures and rows_have_tags(renamed_rows)
+    data_folder = None if folder is None else str(folder)
+    return RowParser(file, format_name, row_format, columns, dataset, unused, images, has_pictures, has_tags, data_folder)
 
 
 def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -221,7 +221,8 @@ class CacheEntry:
     def finish(self, reader: SourceReader, shard_count: int) -> None:
         """Mark the entry as complete. Raise DiskFull."""
         values = {
-            "shards": shard_count, "read": reader.rows_read, **asdict(reader.parser), "unused_columns": reader.unused_columns,
+            "shards": shard_count, "read": reader.rows_read, "format": reader.parser.format, "columns": reader.parser.columns,
+            "unused_columns": reader.unused_columns,
         }  # fmt: skip
         with self._disk_errors():
             write_text(self.folder / "source.json", with_checksum(json.dumps(values)))

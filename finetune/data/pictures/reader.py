@@ -25,7 +25,8 @@ class PictureReader:
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
         require_pillow()
         # not Path.resolve(): symbolic links must not be followed
-        self._folders = [Path(os.path.abspath(path)) for path in (image_folder, folder) if path is not None]  # noqa: PTH100
+        folders = (image_folder and os.path.expanduser(image_folder), folder)  # noqa: PTH111
+        self._folders = [Path(os.path.abspath(path)) for path in folders if path is not None]  # noqa: PTH100
         #: Checked files and their stat; cached rows are valid until a stat changes.
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
