@@ -58,16 +58,10 @@ def find_sources(
     path_list = [paths] if isinstance(paths, str) else paths
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
         try:
-            if arrow_files := _saved_arrow_files(path, split if only_split else None):
-                sources += [Source(printable(str(file), 200), file, weight=weight) for file in arrow_files]
-                continue
-            names, are_split = _expand_path(path, split if only_split else None, bundled)
-            for name in names:
-                # `bundled` (train, eval): which rows of a bundled dataset or a folder
-                source = replace(_local_source(name, bundled) or Source(name, None, config, split, revision), weight=weight)
-                if source.path is not None and only_split and not are_split:
-                    source = replace(source, split=split, only_split=True, has_splits=has_splits)
-                sources.append(source)
+            local, are_split = _local_sources(path, split if only_split else None, bundled)
+            if only_split and not are_split:
+                local = [replace(source, split=split, only_split=True, has_splits=has_splits) for source in local]
+            sources += [replace(source, weight=weight) for source in local or [Source(path, None, config, split, revision)]]
         except DataError as error:
             problems += error.problems
             fixes += [error.fix] if error.fix not in fixes else []
@@ -98,14 +92,18 @@ def _data_files(path_text: str) -> DataFiles | None:
     return None if files is None or _is_saved(expanded(path_text)) else files
 
 
-def _expand_path(path_text: str, split: str | None, rows: str) -> tuple[list[str], bool]:
-    """Return the data files of a path, and whether `split` chose them."""
+def _local_sources(path_text: str, split: str | None, rows: str) -> tuple[list[Source], bool]:
+    """Return the sources of a local path, none for a hub id, and whether `split` chose them."""
+    # `rows` (train, eval): which rows of a bundled dataset or a folder
+    if arrow_files := _saved_arrow_files(path_text, split):
+        return [Source(printable(str(file), 200), file) for file in arrow_files], True
     files = _data_files(path_text)
     if files is None or not files.splits:
-        return [path_text], False
-    if split is not None and files.is_split:
-        return list(map(str, files.of_split(split))), True
-    return list(map(str, files.training() if rows == "train" else files.evaluation())), False
+        source = _local_source(path_text, rows)
+        return [source] if source else [], False
+    are_split = split is not None and files.is_split
+    paths = files.of_split(split or "") if are_split else files.training() if rows == "train" else files.evaluation()
+    return [_file_source(file, printable(str(file), 200)) for file in paths], are_split
 
 
 def _is_saved(folder: Path) -> bool:
