@@ -54,8 +54,7 @@ class Questions:
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
         from finetune.data.pictures.display import small_pictures, with_counts
-        from finetune.data.tokens import NOT_TRAINED
-        from finetune.data.trained_spans import decode_spans
+        from finetune.data.tokens import NOT_TRAINED, decode_spans
 
         parsed = _completed(recipe)
         prepared = self._prepared(parsed, work.report)

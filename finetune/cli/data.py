@@ -32,7 +32,7 @@ def show_data(
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune.data.trained_spans import decode_spans
+        from finetune.data.tokens import decode_spans
         from finetune.planner.planning import encode_rows, limit_of
         from finetune.recipe.complete import complete
 

@@ -1,7 +1,8 @@
-"""Turn examples into input_ids and labels."""
+"""Turn examples into input_ids and labels, and these into texts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Sequence
@@ -326,3 +327,21 @@ def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray:
         starts_inside = end < len(encoding) and encoding.token_to_chars(end)[0] < span_end
         mask[first : end + starts_inside] = True
     return mask
+
+
+def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Decode ids and labels as (text, is trained) spans."""
+    spans: list[tuple[str, bool]] = []
+    end, previous_text = 0, ""
+    for trained, span_labels in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
+        start, end = end, end + sum(1 for _ in span_labels)
+        # decoded from the start: a part of a character, or a token that loses a space alone, comes out right
+        text = _decode(tokenizer, input_ids[:end])
+        span_text = text[len(previous_text) :] if text.startswith(previous_text) else _decode(tokenizer, input_ids[start:end])
+        spans.append((span_text, trained))
+        previous_text = text
+    return spans
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

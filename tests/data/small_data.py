@@ -107,7 +107,7 @@ def talk(*turns: str, system: str | None = None) -> dict:
 
 def trained_text(encoded, tokenizer) -> str:
     """The text of the trained tokens of one sequence, spans separated by a bar."""
-    from finetune.data.trained_spans import decode_spans
+    from finetune.data.tokens import decode_spans
 
     return "|".join(text for text, flag in decode_spans(encoded.input_ids.tolist(), encoded.labels.tolist(), tokenizer) if flag)
 

@@ -3,8 +3,7 @@
 from small_data import prepare, read_examples, recipe
 
 from finetune.data.tokenizer import load_tokenizer
-from finetune.data.tokens import Encoder
-from finetune.data.trained_spans import decode_spans
+from finetune.data.tokens import Encoder, decode_spans
 
 
 def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():

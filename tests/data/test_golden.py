@@ -19,7 +19,7 @@ from small_data import CHATML, build_tokenizer
 
 from finetune.data.preparation import encode
 from finetune.data.tokenizer import ModelPictures
-from finetune.data.trained_spans import decode_spans
+from finetune.data.tokens import decode_spans
 from finetune.errors import FinetuneError
 from finetune.recipe import recipe_from
 

@@ -9,8 +9,7 @@ from finetune.data.checks import BadRow
 from finetune.data.conversation import MessageReader
 from finetune.data.formats import parse
 from finetune.data.tokenizer import PLAIN_TEMPLATE
-from finetune.data.tokens import Encoder
-from finetune.data.trained_spans import decode_spans
+from finetune.data.tokens import Encoder, decode_spans
 
 THINK = "<think>2 and 2</think>It is 4."
 

@@ -16,7 +16,7 @@ from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture
 from finetune.data.sources import read_hub
-from finetune.data.trained_spans import decode_spans
+from finetune.data.tokens import decode_spans
 from finetune.errors import PackagesError, RecipeError
 
 RED = encoded(picture(8, 6, seed=1))
