@@ -207,17 +207,17 @@ class LimitedSplit:
         """Truncate a shard's sequences, or cut them into chunks."""
         selected = table.filter(mask)
         lengths, kept, chunks = (values[indices][mask] for values in (self.stored.lengths, self._kept, self._chunks))
-        position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        is_kept = pa.array(position < np.repeat(kept, lengths))
+        is_kept = pa.array(np.repeat(np.tile([True, False], len(kept)), np.stack([kept, lengths - kept], axis=1).ravel()))
         ends = np.cumsum(_chunk_lengths(kept, chunks))
         ids, labels = (selected[name].combine_chunks().flatten().filter(is_kept) for name in ("input_ids", "labels"))
         labels = labels.to_numpy().copy()
         # nothing predicts the first token of a chunk
         labels[np.append(0, ends[:-1])] = NOT_TRAINED
-        rows = selected.take(pa.array(np.repeat(np.arange(len(kept)), chunks)))
-        for index, (name, values) in enumerate((("input_ids", ids), ("labels", pa.array(labels)))):
-            rows = rows.set_column(index, name, pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), values))
-        return rows
+        offsets = pa.array(np.append(0, ends), pa.int32())
+        tokens = [pa.ListArray.from_arrays(offsets, values) for values in (ids, pa.array(labels))]
+        rows = pa.array(np.repeat(np.arange(len(kept)), chunks))
+        others = [selected[name].take(rows) for name in selected.column_names[2:]]
+        return pa.table([*tokens, *others], names=selected.column_names)
 
     def _answer_after_limit(self) -> np.ndarray:
         rows = np.flatnonzero(self.stored.sequence_counts)
