@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
 _MARKS = (True, False, "true", "false", "True", "False")
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
-#: A batch ends after this number of rows, or of characters.
+#: A batch ends after this number of rows, or of characters, as does the sample.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 #: Rows of a batch with images, as each image is decoded.
 PICTURE_BATCH_ROWS = 256
@@ -103,7 +103,7 @@ class SourceReader:
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-        self._sample = _take(self._remaining_rows, _SAMPLE_ROWS, (bytes,), 0)
+        self._sample = _take(self._remaining_rows, _SAMPLE_ROWS)
         self._dataset = dataset
         rows = [row for row in self._sample if isinstance(row, Row)]
         if not rows:
@@ -122,7 +122,7 @@ class SourceReader:
         rows = itertools.chain(self._sample, self._remaining_rows)
         batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         # limits depend on the rows alone, so an interrupted cache finds the same batches again
-        while batch := _take(rows, batch_rows, (str, bytes), 8):
+        while batch := _take(rows, batch_rows):
             self.rows_read += len(batch)
             yield batch
 
@@ -147,22 +147,22 @@ class SourceReader:
             raise DataError(self.unused.problems(asked), "\n".join(fixes))
 
 
-def _take(rows: Iterator[Row | Refused], most: int, *measure: Any) -> list[Row | Refused]:
+def _take(rows: Iterator[Row | Refused], most: int) -> list[Row | Refused]:
     taken: list[Row | Refused] = []
-    size = 0
+    characters = 0
     for row in itertools.islice(rows, most):
         taken.append(row)
-        size += _size(row.values, *measure) if isinstance(row, Row) else 0
-        if size > _BATCH_CHARACTERS:
+        characters += _size(row.values) if isinstance(row, Row) else 0
+        if characters > _BATCH_CHARACTERS:
             break
     return taken
 
 
-def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int) -> int:
-    if isinstance(value, counted):
+def _size(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
         return len(value)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return size_of_others + sum(_size(item, counted, size_of_others) for item in items)
+    return 8 + sum(map(_size, items))
 
 
 def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:

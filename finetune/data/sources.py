@@ -107,15 +107,13 @@ def _local_sources(path_text: str, split: str | None, rows: str) -> tuple[list[S
 
 
 def _is_saved(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    # unlike a Path's method, isfile raises nothing
+    return any(os.path.isfile(folder / name) for name in ("state.json", "dataset_dict.json"))  # noqa: PTH113
 
 
 def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
     folder = expanded(path_text)
-    try:
-        if not folder.is_dir() or not _is_saved(folder):
-            return []
-    except (OSError, ValueError):
+    if not _is_saved(folder):
         return []
     label = printable(path_text, 200)
     if (folder / "dataset_dict.json").is_file():
