@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from finetune.data.checks import BadRow
 from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_arguments, read_calls, tagged_arguments
 
-#: A call that was read and the position after it.
-_ReadCall = tuple[str, dict[str, Any], int]
+#: Names and arguments of the calls that were read, and the position after them.
+_Read = tuple[list[tuple[str, dict[str, Any]]], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
 
@@ -43,8 +43,8 @@ class CallSyntax:
     #: Literal texts with which `opening` may begin.
     openings: tuple[str, ...]
     opening: re.Pattern[str]
-    #: Yields the calls at the opening. Raises ValueError for an unreadable call.
-    read: Callable[[str, re.Match[str]], Iterator[_ReadCall]]
+    #: Reads the calls at the opening. Raises ValueError, LookupError or TypeError for an unreadable call.
+    read: Callable[[str, re.Match[str]], _Read]
     #: Arguments are written as text, and get the types of the tool's schema.
     loses_types: bool = False
 
@@ -54,15 +54,13 @@ class CallSyntax:
         between = ""
         while match := self.opening.search(text, position):
             between += text[position : match.start()]
-            end = match.end()
             try:
-                for name, arguments, end_of_call in self.read(text, match):
-                    end = end_of_call
+                named, position = self.read(text, match)
+                for name, arguments in named:
                     [call] = read_calls({"name": name, "arguments": arguments}, "answer")
                     calls.append(_with_types(call, tools) if self.loses_types else call)
-            except (ValueError, SyntaxError, RecursionError, MemoryError, BadRow):
+            except (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError, BadRow):
                 return Answer(text, is_unreadable=True)
-            position = end
         parts = (part.strip() for part in (between, text[position:]))
         return Answer("\n".join(filter(None, parts)), calls) if calls else Answer(text)
 
@@ -137,27 +135,23 @@ def _closing(text: str, position: int, pattern: str) -> int:
     return match.end()
 
 
-def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[_ReadCall]:
+def _json_objects(text: str, match: re.Match[str], *, closing: str) -> _Read:
     value, end = json_at(text, match.end())
-    yield from _named_objects(value if isinstance(value, list) else [value], _closing(text, end, closing))
+    return _named(value if isinstance(value, list) else [value]), _closing(text, end, closing)
 
 
-def _named_objects(values: list[Any], end: int) -> Iterator[_ReadCall]:
-    for value in values:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise ValueError("no name of a tool")
-        arguments: Any = value.get("arguments", value.get("parameters", {}))
-        yield value["name"], arguments, end
+def _named(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(value["name"], value.get("arguments", value.get("parameters", {}))) for value in values]
 
 
-def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterator[_ReadCall]:
+def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
     arguments, end = json_at(text, match.end())
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
-    yield match["name"], arguments, _closing(text, end, closing)
+    return [(match["name"], arguments)], _closing(text, end, closing)
 
 
-def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+def _bare_objects(text: str, match: re.Match[str]) -> _Read:
     position, values = match.end(), []
     while position < len(text) and text[position] == "{":
         value, end = json_at(text, position)
@@ -166,16 +160,16 @@ def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
     # other JSON is no call
     if text[position:].strip():
         raise ValueError("text after the calls")
-    yield from _named_objects(values, position)
+    return _named(values), position
 
 
-def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> Iterator[_ReadCall]:
+def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> _Read:
     pairs, end = tagged_arguments(text, match.end())
     # `end_tag` follows the last argument, `closing` the call
-    yield match["name"], pairs, _closing(text, _closing(text, end, end_tag), closing)
+    return [(match["name"], pairs)], _closing(text, _closing(text, end, end_tag), closing)
 
 
-def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+def _python(text: str, match: re.Match[str]) -> _Read:
     end = text.find("<|tool_call_end|>", match.end())
     while end >= 0:
         try:
@@ -185,18 +179,18 @@ def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
             end = text.find("<|tool_call_end|>", end + 1)
     else:
         raise ValueError("a list without its end")
-    for item in tree.elts if isinstance(tree, ast.List) else [tree]:
-        if not isinstance(item, ast.Call) or item.args:
-            raise ValueError("no call with named arguments")
-        yield ast.unparse(item.func), python_arguments(item), end + len("<|tool_call_end|>")
+    items: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
+    if any(not isinstance(item, ast.Call) or item.args for item in items):
+        raise ValueError("no call with named arguments")
+    return [(ast.unparse(item.func), python_arguments(item)) for item in items], end + len("<|tool_call_end|>")
 
 
-def _gemma(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+def _gemma(text: str, match: re.Match[str]) -> _Read:
     arguments, end = gemma_arguments(text, match.end())
-    yield match["name"], arguments, _closing(text, end, r"<tool_call\|>")
+    return [(match["name"], arguments)], _closing(text, end, r"<tool_call\|>")
 
 
-def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], **options: str) -> CallSyntax:
+def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., _Read], **options: str) -> CallSyntax:
     # in tags, arguments are text
     return CallSyntax(openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
 
