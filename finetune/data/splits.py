@@ -85,12 +85,11 @@ class LimitedSplit:
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
         self._is_cut = stored.lengths > self._limit
         in_chunks = self._is_cut & np.repeat(self.chunked, stored.sequence_counts)
-        #: Tokens kept of each sequence, and in how many chunks.
-        self._kept = np.where(in_chunks, stored.lengths, np.minimum(stored.lengths, self._limit))
+        #: The end of each sequence after truncating, and the number of its chunks.
+        self._ends = np.where(in_chunks, stored.lengths, np.minimum(stored.lengths, self._limit))
         self._chunks = np.where(in_chunks, -(-stored.lengths // self._limit), 1)
-        self._sequence_lengths = np.concatenate(
-            [_chunk_lengths(self._kept[rows], self._chunks[rows]) for rows in self.sequences]
-        )
+        lengths = [_chunk_lengths(self._ends[mask], self._chunks[mask]) for mask in self.sequences]
+        self._sequence_lengths = np.concatenate(lengths)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -206,16 +205,15 @@ class LimitedSplit:
     def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
         """Truncate a shard's sequences, or cut them into chunks."""
         selected = table.filter(mask)
-        lengths, kept, chunks = (values[indices][mask] for values in (self.stored.lengths, self._kept, self._chunks))
-        is_kept = pa.array(np.repeat(np.tile([True, False], len(kept)), np.stack([kept, lengths - kept], axis=1).ravel()))
-        ends = np.cumsum(_chunk_lengths(kept, chunks))
-        ids, labels = (selected[name].combine_chunks().flatten().filter(is_kept) for name in ("input_ids", "labels"))
-        labels = labels.to_numpy().copy()
+        lengths, ends, chunks = (values[indices][mask] for values in (self.stored.lengths, self._ends, self._chunks))
+        is_used = np.repeat(np.tile([True, False], len(ends)), np.stack([ends, lengths - ends], axis=1).ravel())
+        offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunks)))
+        values = (selected[name].combine_chunks().flatten().filter(pa.array(is_used)) for name in ("input_ids", "labels"))
+        ids, labels = (array.to_numpy().copy() for array in values)
         # nothing predicts the first token of a chunk
-        labels[np.append(0, ends[:-1])] = NOT_TRAINED
-        offsets = pa.array(np.append(0, ends), pa.int32())
-        tokens = [pa.ListArray.from_arrays(offsets, values) for values in (ids, pa.array(labels))]
-        rows = pa.array(np.repeat(np.arange(len(kept)), chunks))
+        labels[offsets[:-1]] = NOT_TRAINED
+        tokens = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(array)) for array in (ids, labels)]
+        rows = pa.array(np.repeat(np.arange(len(ends)), chunks))
         others = [selected[name].take(rows) for name in selected.column_names[2:]]
         return pa.table([*tokens, *others], names=selected.column_names)
 
