@@ -367,13 +367,13 @@ def check_columns(rows: list[Values], file: str, format_name: str, columns: Colu
         )
 
 
-def parse(row: Values, format_name: str, reader: MessageReader, file: str, number: int) -> Example:
+def parse(row: Values, format_name: str, file: str, number: int, reader: MessageReader | None = None) -> Example:
     """Convert one renamed row. Raise BadRow."""
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
     if missing:
         raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
-    example = Example(file=file, row=number, **fmt.parse(row, reader))
+    example = Example(file=file, row=number, **fmt.parse(row, reader or MessageReader()))
     texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
     if (size := sum(map(len, texts))) > ROW_LIMIT:
         raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")

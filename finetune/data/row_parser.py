@@ -115,7 +115,7 @@ class RowParser:
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         undecided = unused.add_meanings(unread, row.number)
         reader = MessageReader(self.columns)
-        example = parse(renamed, self.row_format, reader, row.file, row.number)
+        example = parse(renamed, self.row_format, row.file, row.number, reader)
         references: list[PictureReference] = []
         if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
             example, references = place_pictures(

@@ -8,7 +8,6 @@ from tokenizers import normalizers, pre_tokenizers, processors
 
 from finetune.bundled import model_path
 from finetune.data.byte_level import ByteLevel
-from finetune.data.conversation import MessageReader
 from finetune.data.formats import parse
 from finetune.data.tokens import Encoder
 
@@ -33,7 +32,7 @@ TOKENIZERS = [tokenizer_of(trims=trims, nfc=nfc) for trims in (False, True) for 
 @given(turns=st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join), min_size=2, max_size=4))
 def test_rows_are_the_same_as_with_the_tokenizers_offsets(turns):
     turns = [turn if turn.strip() else f"{turn}x" for turn in turns[: len(turns) // 2 * 2]]
-    example = parse(talk(*turns), "messages", MessageReader(), "rows.jsonl", 1)
+    example = parse(talk(*turns), "messages", "rows.jsonl", 1)
     for tokenizer in TOKENIZERS:
         fast, slow = Encoder(tokenizer), Encoder(tokenizer)
         slow._byte_level = None

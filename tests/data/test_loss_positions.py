@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer, prepare, recipe, talk, trained_text
 
 from finetune.data.checks import BadRow
-from finetune.data.conversation import MessageReader
 from finetune.data.formats import parse
 from finetune.data.tokenizer import PLAIN_TEMPLATE
 from finetune.data.tokens import Encoder, decode_spans
@@ -15,7 +14,7 @@ THINK = "<think>2 and 2</think>It is 4."
 
 
 def encode(row, tokenizer, name="messages", **options):
-    example = parse(row, name, MessageReader(), "rows.jsonl", 1)
+    example = parse(row, name, "rows.jsonl", 1)
     [result] = Encoder(tokenizer, conversations=bool(example.messages), **options).encode([example])
     return result
 
@@ -195,7 +194,7 @@ def test_the_plain_template_teaches_a_base_model_to_answer_and_stop():
 
 def test_a_question_has_the_tokens_it_had_in_training():
     tokenizer = build_tokenizer()
-    example = parse(talk("What is 2+2?", "It is 4.", "And 3+4?", "7"), "messages", MessageReader(), "rows.jsonl", 1)
+    example = parse(talk("What is 2+2?", "It is 4.", "And 3+4?", "7"), "messages", "rows.jsonl", 1)
     encoder = Encoder(tokenizer, conversations=True)
     [[sequence]] = encoder.encode([example])
     ids = encoder.prompt_ids(example.question())

@@ -109,11 +109,5 @@ def test_the_file_of_sizes_stays_bounded(tmp_path, monkeypatch):
 
 def test_the_report_counts_pictures_and_says_how_large_they_are(data):
     summary = _prepare(data).report.pictures
-    assert (summary.pictures, summary.rows, summary.smallest, summary.median, summary.largest) == (
-        4,
-        4,
-        (8, 6),
-        (9, 6),
-        (11, 6),
-    )
-    assert summary.megapixels == round((8 + 9 + 10 + 11) * 6 / 1e6, 3)
+    # images, rows, most in a row, smallest, median, largest, megapixels
+    assert list(vars(summary).values()) == [4, 4, 1, (8, 6), (9, 6), (11, 6), 0.0]

@@ -9,7 +9,6 @@ import trl
 from small_data import build_tokenizer, talk, trained_text
 
 from finetune.data.checks import BadRow
-from finetune.data.conversation import MessageReader
 from finetune.data.formats import parse
 from finetune.data.tokens import Encoder
 
@@ -33,7 +32,7 @@ def sequences(name, *turns):
     tokenizer = tokenizer_of_all()
     tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     encoder = Encoder(tokenizer, conversations=True)
-    [result] = encoder.encode([parse(talk(*turns), "messages", MessageReader(), "rows.jsonl", 1)])
+    [result] = encoder.encode([parse(talk(*turns), "messages", "rows.jsonl", 1)])
     return encoder, result
 
 

@@ -11,7 +11,6 @@ from test_published_templates import FOLDER, FOR_IMAGES, NAMES
 
 from finetune.data.chat_format import thought_and_text
 from finetune.data.checks import BadRow
-from finetune.data.conversation import MessageReader
 from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED, Encoder
 
@@ -140,7 +139,7 @@ def encoded(name, shape, **options):
     has_calls = any("tool_calls" in message for message in SHAPES[shape])
     encoder = Encoder(tokenizer, conversations=True, **options)
     row = {"messages": SHAPES[shape], **({"tools": TOOLS} if has_calls else {})}
-    [result] = encoder.encode([parse(row, "messages", MessageReader(), "rows.jsonl", 1)])
+    [result] = encoder.encode([parse(row, "messages", "rows.jsonl", 1)])
     return encoder, has_calls, result
 
 
