@@ -86,7 +86,7 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer
         return prepared.report.rows_held_out, prepared.splits[0].examples, prepared.splits[1].examples
 
     (count, train, held_out), (_, _, repeated), (_, _, other) = split(0.25, 1), split(0.25, 1), split(0.25, 2)
-    assert len(held_out) == 10 and count == 10
+    assert len(held_out) == count == 10
     assert [example.row for example in held_out] == [example.row for example in repeated] != [example.row for example in other]
     trained, asked = ({example.question()[0]["content"] for example in examples} for examples in (train, held_out))
     assert not trained & asked

@@ -37,7 +37,8 @@ def shards():
     return sorted(token_cache.cache_folder().rglob("*.arrow"))
 
 
-def content(prepared):
+def content(data_recipe, tokenizer, **options):
+    prepared = prepare(data_recipe, tokenizer, **{"max_length": None} | options)
     return prepared.report.as_json(), prepared.train[:], prepared.fingerprint, prepared.splits[0].examples
 
 
@@ -48,7 +49,7 @@ def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, setting
     data_recipe = recipe(path, on_bad_rows="skip", **settings)
 
     def prepared():
-        return content(prepare(data_recipe, tokenizer, max_length=60 if settings else None, report_only=True))
+        return content(data_recipe, tokenizer, max_length=60 if settings else None, report_only=True)
 
     first = prepared()
     encoded.clear()
@@ -60,9 +61,9 @@ def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, setting
 def test_forks_give_the_same_as_one_process(write, monkeypatch):
     data_recipe = recipe(write("rows.jsonl", ROWS))
     monkeypatch.setattr(workers, "usable_cpus", lambda: 3)
-    forked = content(prepare(data_recipe, build_tokenizer(), max_length=None))
+    forked = content(data_recipe, build_tokenizer())
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
-    assert content(prepare(data_recipe, build_tokenizer(), max_length=None)) == forked
+    assert content(data_recipe, build_tokenizer()) == forked
 
 
 def test_an_interrupted_preparation_continues_with_the_missing_batches(write, encoded):
@@ -82,7 +83,7 @@ def test_an_interrupted_preparation_continues_with_the_missing_batches(write, en
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "manifest", "index"])
 def test_a_damaged_batch_is_detected_and_tokenised_again(write, encoded, damage):
     data_recipe, tokenizer = recipe(write("rows.jsonl", ROWS)), build_tokenizer()
-    first = content(prepare(data_recipe, tokenizer, max_length=None))
+    first = content(data_recipe, tokenizer)
     path = shards()[1]
     if damage == "gone":
         path.unlink()
@@ -92,7 +93,7 @@ def test_a_damaged_batch_is_detected_and_tokenised_again(write, encoded, damage)
         data[len(data) // 2] ^= 1
         path.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
     encoded.clear()
-    assert content(prepare(data_recipe, tokenizer, max_length=None)) == first
+    assert content(data_recipe, tokenizer) == first
     assert sum(encoded) == (0 if damage == "index" else 4)
 
 
