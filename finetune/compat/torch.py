@@ -39,6 +39,7 @@ _CALLED = {
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator of the step",
     "torch.utils._pytree.tree_iter": "tensors in an operator's outputs",
     "torch._C._DisableTorchDispatch": "builds an output without shape inference",
+    "torch.Tensor._make_subclass": "makes a fake tensor",
     "torch._C._dispatch_key_set": "compares a memoised output with torch's",
     "torch.UntypedStorage._cdata": "identity of a storage",
     "torch.Tensor._base": "whether a tensor is a view of a parameter",
@@ -53,7 +54,10 @@ PRIVATE_NAMES = (
     PrivateName("torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; a dry run is on the CPU",
                 "peft.tuners.lora.bnb.Linear4bit.forward"),
     PrivateName("torch.amp.autocast_mode.autocast", "patch", "fla's backward of a delta net runs in CUDA's autocast",
-                "torch.amp.autocast_mode.custom_bwd"),
+                "torch.amp.autocast_mode.custom_bwd", needs="fla-core"),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", "override",
+                "Dynamo's wrapper takes longer than most operators of a dry run",
+                "torch.utils._python_dispatch.TorchDispatchMode.__init_subclass__", needs="a class that is not made yet"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
                 "logged for the first step after the rate was lowered", "torch.optim.lr_scheduler.LRScheduler.get_last_lr"),
     PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
@@ -159,7 +163,7 @@ def set_compiler() -> None:
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
 
 
-def fake_tensor(mode: Any, values: torch.Tensor, device: torch.device) -> Any:
+def fake_tensor(mode: Any, values: torch.Tensor, device: Any) -> Any:
     """Return FakeTensor(mode, values, device), in a fraction of the constructor's time."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
@@ -168,7 +172,6 @@ def fake_tensor(mode: Any, values: torch.Tensor, device: torch.device) -> Any:
         state = vars(FakeTensor(mode, values, device))
         _FAKE_STATES[device] = {name: value for name, value in state.items() if name != "fake_mode"}
     made = torch.Tensor._make_subclass(FakeTensor, values, False, dispatch_device=True, device_for_backend_keys=device)
-    torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(_FAKE_STATES[device], fake_mode=mode)
     return made
 

@@ -143,6 +143,7 @@ def _build(spec: _OutputSpec, tensors: list[FakeTensor]) -> FakeTensor:
 def _is_same(built: FakeTensor, asked: FakeTensor) -> bool:
     return (
         torch._C._dispatch_key_set(built) == torch._C._dispatch_key_set(asked)
+        and vars(built).keys() == vars(asked).keys()
         and built.untyped_storage().nbytes() == asked.untyped_storage().nbytes()
         and built.storage_offset() == asked.storage_offset()
     )

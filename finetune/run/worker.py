@@ -10,7 +10,8 @@ import gc
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,8 +110,6 @@ class Worker:
     def _train(self) -> int:
         from finetune.run.callbacks import NothingLeftToTrain
 
-        # hashing the base model's files takes long, so it runs beside loading and the first steps
-        self._facts = ThreadPoolExecutor(1, thread_name_prefix="hash").submit(self._hash)
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
@@ -174,7 +173,7 @@ class Worker:
         restore_gc_thresholds()
         require_data(self.run)
         check_host_memory(self.plan)
-        settings = self.plan.settings
+        settings, facts = self.plan.settings, self._facts  # hashing takes long: it runs beside loading and the first steps
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
@@ -196,7 +195,7 @@ class Worker:
         }
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts=self._facts, masked=masked,
+            seal_facts=facts, masked=masked,
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
             processing_class=tokenizer, callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
@@ -210,13 +209,17 @@ class Worker:
         if settings.torch_compile:
             trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
         if settings.precompute_ref_log_probs is True:
-            self._facts.result()["reference"] = add_reference(trainer)
+            facts.result()["reference"] = add_reference(trainer)
         return trainer, callback
 
-    def _hash(self) -> dict[str, Any]:
-        # one process per machine hashes the base model's files
-        facts = seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
-        return {**facts, "num_processes": self.rank.world}
+    @cached_property
+    def _facts(self) -> Future[dict[str, Any]]:
+        def hashed() -> dict[str, Any]:
+            # one process per machine hashes the base model's files
+            facts = seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
+            return {**facts, "num_processes": self.rank.world}
+
+        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hashed)
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)

@@ -85,14 +85,11 @@ def data_pages():
     ]  # fmt: skip
 
 
-def model_pages():
-    model = {"run": "tiny", "base": "tiny", "kind": "GGUF", "path": "tiny", "size": "1 GiB"}
-    return [render("models", models=models, shown=str) for models in ([model], [])]
-
-
+MODEL = {"run": "tiny", "base": "tiny", "kind": "GGUF", "path": "tiny", "size": "1 GiB"}
 PAGES = {
     "fits": lambda: new_run_of(Verdict.FITS), "too big": lambda: new_run_of(Verdict.NO_FIT),
-    "slow": lambda: new_run_of(Verdict.VERY_SLOW), "data": data_pages, "models": model_pages,
+    "slow": lambda: new_run_of(Verdict.VERY_SLOW), "data": data_pages,
+    "models": lambda: [render("models", models=models, shown=str) for models in ([MODEL], [])],
 }  # fmt: skip
 
 

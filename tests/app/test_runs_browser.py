@@ -11,6 +11,7 @@ from written_runs import append, make_run, make_sweep, step, steps
 
 from app.language import catalogue
 from finetune.events import Evaluation, Result, State
+from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -27,8 +28,6 @@ def written(served):
 
 
 def append_end(served, name, state):
-    from finetune.run.directory import RunDirectory
-
     append(RunDirectory(served.runs / name), [Result(step=40, eval_loss=0.5), State(state=state, exit_code=0)])
 
 
@@ -51,7 +50,7 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.click(f"tr[data-run={last}] input", modifiers=["Shift"])
     assert "3 chosen" in page.inner_text("#runs-chosen")
     page.focus("tr[data-run=delta] a")
-    append_step(served, "delta")
+    append(RunDirectory(served.runs / "delta"), [step(41)])
     page.wait_for_selector("tr[data-run=delta] >> text=41 of")  # what was chosen, and the focus, stay
     assert page.locator(".ft-runs tr.chosen").count() == 3 and page.evaluate("document.activeElement.innerText") == "delta"
     page.click("#runs-chosen [data-deed=none]")
@@ -70,12 +69,6 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.click(".ft-undo button")
     page.wait_for_selector("tr[data-run=renamed]")
     page.wait_for_selector(".ft-jump >> text=Trash", state="hidden")
-
-
-def append_step(served, name):
-    from finetune.run.directory import RunDirectory
-
-    append(RunDirectory(served.runs / name), [step(41)])
 
 
 def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_or_a_list_of_models(served, visit):

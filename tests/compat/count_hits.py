@@ -103,7 +103,7 @@ def training(folder):
     from finetune.run.worker import Worker
 
     for row in ROWS:
-        if row.kind == "override":
+        if row.kind == "override" and not row.needs:
             method = row.name.rpartition(".")[2]
             setattr(RunTrainer, method, counted(row.name, vars(RunTrainer)[method]))
     short = [

@@ -54,16 +54,14 @@ def random_value(source, depth=0):
     return source.choice(kinds[: 4 if depth > 1 else 6])()
 
 
-def schema_of(value):
-    names = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
-    return {"type": names[type(value)]}
+TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
 def is_read_back(template, reader, arguments):
     """Whether the arguments of a call, rendered and read, are the same; training refuses a row that the template changes."""
     tool = {
         "name": "get_weather",
-        "parameters": {"type": "object", "properties": {k: schema_of(v) for k, v in arguments.items()}},
+        "parameters": {"type": "object", "properties": {k: {"type": TYPES[type(v)]} for k, v in arguments.items()}},
     }
     call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     prompt = template.render(QUESTION, prompt=True)

@@ -79,13 +79,9 @@ def execute(folder, command, exits):
     assert ended.returncode in exits, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     assert "Traceback" not in ended.stderr
     if "--detach" in command:  # a person reads on when it trains
-        wait_for_a_step(folder / "work" / "runs" / "again" / "events.jsonl")
-
-
-def wait_for_a_step(events):
-    """The time limit of the test ends this."""
-    while not (events.is_file() and '"kind": "step"' in events.read_text()):
-        time.sleep(0.1)
+        events = folder / "work" / "runs" / "again" / "events.jsonl"
+        while not (events.is_file() and '"kind": "step"' in events.read_text()):  # the time limit of the test ends this
+            time.sleep(0.1)
 
 
 def serve(folder, command, exits):

@@ -5,12 +5,12 @@ With a model of another size, here one of 3B:  python tests/export/test_memory_o
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -50,7 +50,7 @@ def measure(folder):
     """Merge, in a separate process; prints the memory and the time."""
     empty = AutoModelForCausalLM.from_pretrained(folder / "base", device_map={"": "meta"})
     tensors = stored_tensors(folder / "base")
-    bytes_before = current_bytes()
+    bytes_before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak of making the model is not that of merging
     started = time.monotonic()
     merged = merged_tensors(with_adapter(empty, folder / "adapter"), tensors)
@@ -66,10 +66,6 @@ def measure(folder):
         "files": len(sizes),
     }
     sys.stdout.write(json.dumps({**report, "seconds": round(time.monotonic() - started, 1)}))
-
-
-def current_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_bytes():

@@ -1,5 +1,6 @@
 """What runs inside the container: the entry point with signals, input and exit status, the health check, and what gets in."""
 
+import functools
 import http.server
 import importlib.util
 import os
@@ -28,11 +29,6 @@ while :; do sleep 0.05; done
 """
 
 
-def listen_to_interrupts():
-    """Tests that run in the background of a shell inherit that Ctrl-C is ignored, and a shell can't trap what it ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture
 def container(tmp_path):
     """start(*arguments) -> the entry point at work, with a `finetune` that writes down how it is called."""
@@ -44,8 +40,10 @@ def container(tmp_path):
 
     def start(*arguments, **options):
         environment = {**os.environ, "PATH": f"{command.parent}:/usr/bin:/bin"}
+        # tests that run in the background of a shell inherit that Ctrl-C is ignored, and a shell can't trap what it ignored
+        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(
-            ["sh", str(ENTRYPOINT), *arguments], cwd=tmp_path, env=environment, preexec_fn=listen_to_interrupts, **options
+            ["sh", str(ENTRYPOINT), *arguments], cwd=tmp_path, env=environment, preexec_fn=heard, **options
         )
         started.append(process)
         return process

@@ -33,13 +33,11 @@ def adapter(run) -> dict:
     return load_file(Path(run.adapter) / "adapter_model.safetensors")
 
 
-def events_of(run, kind) -> list:
-    """The run's events of a kind."""
+def events_of(run, kind):
     return [event for event in read_events(run.events) if isinstance(event, kind)]
 
 
-def last_state(run) -> State:
-    """The last `state` event."""
+def last_state(run):
     return events_of(run, State)[-1]
 
 

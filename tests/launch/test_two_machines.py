@@ -18,14 +18,10 @@ def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def can_create_namespaces():
-    return os.geteuid() == 0 and subprocess.run(["ip", "netns", "list"], capture_output=True).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def machines():
     """Address of machine 0, and the prefix of commands on each machine: network namespaces if possible, else loopback."""
-    if not can_create_namespaces():
+    if os.geteuid() or subprocess.run(["ip", "netns", "list"], capture_output=True).returncode:
         yield "127.0.0.2", [(), ()]
         return
     names = [f"finetune{os.getpid()}{letter}" for letter in "ab"]

@@ -115,6 +115,19 @@ def test_dropout_keeps_a_mask_of_one_byte():
     assert peak_of(work).total_bytes == 64 * 64 * (4 + 4 + 1)
 
 
+def test_a_backward_pass_has_the_autocast_of_cuda_that_it_asks_for():
+    class Function(torch.autograd.Function):
+        forward = staticmethod(torch.amp.custom_fwd(lambda _, x: x.clone(), device_type="cuda"))
+        backward = staticmethod(torch.amp.custom_bwd(lambda _, g: g + torch.is_autocast_enabled(), device_type="cuda"))
+
+    x = torch.ones(1, requires_grad=True)
+    with card_semantics(0):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = Function.apply(x)
+        out.backward()
+    assert x.grad == 2
+
+
 def test_autocast_computes_in_fp32_what_cuda_does():
     with card_semantics(0), torch.autocast("cpu", torch.bfloat16):
         values = torch.ones(4, 4, dtype=torch.bfloat16)

@@ -21,7 +21,6 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 def config_values(kind: str = "llama", **more: Any) -> dict[str, Any]:
-    """The content of a config.json."""
     return {"model_type": kind, **TINY, **TYPES[kind], **more}
 
 

@@ -31,12 +31,6 @@ def model_of(family, attention):
     return model.train()
 
 
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    rows = [{"input_ids": torch.randint(9, 2000, (length,), generator=generator).tolist()} for length in LENGTHS]
-    return DataCollatorForLanguageModeling(pad_token_id=0)(rows)
-
-
 def losses_and_gradients(model, inputs):
     torch.manual_seed(0)  # of dropout
     losses = model(**inputs, fused_lm_head=True).log_probs
@@ -60,7 +54,10 @@ def test_a_mixture_without_balance_loss_needs_no_mask_and_attention_to_later_tok
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - BALANCED - HYBRID - OTHERS))
 def test_losses_and_gradients_are_the_same_without_the_mask(family):
-    model, inputs = model_of(family, "eager"), batch()
+    model = model_of(family, "eager")
+    torch.manual_seed(1)
+    rows = [{"input_ids": torch.randint(9, 2000, (length,)).tolist()} for length in LENGTHS]
+    inputs = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
     losses, gradients = losses_and_gradients(model, inputs)
     without, gradients_without = losses_and_gradients(model, without_mask(inputs))
     assert torch.equal(losses, without) and losses.count_nonzero() == sum(LENGTHS) - len(LENGTHS)

@@ -10,7 +10,8 @@ import pytest
 from killed import start_worker
 
 from finetune.events import read_events
-from finetune.files import sha256_of
+from finetune.files import read_json, sha256_of
+from finetune.manifest import MANIFEST
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +100,7 @@ def kill():
     return end
 
 
-def events_of(run, kind) -> list:
+def events_of(run, kind):
     """The run's events of a kind: a class, or its name."""
     name = kind if isinstance(kind, str) else kind.kind
     return [event for event in read_events(run.events) if event.kind == name]
@@ -125,12 +126,15 @@ def fresh_copy(run, path):
     return copy_of(run, path, "events.jsonl", "log.txt", "adapter*", "checkpoint-*")
 
 
-def flip_one_byte(path) -> None:
+def flip_one_byte(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
+def manifest(folder):
+    return read_json(folder / MANIFEST)
+
+
 def adapter_hash(run) -> str:
-    """Hash of the finished adapter's weights."""
     return sha256_of(run.adapter / "adapter_model.safetensors")

@@ -6,11 +6,10 @@ import random
 import time
 
 import pytest
-from conftest import adapter_hash, copy_of, events_of, fresh_copy
+from conftest import adapter_hash, copy_of, events_of, fresh_copy, manifest
 
 from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
-from finetune.manifest import MANIFEST
 from finetune.recipe import load_recipe
 from finetune.run.best import EvaluatedStep, best_of, evaluations, since_best
 from finetune.run.fingerprint import require_own_adapter
@@ -23,10 +22,6 @@ OVERFITS = (
     *LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=4e-4", "lr_scheduler_type=constant",
     "target_modules=all-linear",
 )  # fmt: skip
-
-
-def manifest(folder):
-    return json.loads((folder / MANIFEST).read_text())
 
 
 def files_of(folder):

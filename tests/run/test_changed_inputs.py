@@ -165,7 +165,7 @@ def test_one_process_of_a_machine_hashes_the_base_models_files(run, local, monke
     worker.run, worker.plan, worker.rank = run, read_plan(run.plan), Rank(2 + local, local, 4)
     hashed = []
     monkeypatch.setattr("finetune.run.fingerprint.weights_fingerprint", lambda settings, **_: hashed.append(1) or "a hash")
-    assert worker._facts.get("base") == ("a hash" if local == 0 else None) and len(hashed) == (local == 0)
+    assert worker._facts.result().get("base") == ("a hash" if local == 0 else None) and len(hashed) == (local == 0)
     assert worker._facts is worker._facts
 
 

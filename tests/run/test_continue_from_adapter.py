@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 from child_faults import killed_before_seal
-from conftest import adapter_hash, events_of, flip_one_byte
+from conftest import adapter_hash, events_of, flip_one_byte, manifest
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result
-from finetune.manifest import MANIFEST, write_manifest
+from finetune.manifest import write_manifest
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.recipe.complete import complete
@@ -20,10 +20,6 @@ from finetune.run.base_adapter import base_adapter_of, require_usable_adapter
 from finetune.run.directory import RunDirectory
 from finetune.run.state import read_state
 from finetune.settings import plainest
-
-
-def manifest(folder):
-    return json.loads((folder / MANIFEST).read_text())
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """A reference that is computed before the training: as the one of each step, sealed, and computed again where it is damaged."""
 
-import json
 import os
 
 import numpy as np
 import pytest
-from conftest import adapter_hash, copy_of, events_of, started_to
+from conftest import adapter_hash, copy_of, events_of, manifest, started_to
 
 from finetune.events import RunWarning, Step
 from finetune.manifest import MANIFEST, write_manifest
@@ -58,7 +57,7 @@ def test_resumed_with_a_damaged_reference_the_adapter_is_the_same(whole, killed,
 def test_a_checkpoint_is_not_continued_with_another_reference(killed, train):
     folder = killed.path / "reference"
     np.save(folder / "train.npy", np.load(folder / "train.npy") + 1)
-    facts = json.loads((folder / MANIFEST).read_text())["facts"]
+    facts = manifest(folder)["facts"]
     (folder / MANIFEST).unlink()
     write_manifest(folder, {"facts": facts})
     assert train(killed) != 0

@@ -36,11 +36,6 @@ def rows(count: int = 16) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
-def packed_rows() -> Dataset:
-    """As TRL's own packing leaves them."""
-    return pack_dataset(rows(), 128, "bfd")
-
-
 def make_trainer(folder: Path, settings: Recipe, steps: int = 6, **arguments) -> TechniqueTrainer:
     """Batch 2 x 2 accumulation, clipping, decay and a falling rate. TRL makes the trainer, so TRL's own traps are in it."""
     model = adapted(settings)
@@ -54,7 +49,7 @@ def make_trainer(folder: Path, settings: Recipe, steps: int = 6, **arguments) ->
     trainer = TechniqueTrainer(
         model=model,
         args=args,
-        train_dataset=packed_rows() if args.packing else rows(),
+        train_dataset=pack_dataset(rows(), 128, "bfd") if args.packing else rows(),
         processing_class=tokenizer(),
         optimizer_cls_and_kwargs=optimizer_class(settings),
     )
