@@ -171,9 +171,9 @@ def fake_tensor(mode: Any, values: torch.Tensor, device: Any) -> Any:
     if device not in _FAKE_STATES:
         state = vars(FakeTensor(mode, values, device))
         _FAKE_STATES[device] = {name: value for name, value in state.items() if name != "fake_mode"}
-    made = torch.Tensor._make_subclass(FakeTensor, values, False, dispatch_device=True, device_for_backend_keys=device)
-    vars(made).update(_FAKE_STATES[device], fake_mode=mode)
-    return made
+    tensor = torch.Tensor._make_subclass(FakeTensor, values, False, dispatch_device=True, device_for_backend_keys=device)
+    vars(tensor).update(_FAKE_STATES[device], fake_mode=mode)
+    return tensor
 
 
 def raising_compiler_errors() -> AbstractContextManager[None]:
