@@ -104,7 +104,7 @@ const look = async () => {
   if (answer !== null && shown) fill(shown, answer);
 };
 const loadPanel = async (check = "") => {
-  const turn = (state.turn = {}), name = state.panel; // only the newest answer counts
+  const turn = check ? state.turn : (state.turn = {}), name = state.panel; // only answers to the newest request of a person count
   const html = await ask(`panel/${name}?query=${encodeURIComponent(state.query)}${check}`);
   if (state.turn === turn && state.panel === name) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
 };

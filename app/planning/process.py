@@ -150,6 +150,7 @@ class Questions:
         return self._encoded[key]
 
 
+@functools.lru_cache(maxsize=1)  # completing may read the rows' file
 def _completed(text: str) -> Recipe:
     from finetune.recipe.complete import complete
 

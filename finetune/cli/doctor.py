@@ -27,7 +27,7 @@ def show_doctor(
         return 0
     recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
-    from finetune.recipe.complete import named_model
+    from finetune.recipe.complete import named_model, read_base_adapter
 
     began = time.monotonic()
     with show_progress(quiet=as_json) as progress:
@@ -37,7 +37,11 @@ def show_doctor(
 
             findings = measure_rates(progress)
         else:
-            findings = examine(named_model(recipe)[0] if recipe else None, progress)
+            if recipe:
+                recipe, _ = named_model(recipe)
+            if recipe and recipe.adapter_name_or_path:
+                read_base_adapter(recipe.adapter_name_or_path)  # raises if it is missing
+            findings = examine(recipe, progress)
     state, took_s = worst(findings), round(time.monotonic() - began, 1)
     shown = [finding.as_json() for finding in findings]
     if as_json:

@@ -35,7 +35,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         text = f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n"
         recipe = parse_recipe(text, name, with_model_and_data(overrides, None, data))
     adapter = recipe.adapter_name_or_path
-    if adapter is None or expanded(adapter).exists():
+    if adapter is None or (expanded(adapter) / ADAPTER_CONFIG).is_file():
         return recipe
     from finetune.run.directory import open_run
 

@@ -165,8 +165,8 @@ def _with_floats(values: dict[str, Any]) -> Any:
 
 def model_file(settings: Recipe, name: str) -> Path | None:
     """Return a file of the model on this disk, which may be missing in a folder, or None. Raises RecipeError."""
-    path = Path(resolve_model_path(settings))
-    return path / name if path.is_dir() else hub.cached_file(str(path), name, settings.model_revision)
+    source = resolve_model_path(settings)  # a hub id is no path: Windows would write it with a backslash
+    return Path(source) / name if Path(source).is_dir() else hub.cached_file(source, name, settings.model_revision)
 
 
 def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, str]:

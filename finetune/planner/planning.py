@@ -95,15 +95,14 @@ def plan_recipe(
     compare: bool = False, show: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for a GPU. Raises PackagesError and RecipeError."""
-    refuse_other_versions(LIBRARIES)
-    recipe, renamed, reasons = complete(recipe)
+    recipe, renamed, reasons = _completed(recipe)
     read = rows(recipe)  # after the cheaper checks
     recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
     reasons |= more_reasons
 
     def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
         def completed(plan: Plan) -> Plan:
-            plan = plan.with_note(renamed, *read.notes, _picture_note(plan))
+            plan = plan.with_note(*read.notes, _picture_note(plan), renamed)  # a summary shows the last notes first
             plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
             return with_measured_cost(plan, read.splits)
 
@@ -129,6 +128,13 @@ def plan_recipe(
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
     rows(recipe)  # callers use the rows that were read last
     return plan
+
+
+def _completed(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
+    refuse_other_versions(LIBRARIES)
+    if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
+        raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
+    return complete(recipe)
 
 
 def _picture_note(plan: Plan) -> str:
@@ -297,8 +303,7 @@ def plan_largest(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
 ) -> Largest:
     """Plan the largest value of a setting. Raises PackagesError and RecipeError."""
-    refuse_other_versions(LIBRARIES)
-    recipe, renamed, reasons = complete(recipe)
+    recipe, renamed, reasons = _completed(recipe)
     read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
         if read.has_pictures:
@@ -309,7 +314,7 @@ def plan_largest(
         return find_largest_model(recipe, card, progress=progress)
     recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
-    plan = largest.plan.with_note(renamed, *read.notes)
+    plan = largest.plan.with_note(*read.notes, renamed)
     return dataclasses.replace(largest, plan=dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **more_reasons}))
 
 

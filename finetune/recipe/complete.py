@@ -37,8 +37,6 @@ class BaseAdapter:
 def complete(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     """Return the completed recipe, a note on its model's name, and a reason for each new setting. Raises RecipeError."""
     # everything after this only reads the names, the method and the adapter's settings
-    if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
-        raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
     recipe, note = named_model(recipe)
     reasons: dict[str, str] = {}
     if recipe.method == AUTO:

@@ -270,9 +270,9 @@ class RunTrainer(SFTTrainer):
             sealing.result()
 
     def _seal(self, folder: Path, step: int, save_s: float, best: EvaluatedStep | None) -> None:
-        began = time.perf_counter()
         with self._removing_partial(step):
-            target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, self.seal_facts.result())
+            facts, began = self.seal_facts.result(), time.perf_counter()
+            target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, facts)
             seal_s = time.perf_counter() - began
             size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
             path = target.relative_to(self.run.path).as_posix()

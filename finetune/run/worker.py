@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import time
 import traceback
@@ -369,4 +370,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status and ranks.this_rank().world == 1:
+        # the interpreter would first wait for the hash of the base model's files, and a retry for the interpreter
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
