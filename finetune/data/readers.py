@@ -58,8 +58,9 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
             raise DataError(f"{name}: {IS_LFS_POINTER}", f"Fetch the file from its folder:  {LFS_FIX}")
         if file_type(path) not in TABLES:
             _check_text(path, name)
-        rows = READERS[file_type(path)](path, name, split)
-        rows = rows if split is None else _of_split(rows, split, name, has_splits)
+        reader = READERS[file_type(path)]
+        # a split is a key of a .json file, or a value of the column `split`
+        rows = reader(path, name) if split is None else _of_split(split, path, name, has_splits)
         for count, row in enumerate(rows, 1):  # noqa: B007 - counted for after the loop
             yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -70,8 +71,13 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
         raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
 
 
-def _of_split(rows: Iterator[Row | Refused], split: str, name: str, has_splits: bool) -> Iterator[Row | Refused]:
-    for row in rows:
+def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
+    if file_type(path) == ".json" and (value := _splits_of(path, name)):
+        if split not in value:
+            raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(value)}", "Name one of them.")
+        yield from (_row_or_refused(item, name, number) for number, item in enumerate(value[split], 1))
+        return
+    for row in READERS[file_type(path)](path, name):
         if isinstance(row, Refused):
             yield row
         elif "split" not in row.values:
@@ -85,6 +91,14 @@ def _of_split(rows: Iterator[Row | Refused], split: str, name: str, has_splits: 
             yield row
         elif row.values["split"] == split:
             yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
+
+
+def _splits_of(path: Path, name: str) -> dict[str, list[Any]]:
+    if _begins_with_lines(path):
+        return {}
+    content = _json_content(path, name)
+    splits = {key: content[key] for key in SPLITS if isinstance(content.get(key), list)} if isinstance(content, dict) else {}
+    return splits if len(splits) > 1 else {}
 
 
 def file_type(path: Path) -> str:
@@ -119,8 +133,8 @@ def _check_text(path: Path, name: str) -> None:
             raise DataError(f"{name}: is a {type_name} file, not text", "Unpack it, or rename it with its right extension.")
 
 
-def _json(path: Path, name: str, split: str | None) -> Iterator[Row | Refused]:
-    """Read JSON Lines, an array of rows, one row, {"data": [rows]}, or a split of {"train": [rows], "test": [rows]}."""
+def _json(path: Path, name: str) -> Iterator[Row | Refused]:
+    """Read JSON Lines, an array of rows, one row, or {"data": [rows]}."""
     # the content decides, not the extension
     if _begins_with_lines(path):
         with _open(path) as file:
@@ -128,7 +142,7 @@ def _json(path: Path, name: str, split: str | None) -> Iterator[Row | Refused]:
                 # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
                 yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
     elif (content := _json_content(path, name)) is not None:
-        yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name, split), 1))
+        yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name), 1))
 
 
 def _begins_with_lines(path: Path) -> bool:
@@ -231,7 +245,7 @@ def _json_content(path: Path, name: str) -> Any:
     return [content] if content is None else content
 
 
-def _rows_in(content: Any, name: str, split: str | None) -> list[Any]:
+def _rows_in(content: Any, name: str) -> list[Any]:
     if isinstance(content, list):
         return content
     if not isinstance(content, dict):
@@ -239,10 +253,6 @@ def _rows_in(content: Any, name: str, split: str | None) -> list[Any]:
             f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
         )
     splits = [key for key in SPLITS if isinstance(content.get(key), list)]
-    if len(splits) > 1 and split in splits:
-        return [row | {"split": split} if isinstance(row, dict) else row for row in content[split]]
-    if len(splits) > 1 and split is not None:
-        raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(splits)}", "Name one of them.")
     if len(splits) > 1:
         raise DataError(
             f"{name}: has the splits {', '.join(splits)} in one file",
@@ -266,7 +276,7 @@ def _rows_in(content: Any, name: str, split: str | None) -> list[Any]:
     return [content]
 
 
-def _csv(path: Path, name: str, _: str | None) -> Iterator[Row | Refused]:
+def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
     csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _limited_lines(file, name, "Check the line ends and quotes.")
@@ -315,7 +325,7 @@ def _header(cells: list[str], name: str) -> list[str]:
     return column_names
 
 
-def _text(path: Path, name: str, _: str | None) -> Iterator[Row | Refused]:
+def _text(path: Path, name: str) -> Iterator[Row | Refused]:
     with _open(path) as file:
         for number, line in _lines(file, name):
             yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
@@ -341,7 +351,7 @@ def _arrow(path: Path) -> Iterator[Any]:
         yield from (batch.validate(full=True) or batch for batch in batches)
 
 
-def _table(path: Path, name: str, _: str | None) -> Iterator[Row | Refused]:
+def _table(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
     size, number, is_parquet = path.stat().st_size, 0, file_type(path) == ".parquet"
