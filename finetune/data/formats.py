@@ -76,7 +76,11 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
 def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
         fields = (("prompt", "user"), ("completion", "assistant"))
-        prompt, completion = (reader.read(_message_list(row.get(field), role), field) for field, role in fields)
+        # a text is no message that could have other fields
+        readers = (MessageReader() if isinstance(row.get(field), str) else reader for field, _ in fields)
+        prompt, completion = (
+            own.read(_message_list(row.get(field), role), field) for own, (field, role) in zip(readers, fields, strict=True)
+        )
         prompt, listed_tools = read_tool_text(prompt, "prompt")
         messages, _ = read_tool_text([*prompt, *completion], "prompt")
         answers = tuple(index for index in answer_indices(messages, "prompt") if index >= len(prompt))
