@@ -30,7 +30,7 @@ from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
-from finetune.model.generate import MoreInputs, inputs_beside
+from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
@@ -301,7 +301,7 @@ def losses(
     mask = _padded([[1] * len(row) for row in row_ids], 0, device)
     labels = _padded(row_labels, -100, device)[:, 1:]
     trained = labels != -100
-    more = inputs_beside(ids, more_inputs)
+    more = extra_model_inputs(ids, more_inputs)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
     token_losses = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
     is_right = logits.argmax(dim=-1) == labels[trained]

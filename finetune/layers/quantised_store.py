@@ -44,15 +44,15 @@ def parts_of(model: torch.nn.Module) -> Parts:
     # tied weights are written once
     taken: set[int] = set()
 
-    def new(prefix: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def take(prefix: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {
             prefix + name: value for name, value in module.named_parameters() if id(value) not in taken
         }
         taken.update(map(id, parameters.values()))
         return parameters
 
-    parts = {f"layers.{number}": new(f"{paths[layer]}.", layer) for number, layer in enumerate(decoder_layers(model))}
-    return {**parts, OUTSIDE: new("", model) | dict(_buffers_and_attributes(model))}
+    parts = {f"layers.{number}": take(f"{paths[layer]}.", layer) for number, layer in enumerate(decoder_layers(model))}
+    return {**parts, OUTSIDE: take("", model) | dict(_buffers_and_attributes(model))}
 
 
 def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

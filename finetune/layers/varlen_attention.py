@@ -56,7 +56,7 @@ def varlen_attention(
     batch, _, tokens, _ = query.shape
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
-    starts, longest = _row_boundaries(query, arguments)
+    starts, longest = _example_boundaries(query, arguments)
     q, k, v = (heads.transpose(1, 2).reshape(batch * tokens, *heads.shape[1::2]) for heads in (query, key, value))
     window = arguments.get("sliding_window")
     if _has_kernel(query, value):
@@ -93,7 +93,7 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
         raise RecipeError(problems, "Set attn_implementation=eager.")
 
 
-def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
+def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """Return the offsets of the examples (examples + 1, int32) in the flattened batch, and the longest length."""
     batch, _, tokens, _ = query.shape
     boundaries = arguments.get("cu_seq_lens_q")

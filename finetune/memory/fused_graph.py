@@ -28,7 +28,7 @@ class FusedGraph:
     def __call__(self, inputs: list[Any]) -> Any:
         values: dict[Node, Any] = dict(zip((node for node in self._nodes if node.op == "placeholder"), inputs, strict=True))
         inputs.clear()
-        read = functools.partial(_read, values)
+        read = functools.partial(_value_of, values)
         for step, dead in self._steps:
             if isinstance(step, list):
                 for node in step:
@@ -95,10 +95,10 @@ class FusedGraph:
         return self._leaves[node]
 
 
-def _read(values: dict[Node, Any], node: Node) -> Any:
+def _value_of(values: dict[Node, Any], node: Node) -> Any:
     if node in values:
         return values[node]
-    args, kwargs = map_arg((node.args, node.kwargs), functools.partial(_read, values))
+    args, kwargs = map_arg((node.args, node.kwargs), functools.partial(_value_of, values))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -110,12 +110,12 @@ def _continued(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    named |= {"pad_token_id": padding, "eos_token_id": _end_tokens(model, stops), **inputs_beside(ids, more_inputs)}
+    named |= {"pad_token_id": padding, "eos_token_id": _end_tokens(model, stops), **extra_model_inputs(ids, more_inputs)}
     with load_errors(model.config.name_or_path):
         return model.generate(input_ids=ids, attention_mask=mask, use_cache=True, **named)[:, width:].tolist()
 
 
-def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
+def extra_model_inputs(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
     """Return model inputs besides the token ids, such as pixel values, on the device of `ids`."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
     return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

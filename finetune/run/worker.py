@@ -245,7 +245,7 @@ class Worker:
         edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
         for line in (*skipped, *edited, *reference_notes(self.plan.model_type or "", self.plan.card.capability)):
             self.events.warn(line)
-        approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
+        approximate = why_resume_is_inexact(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
         eval_steps = None if trainer.args.eval_strategy == "no" else int(trainer.args.eval_steps)
         self.events.emit(events.Start(
@@ -335,7 +335,7 @@ def frozen_not_finite(model: Any) -> list[str]:
     return [name for name, values in model.named_parameters() if not values.requires_grad and not is_finite(values)]
 
 
-def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
+def why_resume_is_inexact(plan: Plan, sealed: dict[str, Any]) -> list[str]:
     """Return why resuming is not bit-exact. `sealed`: the checkpoint's facts; empty on a fresh start."""
     reasons, world = [], plan.settings.launch.num_processes
     before = sealed.get("num_processes", world)
