@@ -42,11 +42,11 @@ class Conversation:
 
         return Answerer(self._run)
 
-    def answer(self, work: Work, question: dict[str, Any], **how: Any) -> None:
+    def answer(self, work: Work, question: dict[str, Any], **options: Any) -> None:
         asked, writer = from_json(Question, question), EventWriter(self._path)
         for model in asked.models:
             if not work.is_cancelled():
-                writer.emit(self._answer(model, asked, _Pieces(writer, asked.id, model), work, **how))
+                writer.emit(self._answer(model, asked, _Pieces(writer, asked.id, model), work, **options))
 
     def _answer(
         self, model: Model, question: Question, pieces: _Pieces, work: Work, *, max_new_tokens: int, system: str = "",

@@ -38,7 +38,7 @@ def status(live: LiveRun | None, gpus: Sequence[Device]) -> str:
 
 
 def rail(address: str) -> str:
-    """Return logo, New run button, and pages; `address`: the open page."""
+    """Render the logo, the New run button and the page links. `address` is the open page."""
     return render("rail", address=address)
 
 

@@ -109,17 +109,17 @@ class RowParser:
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
         values = as_json_text(without_columns(row.values, self.dataset.ignore_columns), self.dataset.json_columns)
-        renamed, column = take_pictures(rename_columns(values, self.columns), self.picture_columns)
+        renamed, row_pictures = take_pictures(rename_columns(values, self.columns), self.picture_columns)
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
-        # columns with a field's name, where the recipe reads the field from another
+        # columns named like a field that the recipe maps to another column
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         undecided = unused.add_meanings(unread, row.number)
         reader = MessageReader(self.columns)
         example = parse(renamed, self.row_format, row.file, row.number, reader)
         references: list[PictureReference] = []
-        if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
+        if row_pictures is not None or self.has_pictures or any("pictures" in message for message in example.messages):
             example, references = place_pictures(
-                example, column, expects_pictures=self.has_pictures, expects_tags=self.has_tags
+                example, row_pictures, expects_pictures=self.has_pictures, expects_tags=self.has_tags
             )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, self.row_format, example) if undecided else [])

@@ -83,7 +83,7 @@ def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
 
 
 def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """Run `probe`; return parts, problem, timeout."""
+    """Run `probe`. Return its reports by part, the problem or "", and whether it timed out."""
     # -P: a torch.py in the working directory must not be imported
     command, began_s = [sys.executable, "-P", "-m", "finetune.doctor.probe"], time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Export targets: help, checks and the model card are derived from these tables. The writers: gguf.py, merge.py."""
+"""Export targets: the values that help, checks and the model card read. The writers: gguf.py, merge.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGETS = {
     "merged": Target("merged model", "finetune", "transformers", "merged"),
     "gguf": Target("GGUF", "quantized", "gguf", ""),
 }
-#: Values of `finetune export --to`.
+#: Values of `finetune export --to`. cli/export.py writes GGUF for each: another format needs a branch there.
 LAYOUTS = {"gguf": "one file", "gguf-adapter": "base and adapter in two files"}
 
 

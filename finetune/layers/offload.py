@@ -94,13 +94,13 @@ class Offload:
     """Tensors of one micro-batch in host memory."""
 
     def __init__(self, copies: InOrder, *, pinned: bool, window: int = WINDOW) -> None:
-        # pinned memory is reused: torch's caching host allocator gives a freed block out again once the events of its copies
+        # pinned memory is reused: torch's caching host allocator reuses a freed block once the events of its copies
         # have passed (aten/src/ATen/core/CachingHostAllocator.h)
         # window 0 keeps no copy in flight
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()
-        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by last use in forward, which is the first in backward
+        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, ordered by last use; backward starts at the end
         self._prefetching: dict[int, OffloadedTensor] = {}
 
     def move(self, tensor: torch.Tensor) -> OffloadedTensor:

@@ -114,20 +114,20 @@ def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
     if positions not in _BOUNDARIES:
         # position ids restart at 0 in each example
         offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
-        starts = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
-        _BOUNDARIES[positions] = starts, max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
-        _OFFSETS[starts] = offsets
+        boundaries = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
+        _BOUNDARIES[positions] = boundaries, max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        _OFFSETS[boundaries] = offsets
     return _BOUNDARIES[positions]
 
 
-def _offsets(starts: torch.Tensor, tokens: int) -> list[int]:
-    if is_forecast(starts):
-        # a forecast's tensors have no values: examples of equal length
-        rows = len(starts) - 1
-        return [row * tokens // rows for row in range(rows + 1)]
-    if starts not in _OFFSETS:
-        _OFFSETS[starts] = starts.tolist()
-    return _OFFSETS[starts]
+def _offsets(boundaries: torch.Tensor, tokens: int) -> list[int]:
+    if is_forecast(boundaries):
+        # tensors in a forecast have no values: assume examples of equal length
+        examples = len(boundaries) - 1
+        return [example * tokens // examples for example in range(examples + 1)]
+    if boundaries not in _OFFSETS:
+        _OFFSETS[boundaries] = boundaries.tolist()
+    return _OFFSETS[boundaries]
 
 
 _NO_CARD = (0, 0)

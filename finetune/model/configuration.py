@@ -138,7 +138,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def default_attention(values: dict[str, Any]) -> str:
-    """Return a config.json's default `attn_implementation`."""
+    """Return the default `attn_implementation` for a config.json's model type."""
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
 
 

@@ -83,7 +83,7 @@ def resolve(typed: str) -> Match | None:
 
 
 def suggestions(typed: str) -> list[str]:
-    """Return ids that begin with the name, or else similar ids."""
+    """Return ids that begin with the name, and similar ids if fewer than two do."""
     # known not to be in the catalogue
     if why_unknown(typed):
         return []

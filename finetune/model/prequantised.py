@@ -19,7 +19,7 @@ DEQUANTISED = ("mxfp4", "fp8")
 
 
 def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return config.json's `quantization_config`; empty for a 16-bit model. Raises RecipeError for another type."""
+    """Return config.json's `quantization_config`; empty for a 16-bit model. Raises RecipeError if it is not an object."""
     own = values.get("quantization_config")
     if own is None or own == {}:
         return {}

@@ -39,7 +39,7 @@ def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, l
 
 
 class Shards:
-    """The frozen parameters of a base on meta, as placeholders on `device`."""
+    """Frozen parameters of a meta model: placeholders on `device` until `prepare` reads this rank's rows."""
 
     def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
         # `offload`: the rows stay in host memory
@@ -60,7 +60,7 @@ class Shards:
                 set_parameter(self._frozen[name], parameter_like(old, value))
 
     def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
-        """Shard `model` by accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
+        """Shard `model` with accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
         for name, uses in self._frozen.items():
             stored = self._store.tensors[name]
             empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -70,7 +70,7 @@ class Shards:
             owner, attribute = uses[0]
             set_parameter(uses, self._rows(name, owner._parameters[attribute]))
             if state := self._store.quant_state(name, self._device):
-                # the tables are no parameters: every rank has all of them
+                # quantisation tables are not parameters: every rank has all of them
                 owner.quant_state = state
         return prepared
 

@@ -398,6 +398,7 @@ class Plan:
         return from_json(cls, {**values, "settings": values.get("plan")})
 
     def verdict_sentence(self) -> tuple[str, dict[str, str]]:
+        """Return the verdict's message template and the values to format it with."""
         copies, step_s = self.layer_copies, self.forecast.step_s if self.forecast else None
         return VERDICTS[self.verdict], {
             "size": gib(abs(self.headroom_bytes or 0)), "layers": gib(copies.weight_bytes if copies else 0),

@@ -130,7 +130,7 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
         vision=recipe.vision is True and recipe.train_vision,
     )  # fmt: skip
     if key not in _known:
-        # 0.3 s for 8B, and the import of torch
+        # counting takes 0.3 s for an 8B model, and imports torch
         _known[key] = ModelShape(**cache.cached(key, lambda: asdict(_count(values, recipe))))
     return _known[key]
 

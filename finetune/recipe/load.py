@@ -273,6 +273,6 @@ def _explain(item: Any, locations: dict[str, str], name: str) -> str:
 
 
 _EXAMPLES = {
-    "model_name_or_path": ", for example `model_name_or_path: Qwen/Qwen2.5-7B-Instruct`",
-    "dataset": ", for example `dataset: {path: data.jsonl}`",
+    "model_name_or_path": "; write, for example, `model_name_or_path: Qwen/Qwen2.5-7B-Instruct`",
+    "dataset": "; write, for example, `dataset: {path: data.jsonl}`",
 }

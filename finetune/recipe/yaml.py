@@ -44,10 +44,10 @@ class Document:
 def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
     """Parse a mapping. Raises RecipeError if it is not YAML.
 
-    With `yaml_1_1`: as PyYAML, so that yes and on are true, and anchors and merge keys are followed.
+    With `yaml_1_1`, parse as PyYAML does: yes and on are true, and anchors and merge keys are followed.
     """
     if len(text) > MAX_BYTES:
-        raise RecipeError(f"{name}: {len(text):,} characters are too long for a recipe; the limit is {MAX_BYTES:,}")
+        raise RecipeError(f"{name}: {len(text):,} characters are too many for a recipe; the limit is {MAX_BYTES:,}")
     try:
         _refuse_hostile(text, name, yaml_1_1)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -62,7 +62,7 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
     if not isinstance(root, yaml.MappingNode):
         _refuse_command(text, name)
         fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
-        raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines", fix)
+        raise RecipeError(f"{name}: not a recipe; it must be a mapping of `key: value` lines", fix)
     document.values = _Reader(document, name, yaml_1_1).mapping(root, "")
     return document
 

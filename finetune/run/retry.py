@@ -101,6 +101,7 @@ def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Return changes that need less memory at the same effective batch size, or None."""
+    # only settings whose row in the schema does not decide RESULT: the checkpoints must stay usable
     settings = plan.settings
     if phase == "load":
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)

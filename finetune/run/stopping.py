@@ -20,8 +20,8 @@ def request_stop(run: RunDirectory, pid: int, number: int) -> None:
 
 def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
     """Request a stop, unless one was requested since the run's start."""
-    # A second request ends a run immediately, and two commands may ask together: the lock lets one ask, or the next if that
-    # one is killed. Where a signal was sent, a line records it.
+    # A second request ends a run immediately: the lock keeps two commands from both sending one, and is freed if its holder is
+    # killed. On Windows the request itself is a line of `stop_requests`; elsewhere a line is added after the signal.
     lock = None
     with contextlib.suppress(OSError):  # a full disk: better two requests than none
         lock = take_lock(run.stop_lock, wait_s=1)

@@ -245,7 +245,7 @@ class Recipe(_Strict):
     load_in_4bit: AutoOr[bool] = _adapter(AUTO, PARAMETERS | COST | RESULT, "QLoRA: base weights in double-quantised NF4.")
     load_in_8bit: AutoOr[bool] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Base weights in int8.")
     lora_r: AutoOr[Annotated[int, Field(ge=1, le=8192)]] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Rank of the adapters.")
-    lora_alpha: AutoOr[Annotated[float, Field(gt=0)]] = _adapter(AUTO, RESULT, "Scale of the adapters: alpha / r.")
+    lora_alpha: AutoOr[Annotated[float, Field(gt=0)]] = _adapter(AUTO, RESULT, "LoRA alpha; adapters are scaled by alpha / r.")
     lora_dropout: float = _adapter(0.0, COST | RESULT, "Dropout before the adapters; costs memory.", ge=0, lt=1)
     target_modules: AutoOr[Layers] = _adapter(AUTO, PARAMETERS | COST | RESULT, "Layers with an adapter: all-linear, or names.")
     new_tokens: NewTokens = _adapter(
@@ -260,7 +260,7 @@ class Recipe(_Strict):
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     adapter_dtype: Literal["float32", "bfloat16"] = _adapter(
-        "float32", COST | RESULT, "Adapters, gradients and optimizer states; bfloat16 halves them but loses small updates."
+        "float32", COST | RESULT, "Dtype of adapters and optimizer states; bfloat16 halves them but loses small updates."
     )
     # -- training
     method: AutoOr[_MethodName] = _training(
@@ -338,7 +338,7 @@ class Recipe(_Strict):
     loss_spike_factor: float | None = _run(
         None,
         NOTHING,
-        "If the loss exceeds this multiple of its recent median: back to a checkpoint, half the learning rate.",
+        "If the loss exceeds this multiple of its recent median, return to a checkpoint and halve the learning rate.",
         gt=1,
     )
     record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for torch's memory viewer.")
