@@ -123,9 +123,7 @@ def _explain_checkpointing(compare: Comparison) -> str:
     if strategy.checkpointing is False:
         return f"fits without recomputing; {compare.against(checkpointing=True)} vs recomputing every layer"
     misfit = "" if compare.fits(checkpointing=False, every_n=1) else ", which does not fit"
-    return (
-        f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{misfit}"
-    )
+    return f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{misfit}"
 
 
 def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
