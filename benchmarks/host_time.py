@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="run programs whose names have all these texts")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--gpu", default=card_runs.GPU)
     parser.add_argument("--output", type=Path, default=REFERENCE / "host_time.csv")
     options = parser.parse_args()
     card_runs.restart_with_libraries("benchmarks.host_time")
@@ -62,13 +60,12 @@ def main() -> int:
         for name, (program, settings) in PROGRAMS.items():
             if not all(text in name for text in options.only) or program not in pythons:
                 continue
-            began = time.monotonic()
             figures = run_job(
-                program, pythons[program], options.gpu, models, rows=STEPS, tokens=options.tokens, model=model, micro_batch=1,
+                program, pythons[program], card_runs.GPU, models, rows=STEPS, tokens=options.tokens, model=model, micro_batch=1,
                 steps=STEPS, settings=settings, counted=True,
             )  # fmt: skip
             lines.append(line_of(name, figures, options))
-            print(f"{card_runs.shown(lines[-1])} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(card_runs.shown(lines[-1]), flush=True)
     for line in lines:
         if line["processor_ms"] and lines[0]["processor_ms"]:
             line["of_trl"] = round(line["processor_ms"] / lines[0]["processor_ms"], 3)
@@ -80,10 +77,10 @@ def line_of(name: str, figures: dict[str, Any], options: argparse.Namespace) -> 
     """A line of the results."""
     line: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "program": name, "layers": options.layers, "tokens": options.tokens}
     line |= {column: figures[column] for column in COLUMNS if column in figures}
-    measured = [1000 * seconds for seconds in figures.get("processor_s", [])[FIRST:-2]]
+    measured = figures.get("processor_s", [])[FIRST:-2]
     if not measured:
         return {**line, "failed": figures.get("failed") or "no step was measured"}
-    line["processor_ms"] = round(min(measured), 1)
+    line["processor_ms"] = round(1000 * min(measured), 1)
     if forecast := figures.get("forecast_bytes"):
         line["error"] = round(figures["allocated_bytes"] / forecast - 1, 8)
     return line

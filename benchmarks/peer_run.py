@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer_watch import PROCESS_BEGAN_S, Watch, assume_host_memory, is_out_of_memory
+sys.path.insert(0, str(Path(__file__).parent))  # where a process was not started with this file
+from peer_watch import PROCESS_BEGAN_S, Watch, assume_host_memory, is_out_of_memory  # noqa: E402
 
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "AXOLOTL_DO_NOT_TRACK": "1",

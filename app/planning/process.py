@@ -78,7 +78,7 @@ class Questions:
         roles, is_guess = roles_of(rows, dataset)
         return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
 
-    def plan(self, work: Work, recipe: str, has_data: bool) -> dict[str, Any]:
+    def plan(self, work: Work, recipe: str, has_data: bool = True) -> dict[str, Any]:
         parsed = parse_recipe(recipe, "recipe")
         # the alternatives take seconds: the page shows the plan first
         work.report(self.make_plan(parsed, work.report, has_data=has_data).as_json())
