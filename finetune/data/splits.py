@@ -20,6 +20,7 @@ from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSi
 from finetune.data.report import Refused
 from finetune.data.shards import StoredRows
 from finetune.settings.methods import NOT_TRAINED
+from finetune.settings.vision import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 #: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
 _IN_MEMORY_BYTES = 64 * 2**20
 _NO_LIMIT = np.iinfo(np.int32).max
-#: Width and height of each image.
-Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -215,12 +215,13 @@ class Worker:
 
     @cached_property
     def _facts(self) -> Future[dict[str, Any]]:
-        def hashed() -> dict[str, Any]:
+        def hashed(plan: Plan) -> dict[str, Any]:
             # one process per machine hashes the base model's files
-            facts = seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
+            facts = seal_facts(plan, self.run, base=self.rank.is_local_rank_0)
             return {**facts, "num_processes": self.rank.world}
 
-        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hashed)
+        # of the plan as it is now: compiling may replace it
+        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hashed, self.plan)
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
