@@ -33,6 +33,11 @@ _CALLED = {
     "torch._dynamo.utils.clear_compilation_metrics": "what was compiled since",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the compiler's choice of what is saved",
     "torch._inductor.decomposition.select_decomp_table": "the operators that the compiler's graphs consist of",
+    "torch._inductor.lowering.fallback_handler": "how a compiled layer calls an operator",
+    "torch._inductor.lowering.register_lowering": "how a compiled layer calls an operator",
+    "torch._inductor.ir.FallbackKernel": "the call of an operator in compiled code",
+    "torch._inductor.select_algorithm.extern_kernels": "functions that compiled code can call",
+    "torch._inductor.virtualized.V": "the graph that is being compiled",
     "torch._foreach_copy_": "casts all adapters of a layer in one kernel",
     "torch.ops.aten._unsafe_view": "a result that autograd takes for no view: Gemma 3n changes it in place",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "computes with values inside a mode of fake tensors",
@@ -81,6 +86,9 @@ PRIVATE_NAMES = (
     PrivateName("torch._inductor.config.size_asserts", "attribute", "spares checks of each operator's output in each call"),
     PrivateName("torch._inductor.config.alignment_asserts", "attribute",
                 "spares checks of each operator's output in each call"),
+    PrivateName("torch._inductor.config.combo_kernels", "attribute", "casts several adapters in one kernel"),
+    PrivateName("torch._inductor.config.combo_kernels_pointwise_only", "attribute", "keeps sums as they are"),
+    PrivateName("torch._inductor.config.combo_kernels_autotune", "attribute", "no measuring in the first step"),
     PrivateName("torch._dynamo.config.suppress_errors", "attribute", "a layer that can't be compiled again runs uncompiled"),
     PrivateName("torch._dynamo.config.recompile_limit", "attribute",
                 "how often a layer's code is compiled before it runs uncompiled"),
@@ -157,10 +165,38 @@ def set_compiler() -> None:
 
     functorch.activation_memory_budget = ACTIVATION_BUDGET
     inductor.size_asserts = inductor.alignment_asserts = False  # checks of each operator's outputs in each call
+    # one kernel for casts of several adapters
+    inductor.combo_kernels = inductor.combo_kernels_pointwise_only = True
+    inductor.combo_kernels_autotune = 0
+    if hasattr(inductor, "combo_kernel_peak_memory_pct_threshold"):  # from torch 2.13 on
+        inductor.combo_kernel_peak_memory_pct_threshold = 0.0
     functorch.autograd_cache_allow_custom_autograd_functions = True  # bitsandbytes' product
     # a layer that can't be compiled again, for unexpected inputs, runs uncompiled
     dynamo.suppress_errors = True
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
+
+
+def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
+    """Let compiled code call these operators' Python bodies without the dispatcher, which takes a third of their host time."""
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.virtualized import V
+
+    def lowering(operator: Any, name: str) -> Callable[..., Any]:
+        create = fallback_handler(operator, add_to_fallback_set=False)
+
+        def lower(*inputs: Any) -> Any:
+            out = create(*inputs)
+            (*_, kernel) = (step for step in V.graph.operations if isinstance(step, FallbackKernel))
+            kernel.python_kernel_name = f"extern_kernels.{name}"
+            return out
+
+        return lower
+
+    for operator, body in bodies.items():
+        setattr(extern_kernels, name := f"finetune_{body.__name__}", body)
+        register_lowering(operator, type_promotion_kind=None)(lowering(operator, name))
 
 
 def fake_tensor(mode: Any, values: torch.Tensor, device: Any) -> Any:

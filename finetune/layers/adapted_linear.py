@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from finetune.layers.lean_functions import Linear, backward_of, cast_adapters, scaled_product
+from finetune.layers.lean_functions import Linear, backward_of, scaled_product
 from finetune.layers.lean_layers import is_adapted, linear_of
 from finetune.layers.nf4 import Tables, product_4bit
 
@@ -29,7 +29,7 @@ _OPERATORS = torch.ops.finetune
 def adapter_input(x: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
     """Return scale * x @ A.T, (tokens, rank), for x (..., in)."""
     # an operator by itself, because a recomputed layer needs it without the output
-    return scaled_product(x.reshape(-1, x.shape[-1]), a.to(x.dtype).t(), scale)
+    return scaled_product(x.reshape(-1, x.shape[-1]), a.t(), scale)
 
 
 def adapted_linear(
@@ -38,7 +38,7 @@ def adapted_linear(
     """Return x @ W.T + bias + lora_act @ B.T, (..., out), for x (..., in)."""
     scales, flat = _tables(*tables), x.reshape(-1, x.shape[-1])
     out = F.linear(flat, weight, bias) if scales is None else product_4bit(flat, weight, scales, bias)
-    return out.addmm_(lora_act, b.to(x.dtype).t()).view(*x.shape[:-1], -1)
+    return out.addmm_(lora_act, b.t()).view(*x.shape[:-1], -1)
 
 
 def adapted_linear_backward(
@@ -46,9 +46,8 @@ def adapted_linear_backward(
     weight: torch.Tensor, bias: Any, *tables: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of x, a and b."""
-    linear = Linear(weight, bias, _tables(*tables), a, b, scale, True, True)
-    (cast,), flat = cast_adapters([linear], grad.dtype), x.reshape(-1, x.shape[-1])
-    dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
+    linear, flat = Linear(weight, bias, _tables(*tables), a, b, scale, True, True), x.reshape(-1, x.shape[-1])
+    dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, (a, b), lora_act, lambda: flat)
     assert dx is not None and da is not None and db is not None
     return dx.view(x.shape), da, db
 
@@ -61,16 +60,17 @@ def _tables(absmax: Any, scales: Any, code: Any, offset: Any, shape: Any, kind: 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *weight: Any) -> torch.Tensor:
-        lora_act = _OPERATORS.adapter_input(x, a, scale)
+        lora_act = _OPERATORS.adapter_input(x, a.to(x.dtype), scale)
         ctx.scale, (*tensors, ctx.shape, ctx.kind) = scale, weight
         ctx.save_for_backward(x, lora_act, a, b, *tensors)
-        return _OPERATORS.adapted_linear(x, lora_act, b, *weight)
+        return _OPERATORS.adapted_linear(x, lora_act, b.to(x.dtype), *weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        *adapted, weight, bias, absmax, scales, code, offset = ctx.saved_tensors
-        layer = (weight, bias, absmax, scales, code, offset, ctx.shape, ctx.kind)
-        return *_OPERATORS.adapted_linear_backward(grad, *adapted, ctx.scale, *layer), *[None] * (1 + len(layer))
+        x, lora_act, a, b, *layer = *ctx.saved_tensors, ctx.shape, ctx.kind
+        cast = a.to(x.dtype), b.to(x.dtype)
+        dx, da, db = _OPERATORS.adapted_linear_backward(grad, x, lora_act, *cast, ctx.scale, *layer)
+        return dx, da.to(a.dtype), db.to(b.dtype), *[None] * (1 + len(layer))
 
 
 _BODIES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._dynamo import maybe_mark_dynamic
 
-from finetune.compat.torch import raising_compiler_errors, set_compiler
+from finetune.compat.torch import call_bodies, raising_compiler_errors, set_compiler
+from finetune.layers.adapted_linear import BODIES
 from finetune.layers.checkpointing import require_gradient
 from finetune.layers.varlen_attention import lengths_as_sizes
 
@@ -22,6 +23,7 @@ _CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"
 def compile_layers(layers: list[torch.nn.Module]) -> None:
     """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
     set_compiler()
+    call_bodies(BODIES)
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers
     # the dropped guards are the ones that tell structures apart, so drop them only if all layers have the same structure
     alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
