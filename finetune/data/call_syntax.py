@@ -11,12 +11,28 @@ from functools import partial
 from typing import Any
 
 from finetune.data.checks import BadRow
-from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_arguments, read_calls, tagged_arguments
+from finetune.data.tool_calls import Call, read_calls
 
 #: Names and arguments of the calls that were read, and the position after them.
 _Read = tuple[list[tuple[str, dict[str, Any]]], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
+#: The JSON value of a text that begins at a position, and the position after it. Raises ValueError or RecursionError.
+_json_at = json.JSONDecoder().raw_decode
+#: An argument in tags. Its end counts only before the next argument or the end of the call: it may be part of a value.
+_TAGGED = tuple(
+    re.compile(rf"\s*{before}(.*?){after}(?=\s*(?:{next_tags}|\Z))", re.S)
+    for before, after, next_tags in (
+        (r"<parameter=([^>]+)>\n?", r"\n?</parameter>", "<parameter=|</function>"),
+        (
+            r"<[\w:|｜]*parameter name=\"([^\"]+)\"[^>]*>", r"</[\w:|｜]*parameter>",
+            r"<[\w:|｜]*parameter name=|</[\w:|｜]*invoke>",
+        ),
+        (r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>|</tool_call>"),
+    )
+)  # fmt: skip
+#: Quotes of Gemma 4's strings: `{key:<|"|>text<|"|>}`.
+_GEMMA_QUOTE = '<|"|>'
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ def _closing(text: str, position: int, pattern: str) -> int:
 
 
 def _json_objects(text: str, match: re.Match[str], *, closing: str) -> _Read:
-    value, end = json_at(text, match.end())
+    value, end = _json_at(text, match.end())
     return _named(value if isinstance(value, list) else [value]), _closing(text, end, closing)
 
 
@@ -145,7 +161,7 @@ def _named(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
-    arguments, end = json_at(text, match.end())
+    arguments, end = _json_at(text, match.end())
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
     return [(match["name"], arguments)], _closing(text, end, closing)
@@ -154,7 +170,7 @@ def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
 def _bare_objects(text: str, match: re.Match[str]) -> _Read:
     position, values = match.end(), []
     while position < len(text) and text[position] == "{":
-        value, end = json_at(text, position)
+        value, end = _json_at(text, position)
         values.append(value)
         position = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
     # other JSON is no call
@@ -164,9 +180,17 @@ def _bare_objects(text: str, match: re.Match[str]) -> _Read:
 
 
 def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> _Read:
-    pairs, end = tagged_arguments(text, match.end())
+    arguments, position = dict[str, Any](), match.end()
+    while argument := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED)), None):
+        arguments[argument[1]], position = argument[2], argument.end()
     # `end_tag` follows the last argument, `closing` the call
-    return [(match["name"], pairs)], _closing(text, _closing(text, end, end_tag), closing)
+    return [(match["name"], arguments)], _closing(text, _closing(text, position, end_tag), closing)
+
+
+class _JsonNames(ast.NodeTransformer):
+    # models write JSON's names of constants, too
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(json.loads(node.id)) if node.id in ("true", "false", "null") else node
 
 
 def _python(text: str, match: re.Match[str]) -> _Read:
@@ -182,12 +206,25 @@ def _python(text: str, match: re.Match[str]) -> _Read:
     items: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
     if any(not isinstance(item, ast.Call) or item.args for item in items):
         raise ValueError("no call with named arguments")
-    return [(ast.unparse(item.func), python_arguments(item)) for item in items], end + len("<|tool_call_end|>")
+    named = [
+        (ast.unparse(item.func), {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in item.keywords})
+        for item in items
+    ]
+    return named, end + len("<|tool_call_end|>")
 
 
 def _gemma(text: str, match: re.Match[str]) -> _Read:
-    arguments, end = gemma_arguments(text, match.end())
-    return [(match["name"], arguments)], _closing(text, end, r"<tool_call\|>")
+    source, position = "", match.end()
+    for index, piece in enumerate(text[position:].split(_GEMMA_QUOTE)):
+        if index % 2:
+            source += json.dumps(piece)
+        else:
+            inside, closing, _ = piece.partition("<tool_call|>")
+            source += re.sub(r'([{,])\s*([^\s"{}\[\],:<]+):', r'\1"\2":', inside)
+            if closing:
+                return _named([{"name": match["name"], "arguments": json.loads(source)}]), position + len(inside + closing)
+        position += len(piece + _GEMMA_QUOTE)
+    raise ValueError("a call without its end")
 
 
 def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., _Read], **options: str) -> CallSyntax:
@@ -230,12 +267,6 @@ SYNTAXES = (
         rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?"
         r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
         _named_json,
-    ),
-    _syntax(  # Kimi
-        ("<|tool_call",),
-        r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w\-./]+?)(?::\d+)?\s*"
-        r"<\|tool_call_argument_begin\|>\s*",
-        _named_json, closing=r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
     ),
     _syntax(("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
     _syntax(("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
