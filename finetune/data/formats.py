@@ -36,35 +36,47 @@ class Format:
 
 
 def _from_messages(row: Values, reader: MessageReader, field: str = "messages") -> Values:
-    messages = reader.read(row.get(field), field)
+    messages, tools = _with_tools(row, _with_system(row, reader.read(row.get(field), field)), field)
+    return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": tools}
+
+
+def _with_system(row: Values, messages: list[Message]) -> list[Message]:
     if isinstance(row.get("system"), list):  # Bedrock's content parts
         row = {**row, "system": MessageReader().read([{"role": "system", "content": row["system"]}], "system")[0]["content"]}
     system = optional_text(row, "system")
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": system})
-    elif system.strip() and system.strip() != messages[0]["content"].strip():
+        return [{"role": "system", "content": system}, *messages]
+    if system.strip() and system.strip() != messages[0]["content"].strip():
         raise BadRow("system", "differs from the system prompt in the conversation")
+    return messages
+
+
+def _with_tools(row: Values, messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
     messages, listed_tools = read_tool_text(messages, field)
-    return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
+    return messages, _tools(row) or listed_tools
+
+
+def _tools(row: Values) -> tuple[Values, ...]:
+    return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
+
+
+def _instruction(row: Values) -> str:
+    parts = (optional_text(row, "instruction"), optional_text(row, "input"))
+    return "\n\n".join(part for part in parts if part.strip()) or required_text(row, "instruction")
 
 
 def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
-    parts = (optional_text(row, "instruction"), optional_text(row, "input"))
     answer = required_text(row, "output")
-    question = "\n\n".join(part for part in parts if part.strip())
-    if not question:
-        required_text(row, "instruction")
+    question = {"role": "user", "content": _instruction(row)}
     messages: list[Message] = []
-    if (system := optional_text(row, "system")).strip():
-        messages.append({"role": "system", "content": system})
     # `history`: earlier pairs of question and answer
     history = parse_if_text(row.get("history") or None, "history")
     for index, pair in enumerate([] if is_missing(history) else history if isinstance(history, list) else [history]):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow(f"history[{index}]", f"is {type_phrase(pair)}, not a pair of question and answer")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            messages.append({"role": role, "content": required_text({f"history[{index}]": text}, f"history[{index}]")})
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages += _messages(text, f"history[{index}]", role)
+    messages = _with_system(row, [*messages, question, {"role": "assistant", "content": answer}])
     reasoning, (thought, has_thought, _) = optional_text(row, "reasoning"), answer.partition("</think>")
     if has_thought and reasoning.strip() not in thought:
         raise BadRow("reasoning", "differs from the reasoning in the answer, before </think>")
@@ -73,27 +85,28 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
 
+def _messages(value: Any, field: str, role: str, reader: MessageReader | None = None) -> list[Message]:
+    """Read messages, a single message, or a text of this role."""
+    if reader is None or isinstance(value, str):
+        return [{"role": role, "content": required_text({field: value}, field)}]
+    return reader.read([value] if isinstance(value, dict) else value, field)
+
+
+def _answers_from(start: int, messages: list[Message], field: str) -> tuple[int, ...]:
+    answers = tuple(index for index in answer_indices(messages, field) if index >= start)
+    if not answers:
+        raise BadRow(field, "has no assistant turn after the prompt; there is nothing to train on")
+    return answers
+
+
 def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
-    if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
-        fields = (("prompt", "user"), ("completion", "assistant"))
-        # a text is no message that could have other fields
-        readers = (MessageReader() if isinstance(row.get(field), str) else reader for field, _ in fields)
-        prompt, completion = (
-            own.read(_message_list(row.get(field), role), field) for own, (field, role) in zip(readers, fields, strict=True)
-        )
-        prompt, listed_tools = read_tool_text(prompt, "prompt")
-        messages, _ = read_tool_text([*prompt, *completion], "prompt")
-        answers = tuple(index for index in answer_indices(messages, "prompt") if index >= len(prompt))
-        if not answers:
-            raise BadRow("completion", "has no assistant turn; there is nothing to train on")
-        return {"messages": tuple(messages), "answers": answers, "tools": _tools(row) or listed_tools}
-    # two texts are concatenated without a template
-    return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
-
-
-def _message_list(value: Any, role: str) -> Any:
-    # a single message, or a text beside a list of messages
-    return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not any(isinstance(row.get(field), (list, dict)) for field in ("prompt", "completion")):
+        # two texts are concatenated without a template
+        return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
+    prompt, tools = _with_tools(row, _messages(row.get("prompt"), "prompt", "user", reader), "prompt")
+    completion = _messages(row.get("completion"), "completion", "assistant", reader)
+    messages, _ = read_tool_text([*prompt, *completion], "prompt")
+    return {"messages": tuple(messages), "answers": _answers_from(len(prompt), messages, "prompt"), "tools": tools}
 
 
 def _from_xlam(row: Values, _: MessageReader) -> Values:
@@ -116,44 +129,25 @@ def _from_preference(row: Values, reader: MessageReader) -> Values:
     """Read a pair of answers. Raise BadRow."""
     # As TRL, LLaMA-Factory, Axolotl and ms-swift write pairs: the prompt in its own column (text, messages, instruction),
     # or each answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
-    prompt, tools = _preferred_prompt(row, reader)
     values = [_answer(row, field) for field in _ANSWERS]
-    # trained on without a template
-    if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
-        chosen, rejected = values
-        if chosen.strip() == rejected.strip():
-            raise BadRow("chosen", _EQUAL)
-        return {"prompt": prompt, "completion": chosen, "rejected_completion": rejected}
+    prompt, tools = list[Message](), _tools(row)
+    field = next((name for name in ("messages", "conversations", "prompt") if not is_missing(row.get(name))), "instruction")
+    if field in row:
+        value = _instruction(row) if field == "instruction" else row[field]
+        if field in ("messages", "conversations"):
+            value = parse_if_text(value, field)
+        prompt, listed_tools = read_tool_text(_with_system(row, _messages(value, field, "user", reader)), field)
+        tools = tools or listed_tools
+        # trained on without a template
+        if field == "prompt" and len(prompt) == 1 and all(isinstance(text, str) for text in (value, *values)):
+            if values[0].strip() == values[1].strip():
+                raise BadRow("chosen", _EQUAL)
+            return {"prompt": value, "completion": values[0], "rejected_completion": values[1]}
     chosen, rejected = (_conversation(value, field, prompt, reader) for value, field in zip(values, _ANSWERS, strict=True))
     start = _end_of_prompt(chosen, rejected)
-    answers = tuple(index for index in answer_indices(chosen, "chosen") if index >= start)
     answer_indices(rejected, "rejected")
-    if not answers:
-        raise BadRow("chosen", "has no assistant turn after the prompt; there is nothing to train on")
+    answers = _answers_from(start, chosen, "chosen")
     return {"messages": tuple(chosen), "answers": answers, "tools": tools, "rejected": tuple(rejected[start:])}
-
-
-def _preferred_prompt(row: Values, reader: MessageReader) -> tuple[list[Message] | str | None, tuple[Values, ...]]:
-    tools = read_tools(row.get("tools"), "tools")
-    system = optional_text(row, "system")
-    field = next((name for name in ("messages", "conversations", "prompt") if not is_missing(row.get(name))), None)
-    value = row.get(field) if field else None
-    if "instruction" in row and field is None:
-        parts = (required_text(row, "instruction"), optional_text(row, "input"))
-        value, field = [{"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}], "instruction"
-        reader = MessageReader()
-    if isinstance(value, str) and field == "prompt":
-        if not system.strip():
-            return required_text(row, "prompt"), tools
-        value, reader = [{"role": "user", "content": value}], MessageReader()
-    if value is None:
-        # the answers contain the prompt
-        return None, tools
-    field = field or ""
-    messages, listed_tools = read_tool_text(reader.read([value] if isinstance(value, dict) else value, field), field)
-    if system.strip() and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": system})
-    return messages, tools or listed_tools
 
 
 def _answer(row: Values, field: str) -> Any:
@@ -161,27 +155,25 @@ def _answer(row: Values, field: str) -> Any:
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         with contextlib.suppress(BadRow):  # it is plain text
             value = parse_if_text(value, field)
-    return [value] if isinstance(value, dict) else value if isinstance(value, list) else required_text(row, field)
+    return value if isinstance(value, (list, dict)) else required_text(row, field)
 
 
-def _conversation(value: Any, field: str, prompt: list[Message] | str | None, reader: MessageReader) -> list[Message]:
-    if isinstance(value, str):
-        if prompt is None:
-            _, *parts = _TURN.split(value if value.startswith("\n\n") else f"\n\n{value}")
-            if not parts:
-                raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
-            turns = zip(parts[::2], parts[1::2], strict=True)
-            return MessageReader().read([{"role": _ROLES[name], "content": content.strip()} for name, content in turns], field)
-        messages: list[Message] = [{"role": "assistant", "content": value}]
-    else:
-        messages, _ = read_tool_text(reader.read(value, field), field)
-    before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+def _conversation(value: Any, field: str, prompt: list[Message], reader: MessageReader) -> list[Message]:
+    if isinstance(value, str) and not prompt:
+        _, *parts = _TURN.split(value if value.startswith("\n\n") else f"\n\n{value}")
+        if not parts:
+            raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        return MessageReader().read([{"role": _ROLES[name], "content": content.strip()} for name, content in turns], field)
+    messages = _messages(value, field, "assistant", reader)
+    if not isinstance(value, str):
+        messages, _ = read_tool_text(messages, field)
     if messages[0]["role"] == "assistant":
-        if not before:
+        if not prompt:
             raise BadRow(field, "begins with the answer, and the row has no prompt")
-        return [*before, *messages]
-    asked = [message["content"].strip() for message in before if message["role"] == "user"]
-    if asked and asked[-1] not in [message["content"].strip() for message in messages if message["role"] == "user"]:
+        return [*prompt, *messages]
+    asked, told = ([m["content"].strip() for m in its if m["role"] == "user"] for its in (prompt, messages))
+    if asked and asked[-1] not in told:
         raise BadRow(field, "is a whole conversation, and its prompt is not the row's")
     return messages
 
@@ -202,10 +194,6 @@ def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
 def filled(rows: Iterable[Values]) -> set[str]:
     """Return the columns in which a row has a value."""
     return {name for row in rows for name, value in row.items() if not is_missing(value)}
-
-
-def _tools(row: Values) -> tuple[Values, ...]:
-    return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
 
 #: Formats of the answer of a labelled row.
