@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.call_syntax import Answer, CallSyntax, syntax_of
 from finetune.data.checks import BadRow
@@ -23,6 +24,17 @@ _ANSWER, _THOUGHT = "the answer ends here", "the thought ends here"
 _REPLY: Message = {"role": "assistant", "content": _ANSWER}
 #: Two calls, to tell their form and separator; some templates allow only one call in an answer.
 _CALLS: list[tuple[str, dict[str, Any]]] = [("find_it", {"place": 'a "place"', "count": 3}), ("list_all", {"kind": "x"})]
+#: An id as OpenAI writes it.
+_LONG_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn"
+
+
+class CallForm(NamedTuple):
+    """How a template takes tool calls."""
+
+    #: Takes a call's arguments as JSON text.
+    as_text: bool = False
+    #: Requires ids of nine letters and digits.
+    with_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,19 +166,22 @@ class ChatFormat:
         return {ids[0]} if ids and ids[0] in self._tokenizer.added_tokens_decoder else set()
 
     def _learn_calls(self) -> tuple[CallSyntax | None, set[int], set[int]]:
-        for count in (2, 1):
+        for with_ids, as_text, count in itertools.product((False, True), (False, True), (2, 1)):
+            self._template.call_form = CallForm(as_text, with_ids)
             message = _call_message(_CALLS[:count])
             text = self._written(message)[1].rstrip()
             syntax, end = syntax_and_end(text, _CALLS[:count], self.special_tokens)
+            if syntax is None or not self._written(_call_message(_CALLS[:count], id=_LONG_ID))[1]:
+                continue
             if end:
                 return syntax, {int(self._tokenizer.convert_tokens_to_ids(end))}, set()  # type: ignore[arg-type]
-            if syntax:
-                self._after_calls = syntax.answer(text).text
-                replies: list[Message] = [{"role": "tool", "name": name, "content": "found"} for name, _ in _CALLS[:count]]
-                continued = self._written(message, *replies)[1]
-                # without an end token, the first special token of the tool's reply ends the calls, and also an answer
-                following = self._first_special(continued.removeprefix(text)) if continued.startswith(text) else set()
-                return syntax, following, following
+            self._after_calls = syntax.answer(text).text
+            replies: list[Message] = [{"role": "tool", "name": name, "content": "found"} for name, _ in _CALLS[:count]]
+            continued = self._written(message, *replies)[1]
+            # without an end token, the first special token of the tool's reply ends the calls, and also an answer
+            following = self._first_special(continued.removeprefix(text)) if continued.startswith(text) else set()
+            return syntax, following, following
+        self._template.call_form = CallForm()
         return None, set(), set()
 
     def _learn_marks(self) -> list[ThoughtMarks]:
@@ -228,8 +243,8 @@ def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return len(first if second[: len(first)] == first else commonprefix([first, second]))  # type: ignore[list-item]
 
 
-def _call_message(calls: list[tuple[str, dict[str, Any]]]) -> Message:
+def _call_message(calls: list[tuple[str, dict[str, Any]]], **more: str) -> Message:
     converted: list[Call] = [
-        {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
+        {"type": "function", "function": {"name": name, "arguments": arguments}, **more} for name, arguments in calls
     ]
     return {"role": "assistant", "content": "", "tool_calls": converted}

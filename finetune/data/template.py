@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import Answer
-from finetune.data.chat_format import ChatFormat, common_prefix_length, syntax_and_end, thought_and_text, until, without_space
+from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import REASONING, Message
 from finetune.data.example import Example
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+#: The only form of ids that Mistral's templates take.
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ANY_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 #: Largest product of constants in a chat template; no template needs one.
@@ -41,20 +43,6 @@ _DATE = "26 Jul 2024"
 _CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 #: Time limit for rendering a conversation, in seconds; rendering usually takes a thousandth.
 RENDER_S = 20.0
-
-
-class _CallForm(NamedTuple):
-    """How a template takes tool calls."""
-
-    #: Takes a call's arguments as JSON text.
-    as_text: bool = False
-    with_ids: bool = False
-    #: Allows only ids of nine letters and digits.
-    short_ids: bool = False
-
-
-#: An id as OpenAI writes it, and the only form that Mistral's templates take.
-_LONG_ID, _SHORT_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn", re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass
@@ -83,7 +71,8 @@ class Template:
         self._values: dict[str, Any] = {**tokenizer.special_tokens_map}
         if "date_string" in self.source:
             self._values["date_string"] = _DATE
-        self._call_options: _CallForm | None = None
+        #: Chosen while the format is learned.
+        self.call_form = CallForm()
         specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special_tokens = sorted(specials | {name for name in tokenizer.all_special_tokens if isinstance(name, str)})
         self._with_thought: Callable[[Message], Message] = lambda message: message  # while the format is learned
@@ -178,7 +167,7 @@ class Template:
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
         messages = with_parts([_with_reasoning_key(self._with_thought(message), self._reasoning) for message in messages])
         if any(message.get("tool_calls") for message in messages):
-            messages = _with_call_form(messages, self._call_form())
+            messages = _with_call_form(messages, self.call_form)
         try:
             with _time_limit(RENDER_S):
                 rendered: Any = render_jinja_template(
@@ -207,37 +196,6 @@ class Template:
             return False
         # templates of text alone ignore the image, fail, or print the content part
         return with_picture != text and question in with_picture and not re.search(r"""['"]type['"]""", with_picture)
-
-    def _call_form(self) -> _CallForm:
-        if self._call_options is None:
-            forms = (_CallForm(as_text, with_ids) for with_ids in (False, True) for as_text in (False, True))
-            form = next(filter(self._writes_call, forms), _CallForm())
-            with_short_ids = _CallForm(form.as_text, form.with_ids, short_ids=True)
-            if not self._writes_call(form, _LONG_ID) and self._writes_call(with_short_ids, _LONG_ID):
-                form = with_short_ids
-            self._call_options = form
-        return self._call_options
-
-    def _writes_call(self, form: _CallForm, call_id: str | None = None) -> bool:
-        arguments = {"place": 'a "place"', "count": 3}
-        call = {"type": "function", "function": {"name": "find_it", "arguments": arguments}}
-        reply: Message = {"role": "tool", "name": "find_it", "content": "found"}
-        if call_id:
-            call, reply = {**call, "id": call_id}, {**reply, "tool_call_id": call_id}
-        messages: list[Message] = [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            reply,
-            {"role": "assistant", "content": "an answer"},
-        ]
-        self._call_options = form
-        try:
-            self.render(messages)
-            prompt, text = self.render(messages[:1], prompt=True), self.render(messages[:2])
-        except BadRow:
-            return False
-        written = text[common_prefix_length(prompt, text) :]
-        return syntax_and_end(written, [("find_it", arguments)], self.special_tokens)[0] is not None
 
     def _read_back(self, messages: list[Message], example: Example, sequences: list[Rendered]) -> list[Rendered]:
         """Read answers back as evaluation does. Raise BadRow for a different answer."""
@@ -368,7 +326,7 @@ def _with_reasoning_key(message: Message, reasoning: str) -> Message:
     return {reasoning if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
-def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
+def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
     converted, unanswered_ids = [], list[str]()
     ids: dict[str, str] = {}  # id in the row -> id in the template
     call_count = 0
@@ -380,19 +338,17 @@ def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
                 if form.as_text:
                     function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
                 call = {**call, "function": function}
-                if form.with_ids or (form.short_ids and "id" in call):
+                if form.with_ids:
                     call_count += 1
-                    new_id = f"call{call_count:05d}"
-                    own_id = call.setdefault("id", new_id)
-                    call["id"] = ids[own_id] = new_id if form.short_ids and not _SHORT_ID.fullmatch(own_id) else own_id
+                    own_id = call.get("id") or f"call{call_count:05d}"
+                    call["id"] = ids[own_id] = own_id if _SHORT_ID.fullmatch(own_id) else f"call{call_count:05d}"
                     unanswered_ids.append(call["id"])
                 calls.append(call)
             message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and (own_id := message.get("tool_call_id")) in ids:
-            message = {**message, "tool_call_id": ids[own_id]}
-            unanswered_ids = [call_id for call_id in unanswered_ids if call_id != ids[own_id]]
-        elif message["role"] == "tool" and unanswered_ids:
-            message = {"tool_call_id": unanswered_ids.pop(0), **message}
+        elif message["role"] == "tool" and (unanswered_ids or message.get("tool_call_id") in ids):
+            call_id = ids.get(message.get("tool_call_id", "")) or unanswered_ids[0]
+            message = {**message, "tool_call_id": call_id}
+            unanswered_ids = [other for other in unanswered_ids if other != call_id]
         converted.append(message)
     return converted
 
