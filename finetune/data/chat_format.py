@@ -170,7 +170,10 @@ class ChatFormat:
             self._template.call_form = CallForm(as_text, with_ids)
             message = _call_message(_CALLS[:count])
             text = self._written(message)[1].rstrip()
-            syntax, end = syntax_and_end(text, _CALLS[:count], self.special_tokens)
+            end = max((token for token in self.special_tokens if text.endswith(token)), key=len, default="")
+            syntax = syntax_of(text.removesuffix(end), _CALLS[:count])
+            if syntax is None:  # the token is a part of the calls
+                syntax, end = syntax_of(text, _CALLS[:count]), ""
             if syntax is None or not self._written(_call_message(_CALLS[:count], id=_LONG_ID))[1]:
                 continue
             if end:
@@ -215,17 +218,6 @@ def thought_and_text(message: Message) -> tuple[str, str]:
     if "reasoning_content" in message:
         return message["reasoning_content"], message["content"]
     return TAGS.split(message["content"]) or ("", message["content"])
-
-
-def syntax_and_end(
-    text: str, calls: list[tuple[str, dict[str, Any]]], special_tokens: Sequence[str]
-) -> tuple[CallSyntax | None, str]:
-    """Return the form of exactly these calls in a text, and the special token after them."""
-    text = text.rstrip()
-    end = max((token for token in special_tokens if text.endswith(token)), key=len, default="")
-    if end and (syntax := syntax_of(text.removesuffix(end), calls)):
-        return syntax, end
-    return syntax_of(text, calls), ""
 
 
 def until(tokens: Sequence[str], text: str) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 
 from finetune.data.report import Finding, format_locations
 from finetune.data.shards import SCRIPTS, StoredRows
-from finetune.data.tokenizer import is_replaced
 from finetune.data.tokens import Encoder
 from finetune.settings import Recipe
 
@@ -118,9 +117,6 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
     if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
         text = "the system prompt of {rows} is trained on, too, so the model will generate it"
         yield finding("system", text, rows, "Set train_on_inputs=false.")
-    if encoder.template is not None and is_replaced(encoder.tokenizer):
-        text = "chat_template is not the template that the base model was trained with, in {rows}"
-        yield Finding("template", text, int((used & stored.has("conversation")).sum()), (), "")
     for note, (text, fix) in _NOTES.items():
         if (rows := used & (stored.sequence_counts > 1 + stored.are_pairs if note == "unrolled" else stored.has(note))).any():
             yield finding(note, text, rows, fix)

@@ -215,7 +215,6 @@ class Template:
         texts = (piece for message in messages for piece in (*text_pieces(message), message.get("reasoning_content", "")))
         if not all(any(_has(sequence.text, text) for sequence in sequences) for text in texts):
             sequences[0].notes.add("altered")
-        _check_calls(messages, sequences)
         return sequences
 
     def _changes(self, message: Message, answer: Answer, path: str) -> set[str]:
@@ -310,14 +309,6 @@ def _require_written(message: Message, path: str, trained: str) -> None:
             f"{path}.reasoning_content" if has_field else path,
             f"the chat template leaves out the reasoning; use a model whose template writes it, or {way_out}",
         )
-
-
-def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
-    has_calls = any(message.get("tool_calls") for message in messages)
-    prompts = [message["content"] for message in messages if message["role"] != "user"]
-    writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
-    if has_calls and any("<tool_call>" in prompt for prompt in prompts) and not writes_json:
-        raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
 
 
 def _with_reasoning_key(message: Message, reasoning: str) -> Message:

@@ -24,8 +24,6 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 #: Suffixes of files that the library reads with a tokenizer.
 _SUFFIXES = {".json", ".jinja", ".model", ".txt"}
-#: Attribute of a tokenizer: the recipe has replaced the model's chat template.
-_REPLACED_ATTRIBUTE = "_replaced_template"
 #: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
     "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
@@ -53,8 +51,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
     if recipe.chat_template is not None:
-        own_template, tokenizer.chat_template = tokenizer.chat_template, _read_template(recipe.chat_template)
-        vars(tokenizer)[_REPLACED_ATTRIBUTE] = bool(own_template) and own_template != tokenizer.chat_template
+        tokenizer.chat_template = _read_template(recipe.chat_template)
     choose_pad(tokenizer)
     add_tokens(tokenizer, recipe)
     return tokenizer
@@ -80,11 +77,6 @@ class ModelPictures:
 
         revision = self._recipe.model_revision if isinstance(self._path, str) else None
         return processor_for(self._recipe, tokenizer, self._path, revision=revision)
-
-
-def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the recipe's chat template replaces the model's."""
-    return bool(vars(tokenizer).get(_REPLACED_ATTRIBUTE))
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:

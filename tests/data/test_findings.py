@@ -6,7 +6,6 @@ import pytest
 from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
 from finetune.data.report import Refused, refusal_lines
-from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import DataError
 
 CLEAN = [talk(f"Question {n}?", f"Answer {n}, à la carte.") for n in range(30)]
@@ -80,14 +79,3 @@ def test_data_that_nothing_right_is_learnt_of_stops_a_run_until_it_is_accepted(w
     assert f"dataset.accept_findings=[{kind}]" in error.value.fix and "row" in error.value.problems[0]
     accepted = prepare(recipe(path, **settings, accept_findings=[kind]), build_tokenizer(), max_length=64)
     assert kind in [finding.kind for finding in accepted.report.findings if finding.blocks]
-
-
-def test_a_learnt_system_prompt_and_another_template_are_reported(write, tmp_path):
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "mine.jinja").write_text(CHATML_MARKED)
-    path = write("rows.jsonl", [talk(f"Question {n}?", f"Answer {n}.", system="Be brief.") for n in range(3)])
-    settings = {"model_name_or_path": str(tmp_path / "model"), "chat_template": str(tmp_path / "mine.jinja")}
-    tokenizer = load_tokenizer(recipe(path, **settings))
-    report = prepare(recipe(path, train_on_inputs=True, **settings), tokenizer, max_length=None).report
-    assert [(finding.kind, finding.rows) for finding in report.findings] == [("system", 3), ("template", 3)]
-    assert prepare(recipe(path), build_tokenizer(), max_length=None).report.findings == ()
