@@ -16,7 +16,7 @@ from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, choose_parser
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, is_local, split_files
-from finetune.data.unused_columns import UnusedColumns, fixes_of
+from finetune.data.unused_columns import COLUMNS, FIELDS, UnusedColumns, fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHODS
@@ -136,8 +136,8 @@ class SourceReader:
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
-        fields = (f"messages[].{printable(name)}" for name in self.unused.fields)
-        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.columns), *fields)))
+        fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
 
     def finish(self) -> None:
         """Raise DataError for unread columns or fields that may change the meaning."""

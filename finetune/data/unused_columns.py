@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from finetune.data.report import printable
 #: Different values that are counted. Short texts that differ as often are no names of sources.
 _MAX_VALUES = 100
 _FIRST_ROWS = 3
+#: Kinds of unused names: those that say that they change the meaning of a row, and other columns and message fields.
+NAMED, COLUMNS, FIELDS = "named", "columns", "message fields"
 
 
 @dataclass
@@ -50,71 +52,70 @@ class UnusedColumns:
 
     file: str
     format: str
-    rows: int = 0
-    messages: int = 0
-    #: Columns and fields whose names say that they change the meaning of a row.
-    meanings: dict[str, ColumnUse] = field(default_factory=dict)
-    #: All other columns, and all other fields of messages.
-    columns: dict[str, ColumnUse] = field(default_factory=dict)
-    fields: dict[str, ColumnUse] = field(default_factory=dict)
+    #: Usable rows, and their messages.
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys((NAMED, COLUMNS, FIELDS), 0))
+    uses: dict[str, dict[str, ColumnUse]] = field(default_factory=lambda: {NAMED: {}, COLUMNS: {}, FIELDS: {}})
 
     def merge(self, other: UnusedColumns) -> None:
-        self.rows += other.rows
-        self.messages += other.messages
-        for kind in ("meanings", "columns", "fields"):
-            for name, use in getattr(other, kind).items():
-                getattr(self, kind).setdefault(name, ColumnUse()).merge(use)
+        for kind, uses in other.uses.items():
+            self.totals[kind] += other.totals[kind]
+            for name, use in uses.items():
+                self._use(kind, name).merge(use)
 
-    def add_meanings(self, unread: Values, number: int) -> Values:
+    def _use(self, kind: str, name: str) -> ColumnUse:
+        return self.uses[kind].setdefault(name, ColumnUse())
+
+    def add_named(self, unread: Values, number: int) -> Values:
         """Count columns whose names say that they change the meaning, and return the undecided columns."""
         undecided = {}
         for column, value in unread.items():
             decision = changes_meaning(column, value, self.format)
             if decision:
-                self.meanings.setdefault(column, ColumnUse()).add(number, value=value)
+                self._use(NAMED, column).add(number, value=value)
             elif decision is None:
                 undecided[column] = value
         return undecided
 
-    def add_row(self, undecided: Values, number: int, texts: list[str]) -> None:
-        """Add undecided columns of a usable row; `texts` are read from the row."""
-        self.rows += 1
-        for column, value in undecided.items():
-            _add(self.columns, column, value, number, texts)
-
     def add_messages(self, messages: list[Values], number: int) -> None:
-        self.messages += len(messages)
         for name in {name: None for message in messages for name in message if changes_message(name, message[name])}:
-            self.meanings.setdefault(name, ColumnUse()).add(number)
+            self._use(NAMED, name).add(number)
         for message in messages:
-            for name, value in message.items():
-                if changes_meaning(name, value, self.format) is None:
-                    _add(self.fields, name, value, number, [])
+            undecided = {name: value for name, value in message.items() if changes_meaning(name, value, self.format) is None}
+            self.add(FIELDS, undecided, number)
+
+    def add(self, kind: str, undecided: Values, number: int, texts: Sequence[str] = ()) -> None:
+        """Add undecided columns or fields of a usable row; `texts` are read from the row."""
+        self.totals[kind] += 1
+        for name, value in undecided.items():
+            use, kinds = self._use(kind, name), kinds_of(name, value, texts)
+            # the column repeats all texts that are read, as Alpaca's `text` does
+            if len(texts) > 1 and isinstance(value, str) and texts[-1] in value and all(text in value for text in texts):
+                kinds = {"copy"}
+            if kinds:
+                use.add(number, kinds, value)
 
     @property
     def stops_run(self) -> bool:
         """Return whether `asked` will name a column, whatever rows follow."""
-        return bool({*self.meanings} - {"split"} or self._asked(all_rows=False))
+        return bool(self.asked(None))
 
-    def asked(self, rows_read: int) -> dict[str, ColumnUse]:
-        """Return the columns that stop a run."""
-        # a `split` in all rows is no mixture
-        meanings = {name: use for name, use in self.meanings.items() if name != "split" or use.count != rows_read}
-        return {**meanings, **self._asked(all_rows=True)}
+    def asked(self, rows_read: int | None) -> dict[str, ColumnUse]:
+        """Return the columns that stop a run; None if more rows follow."""
+        uses = ((kind, name, use) for kind, uses in self.uses.items() for name, use in uses.items())
+        return {name: use for kind, name, use in uses if self._stops(kind, name, use, rows_read)}
 
-    def _asked(self, *, all_rows: bool) -> dict[str, ColumnUse]:
-        asked = {}
-        for uses, total in ((self.columns, self.rows), (self.fields, self.messages)):
-            for name, use in uses.items():
-                # short texts that nearly all differ are prose
-                is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
-                kinds = use.kinds | {"text"} if is_prose else use.kinds
-                # a single row can't show that a value is constant
-                differ = len(use.values) > 1 or use.count < max(total, 1 + all_rows)  # or some rows have none
-                is_flag = uses is self.fields and bool(kinds & {"truth", "bit"})
-                if use.count and (differ or is_flag) and not is_harmless(name, kinds, has_answer=self.format != "text"):
-                    asked[name] = use
-        return asked
+    def _stops(self, kind: str, name: str, use: ColumnUse, rows_read: int | None) -> bool:
+        all_rows = rows_read is not None
+        if kind == NAMED:
+            # a `split` in all rows is no mixture
+            return name != "split" or (all_rows and use.count != rows_read)
+        # short texts that nearly all differ are prose
+        is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
+        kinds = use.kinds | {"text"} if is_prose else use.kinds
+        # a single row can't show that a value is constant
+        differ = len(use.values) > 1 or use.count < max(self.totals[kind], 1 + all_rows)  # or some rows have none
+        is_flag = kind == FIELDS and bool(kinds & {"truth", "bit"})
+        return use.count > 0 and (differ or is_flag) and not is_harmless(name, kinds, has_answer=self.format != "text")
 
     def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
         """Return a line for each known name, and a line for all unknown names."""
@@ -122,12 +123,13 @@ class UnusedColumns:
             f"{self.file}: '{printable(name)}' is not used, and it looks like {meaning_of(name)}: {use.count:,} row(s), first "
             f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
             for name, use in asked.items()
-            if name in self.meanings
+            if name in self.uses[NAMED]
         ]
-        for owner, uses in (("columns", self.columns), ("message fields", self.fields)):
+        for kind in (COLUMNS, FIELDS):
+            uses = self.uses[kind]
             described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in asked.items() if uses.get(name) is use]
             if described:
-                lines.append(f"{self.file}: unused {owner} may change what the model learns: {', '.join(described)}")
+                lines.append(f"{self.file}: unused {kind} may change what the model learns: {', '.join(described)}")
         return lines
 
 
@@ -144,13 +146,3 @@ def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def _add(uses: dict[str, ColumnUse], name: str, value: Any, number: int, texts: list[str]) -> None:
-    use = uses.get(name) or uses.setdefault(name, ColumnUse())
-    kinds = kinds_of(name, value, texts)
-    # the column repeats all texts that are read, as Alpaca's `text` does
-    if len(texts) > 1 and isinstance(value, str) and texts[-1] in value and all(text in value for text in texts):
-        kinds = {"copy"}
-    if kinds:
-        use.add(number, kinds, value)
