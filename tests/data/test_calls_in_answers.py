@@ -6,12 +6,21 @@ from functools import cache
 import pytest
 from small_data import build_tokenizer
 from test_published_templates import FOLDER, NAMES, tokenizer_of_all
-from test_tool_calls import MISTRAL
 
 from finetune.data.chat_format import common_prefix_length
 from finetune.data.checks import BadRow
 from finetune.data.template import Template
 
+#: As Mistral's templates of 7B v0.3 and Nemo write calls and replies.
+MISTRAL = """{%- for message in messages %}{%- if message.role == "user" %}{{- "[INST] " + message.content + "[/INST]" }}
+{%- elif message.tool_calls is defined and message.tool_calls %}{{- "[TOOL_CALLS] [" }}{%- for call in message.tool_calls %}
+{{- (call.function|tojson)[:-1] }}{%- if not call.id is defined or call.id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+{{- ', "id": "' + call.id + '"}' }}{%- endfor %}{{- "]" + eos_token }}{%- elif message.role == "tool" %}
+{%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+{{- "[TOOL_RESULTS] " + message.content + ' "call_id": "' + message.tool_call_id + '"[/TOOL_RESULTS]' }}
+{%- else %}{{- " " + message.content + eos_token }}{%- endif %}{%- endfor %}"""
 #: Templates that write calls; those that TRL ships twice, with markers for training, write them the same.
 FAMILIES = ("deepseekv3", "diffusion", "gemma4", "glm", "gptoss", "lfm2_", "llama3_", "muse", "nemotron", "qwen3", "qwen2_5")
 WITH_CALLS = [name for name in NAMES if name.startswith(FAMILIES) and not name.endswith(("_training", "qwen2_5_vl"))] + [

@@ -7,7 +7,6 @@ from finetune.data import template
 from finetune.errors import DataError, RecipeError
 
 GOOD = talk("Hi", "Hello")
-U, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 
 
 def refused(path, **settings):
@@ -27,27 +26,8 @@ def test_a_row_that_is_nested_deeply_is_refused_and_a_file_that_is_not_read(writ
         refused(write("rows.json", nested))
 
 
-def test_a_report_can_be_had_of_rows_that_are_all_bad(write):
-    prepared = prepare(recipe(write("rows.jsonl", [{"messages": [U]}])), build_tokenizer(), max_length=None, report_only=True)
-    assert (prepared.report.rows_used, len(prepared.report.rows_refused), len(prepared.train)) == (0, 1, 0)
-    assert prepared.report.trained_token_share is None
-
-
-def test_a_row_that_the_template_refuses_is_named_with_the_templates_message(write):
-    picky = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role here') }}{% endif %}ok"
-    path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
-    with pytest.raises(DataError, match="row 1: messages: the chat template refuses it: No system role here"):
-        prepare(recipe(path), build_tokenizer(picky), max_length=None)
-
-
 def test_a_template_that_never_ends_is_ended(write, monkeypatch):
     monkeypatch.setattr(template, "RENDER_S", 0.5)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(RecipeError, match="the chat template takes more than"):
         prepare(recipe(write("rows.jsonl", [GOOD])), build_tokenizer(endless), max_length=None)
-
-
-@pytest.mark.parametrize("bomb", ["{{ 9**(9**9) }}", "{{ 'a' * 10000000000 }}", "{{ 'a' * 99999 * 99999 }}"])
-def test_a_template_that_fills_the_memory_while_it_compiles_is_refused(write, bomb):
-    with pytest.raises(RecipeError, match="line 1 of the chat template multiplies to more than"):
-        prepare(recipe(write("rows.jsonl", [GOOD])), build_tokenizer(bomb), max_length=None)

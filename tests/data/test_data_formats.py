@@ -6,56 +6,13 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from small_data import advised, read_examples, recipe
+from small_data import read_examples, recipe
 
 from finetune.errors import DataError
-
-MESSAGES = ({"role": "user", "content": "Where is my tea?"}, {"role": "assistant", "content": "On its way."})
 
 
 def examples_of(path, **settings):
     return read_examples(recipe(path, **settings).dataset).train
-
-
-def only(split):
-    assert [example.row for example in split.examples], split.refused
-    return split.examples[0]
-
-
-@pytest.mark.parametrize(
-    ("row", "name"),
-    [
-        ({"messages": list(MESSAGES)}, "messages"),
-        (
-            {"conversations": [{"from": "human", "value": "Where is my tea?"}, {"from": "gpt", "value": "On its way."}]},
-            "sharegpt",
-        ),
-        ({"conversations": list(MESSAGES)}, "sharegpt"),
-        ({"messages": json.dumps(MESSAGES)}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
-        ({"messages": [{**MESSAGES[0], "content": [{"text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
-        ({"messages": [{**MESSAGES[0], "content": {"type": "text", "text": "Where is my tea?"}}, MESSAGES[1]]}, "messages"),
-        ({"prompt_id": "a1", "messages": list(MESSAGES), "source": "web"}, "messages"),
-        ({"instruction": "Where is my tea?", "input": "", "output": "On its way.", "lang": "fr", "url": "x"}, "alpaca"),
-        ({"instruction": "Where is my tea?", "context": "", "response": "On its way.", "category": "qa"}, "alpaca"),
-        ({"instruction": "Where is my tea?", "input": None, "output": "On its way."}, "alpaca"),
-        ({"instruction": "Where is my tea?", "output": "On its way.", "text": "Where is my tea? On its way."}, "alpaca"),
-        ({"prompt": [MESSAGES[0]], "completion": [MESSAGES[1]]}, "prompt_completion"),
-    ],
-)
-def test_conversations_in_any_format_become_the_same_example(write, row, name):
-    rows = examples_of(write("rows.jsonl", [row]))
-    assert rows.format == name
-    assert only(rows).content() == {"messages": MESSAGES, "answers": (1,)}
-
-
-def test_unknown_columns_are_listed_with_the_formats_and_a_mapping_to_paste(write):
-    path = write("rows.jsonl", [{"conversation": list(MESSAGES), "id": 1}])
-    with pytest.raises(DataError, match="conversation, id") as error:
-        examples_of(path)
-    assert only(examples_of(path, **advised(error.value.fix)[0])).messages == MESSAGES
-    for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "text"):
-        assert f"{name}:" in error.value.fix
 
 
 def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):

@@ -27,18 +27,6 @@ def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
     assert json.loads(json.dumps(report.as_json()))["format"] == "messages"
 
 
-def test_long_rows_are_cut_or_left_out_and_the_tokens_counted(write, tokenizer):
-    path = write("rows.jsonl", rows_of(1, 40, 60))
-    whole = prepare(recipe(path), tokenizer, max_length=None)
-    cut = prepare(recipe(path, excess_length="truncate"), tokenizer, max_length=32)
-    left_out = prepare(recipe(path, excess_length="drop"), tokenizer, max_length=32)
-    assert (cut.report.rows_too_long, cut.report.rows_truncated, cut.report.rows_used) == (2, 2, 3)
-    assert cut.lengths == [min(length, 32) for length in whole.lengths]
-    assert cut.report.tokens_dropped == sum(whole.lengths) - sum(cut.lengths)
-    assert (left_out.report.rows_too_long, left_out.report.rows_truncated, left_out.report.rows_used) == (2, 0, 1)
-    assert left_out.report.tokens_dropped == sum(whole.lengths[1:])
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.lists(st.sampled_from(["short", "long", "long question", "bad", "not json"]), min_size=1, max_size=12),
@@ -127,17 +115,9 @@ def test_progress_ends_at_the_number_of_rows(write, tokenizer):
     assert reports == [(256, 302), (300, 302), (302, 302)]
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{# " + "x" * 1_000_000 + " #}", "1,000,006 characters"),
-        ("{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}", "too deeply"),
-    ],
-    ids=["long", "deep"],
-)
-def test_a_template_that_would_take_minutes_is_refused(write, template, reason):
-    with pytest.raises(RecipeError, match=reason):
-        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(template), max_length=None)
+def test_a_template_that_would_take_minutes_is_refused(write):
+    with pytest.raises(RecipeError, match="1,000,006 characters"):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("{# " + "x" * 1_000_000 + " #}"), max_length=None)
 
 
 def test_a_template_runs_only_in_the_sandbox(write):

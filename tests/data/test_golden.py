@@ -1,6 +1,7 @@
 """What small files of every format are trained on, refused, noted and counted for, stored in golden.jsonl.
 
-Each line has a name, the files, settings of the recipe, and the result. After an intended change run this file as a program
+Each line has a name, the files, settings of the recipe (with a chat template by name or as text), options of the tokenizer,
+and the result. After an intended change run this file as a program
 from the root of the repository, and read the difference: `python tests/data/test_golden.py`.
 """
 
@@ -15,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
-from small_data import CHATML, build_tokenizer
+from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer
 
 from finetune.data.preparation import encode
-from finetune.data.tokenizer import ModelPictures
+from finetune.data.tokenizer import PLAIN_TEMPLATE, ModelPictures
 from finetune.data.tokens import decode_spans
 from finetune.errors import FinetuneError
 from finetune.recipe import recipe_from
@@ -32,7 +33,10 @@ TOOLS = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEMPLATES = {"broken": "ok\n{% for %}", "chatml": CHATML, "tools": TOOLS, "vision": VISION_CHATML}
+TEMPLATES = {
+    "broken": "ok\n{% for %}", "chatml": CHATML, "tools": TOOLS, "vision": VISION_CHATML, "none": None, "marked": CHATML_MARKED,
+    "forgetful": FORGETFUL, "plain": PLAIN_TEMPLATE,
+}  # fmt: skip
 
 
 def _as_lines(rows) -> bytes:
@@ -68,7 +72,8 @@ def result_of(case):
         path.write_bytes(write(content, case["encoding"]) if "encoding" in case else write(content))
     settings = {"model_name_or_path": "tiny", **case["settings"]}
     template, limit = settings.pop("template", "chatml"), settings.pop("limit", None)
-    tokenizer = build_tokenizer(TEMPLATES.get(template), extra=("<|image_pad|>", "<think>", "</think>"))
+    extra = ("<|image_pad|>", "<think>", "</think>")
+    tokenizer = build_tokenizer(TEMPLATES.get(template, template), extra=extra, **case.get("tokenizer", {}))
     result = {}
     try:
         recipe = recipe_from(settings)

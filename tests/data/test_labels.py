@@ -1,6 +1,5 @@
 """Answers marked good or bad (KTO): the shapes of other tools, labels in the trainer's rows, and what is wrong."""
 
-import numpy as np
 import pytest
 from small_data import prepare, talk
 
@@ -31,19 +30,6 @@ def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(w
             texts = [tokenizer.decode([t for t in row["labels"] if t != NOT_TRAINED]) for row in part]
             assert ["of course" not in text for text in texts] == part["desirable"]
     assert (len(prepared.train), len(prepared.eval), len(prepared.report.rows_refused)) == (30, 10, 1)
-
-
-def findings_of(write, tokenizer, labels, answer="Answer {}", **more):
-    path = write("rows.jsonl", [talk(f"Question {n}", answer.format(n)) | {"label": label} for n, label in enumerate(labels)])
-    prepared = prepare(labelled(path, **more), tokenizer, max_length=None, report_only=True)
-    return {finding.kind: finding for finding in prepared.report.findings}
-
-
-def test_unbalanced_labels_are_said_with_the_weight_that_balances_them(write, tokenizer):
-    labels = np.arange(40) % 4 == 0
-    finding = findings_of(write, tokenizer, labels.tolist())["label balance"]
-    assert "10 answers are good and 30 bad" in str(finding) and "desirable_weight=3" in finding.fix
-    assert "label balance" not in findings_of(write, tokenizer, labels.tolist(), desirable_weight=3.0)
 
 
 @pytest.mark.parametrize(

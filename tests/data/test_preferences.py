@@ -4,12 +4,10 @@ import json
 import random
 
 import pytest
-from small_data import prepare, read_examples, recipe, talk
+from small_data import prepare
 from test_labels import SHAPES as LABELLED_SHAPES
 from test_labels import labelled
-from test_nothing_learnt_by_mistake import DPO
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError
 from finetune.recipe import recipe_from
 
@@ -32,32 +30,6 @@ SHAPES = {
 
 def pairs(path, **more):
     return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path, **more}, "method": "dpo"})
-
-
-@pytest.mark.parametrize("shape", ["implicit", "ranking-alpaca"])
-def test_a_row_has_both_answers_and_trains_nothing_of_the_prompt(write, tokenizer, shape):
-    longer = {"implicit": talk("Hi", "Hello and welcome")["messages"], "ranking-alpaca": "Hello and welcome"}[shape]
-    path = write("rows.jsonl", [SHAPES[shape], {**SHAPES[shape], "chosen": longer}])
-    prepared = prepare(pairs(path), tokenizer, max_length=None)
-    rows = prepared.train[:]
-    assert list(rows) == ["input_ids", "labels", "rejected_input_ids", "rejected_labels"]
-    for prefix, answers in (("", ["Hello", "Hello and welcome"]), ("rejected_", ["Go.", "Go."])):
-        for ids, labels, answer in zip(rows[f"{prefix}input_ids"], rows[f"{prefix}labels"], answers, strict=True):
-            trained = [token for token in labels if token != NOT_TRAINED]
-            assert tokenizer.decode(trained, skip_special_tokens=True).strip() == answer
-            start = next(index for index, label in enumerate(labels) if label != NOT_TRAINED)
-            assert ids[:start] == rows["input_ids"][0][:start]
-    assert prepared.lengths == [max(map(len, ids)) for ids in zip(rows["input_ids"], rows["rejected_input_ids"], strict=True)]
-    assert prepared.report.total_tokens == sum(map(len, (*rows["input_ids"], *rows["rejected_input_ids"])))
-
-
-def test_sft_names_the_method_for_pairs_and_dpo_refuses_single_answers(write, tokenizer):
-    path = write("rows.jsonl", [SHAPES["implicit"]])
-    with pytest.raises(DataError, match=DPO) as error:
-        read_examples(recipe(path).dataset)
-    assert "method=dpo" in error.value.fix
-    with pytest.raises(DataError, match="chosen"):
-        prepare(pairs(write("talks.jsonl", [talk("Hi", "Hello")])), tokenizer, max_length=None)
 
 
 def damaged(value, rng):
