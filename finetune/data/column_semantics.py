@@ -56,19 +56,16 @@ def meaning_of(name: Any) -> str:
     return _MEANINGS.get(re.sub(r"[\W_]+", "", name.lower()), "") if isinstance(name, str) else ""
 
 
-def changes_message(name: Any, value: Any) -> bool:
-    """Return whether a field changes the meaning of a message."""
-    return meaning_of(name) not in ("", CONTEXT, _SPLIT) and not is_blank(value)
-
-
-def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
-    """Return whether a column changes the meaning of a row; None if undecided by name."""
+def changes_meaning(name: Any, value: Any, format_name: str, *, in_message: bool) -> bool | None:
+    """Return whether a column or field changes the meaning of a row; None if undecided by name."""
     meaning = meaning_of(name)
     if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
         return None
-    if meaning == _SPLIT:
-        return value != SPLITS[0] if isinstance(value, str) and value in SPLITS else None
-    return not is_blank(value) and not (meaning == _WEIGHT and value in _NEUTRAL_WEIGHTS)
+    if meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS):
+        return None
+    if meaning == _SPLIT or (in_message and meaning == CONTEXT):
+        return not in_message and value != SPLITS[0]
+    return not is_blank(value) and (in_message or not (meaning == _WEIGHT and value in _NEUTRAL_WEIGHTS))
 
 
 #: What to do about a column or field, by its meaning.

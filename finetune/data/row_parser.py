@@ -29,7 +29,7 @@ from finetune.data.pictures.reader import FileStat, PictureReader
 from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
-from finetune.data.unused_columns import COLUMNS, UnusedColumns
+from finetune.data.unused_columns import COLUMNS, FIELDS, UnusedColumns
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
@@ -113,7 +113,6 @@ class RowParser:
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
         # columns named like a field that the recipe maps to another column
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
-        undecided = unused.add_named(unread, row.number)
         reader = MessageReader(self.columns)
         example = parse(renamed, self.row_format, row.file, row.number, reader)
         references: list[PictureReference] = []
@@ -121,9 +120,10 @@ class RowParser:
             example, references = place_pictures(
                 example, row_pictures, expects_pictures=self.has_pictures, expects_tags=self.has_tags
             )
+        unused.add(COLUMNS, unread, row.number, _read_texts(renamed, self.row_format, example) if unread else [])
+        for fields in reader.unread:
+            unused.add(FIELDS, fields, row.number)
         check_placeholders(row.values, example.texts())
-        unused.add(COLUMNS, undecided, row.number, _read_texts(renamed, self.row_format, example) if undecided else [])
-        unused.add_messages(reader.unread, row.number)
         return example, references
 
 
