@@ -73,28 +73,21 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
             return {}, False
         fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | dict(parser.columns)
         asked = list(parser.parse([*rows]).unused.asked(len(rows)))
-        suggestions = [item for item in _unused_columns(asked, parser, values) if "input" in item[1]["columns"]]
+        guesses = [settings for _, settings in _unused_columns(asked, parser, values) if "input" in settings["columns"]]
         is_guess = bool(asked) and not dataset.columns
     except DataError:
-        named = [name for name in columns if not _is_identifier(name, values)]
-        fields, suggestions, is_guess = dict(dataset.columns), [*_questions(_by_part(named, values))], not dataset.columns
+        texts = {name: [str(row.get(name, "")).strip() for row in values] for name in columns}
+        # a column with a different value in each row, without spaces, numbers the rows
+        numbers = [name for name in columns if len({*texts[name]}) == len(rows) > 2 and " " not in "".join(texts[name])]
+        named = [name for name in columns if name not in numbers]
+        fields, is_guess = dict(dataset.columns), not dataset.columns
+        guesses = [settings for _, settings in _questions(_by_part(named, values))]
     if is_guess:
-        fields = _with_context_first(suggestions, rows, dataset) or fields
+        # a context is read before the plainest guess, which is the last
+        guesses = [settings for settings in guesses if "input" in settings["columns"] or settings is guesses[-1]]
+        fields = next((settings["columns"] for settings in guesses if _tried(settings, rows, "", dataset)), fields)
     read = {column: field for field, column in fields.items()}
     return {name: read.get(name, "ignore") for name in columns}, is_guess
-
-
-def _with_context_first(suggestions: list[Suggestion], rows: list[Row], dataset: DatasetRecipe) -> Values:
-    mappings = [settings for _, settings in suggestions]
-    # a suggestion that reads a context first, else the plainest
-    in_order = [settings for settings in mappings if "input" in settings["columns"]] + mappings[-1:]
-    return next((settings["columns"] for settings in in_order if _tried(settings, rows, "", dataset)), {})
-
-
-def _is_identifier(name: str, rows: list[Values]) -> bool:
-    values = [str(row.get(name, "")) for row in rows]
-    # a column with a different value in each row, without spaces, numbers the rows
-    return len(rows) > 2 and len({*values}) == len(rows) and not any(" " in value.strip() for value in values)
 
 
 def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRecipe) -> DataError:

@@ -9,22 +9,8 @@ from finetune.data.checks import BadRow, Values, as_json_text
 from finetune.data.column_semantics import check_other_data, check_placeholders, without_columns
 from finetune.data.conversation import Columns, MessageReader
 from finetune.data.example import Example
-from finetune.data.formats import (
-    FORMATS,
-    check_columns,
-    detect,
-    parse,
-    reasoning_column,
-    rename_columns,
-    usual_columns,
-)
-from finetune.data.pictures.placement import (
-    picture_columns,
-    place_pictures,
-    rows_have_pictures,
-    rows_have_tags,
-    take_pictures,
-)
+from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
+from finetune.data.pictures.placement import picture_columns, place_pictures, rows_have_pictures, rows_have_tags, take_pictures
 from finetune.data.pictures.reader import FileStat, PictureReader
 from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
