@@ -1,13 +1,12 @@
 """What an error says to type is typed, on the file that caused it: the rows are then read, and as they are meant."""
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 
 import pytest
-from small_data import advised, build_tokenizer, prepare, read_examples, recipe
+from small_data import advised, read_examples, recipe
 
 from finetune.errors import DataError
 
@@ -128,36 +127,6 @@ def test_a_conversation_in_one_text_is_called_a_transcript_and_never_advised(wri
             read_examples(recipe(path, columns={"instruction": name, "output": last}).dataset)
 
 
-def test_a_dialogue_to_summarise_and_one_answer_with_a_dialogue_are_no_transcripts(write):
-    dialogue = TRANSCRIPTS["anthropic"]
-    path = write("rows.jsonl", [{"dialogue": dialogue, "summary": "They met."}])
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    assert advised(error.value.fix) == [{"columns": {"instruction": "dialogue", "output": "summary"}}]
-    path = write("rows.jsonl", [{"instruction": "Write.", "output": answer} for answer in (dialogue, "Hello.", "Bye.")])
-    assert len(read_examples(recipe(path).dataset).train.examples) == 3
-
-
-@pytest.mark.parametrize("answer", [{"name": "Bob", "items": [1, 2]}, 7, 2.5, True, ["a", "b"]])
-def test_answers_that_are_not_text_are_written_as_json_when_asked(write, answer):
-    path = write("rows.jsonl", [{"instruction": f"Read {n}", "output": answer} for n in range(3)])
-    with pytest.raises(DataError, match="not text") as error:
-        prepare(recipe(path), build_tokenizer(), max_length=None)
-    [settings] = [settings for settings in advised(error.value.fix) if "json_columns" in settings]
-    rows = read_examples(recipe(path, **settings).dataset).train
-    assert [json.loads(example.reference()) for example in rows.examples] == [answer] * 3
-
-
-def test_content_of_messages_is_written_as_json_when_asked(write):
-    messages = [{"role": "user", "content": "Read it"}, {"role": "assistant", "content": {"name": "Bob", "note": "ü"}}]
-    path = write("rows.jsonl", [{"messages": messages}])
-    with pytest.raises(DataError, match="is an object, not text") as error:
-        prepare(recipe(path), build_tokenizer(), max_length=None)
-    assert {"json_columns": ["content"]} in advised(error.value.fix)
-    [example] = read_examples(recipe(path, json_columns=["content"]).dataset).train.examples
-    assert example.reference() == '{"name": "Bob", "note": "ü"}'
-
-
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the advice calls jq")
 def test_the_command_for_seed_tasks_makes_rows(write, tmp_path):
     instances = [{"input": "oak", "output": "table"}, {"input": "", "output": "chair"}]
@@ -178,15 +147,6 @@ def test_the_command_for_labelled_answers_keeps_the_good_ones(write, tmp_path, n
     subprocess.run(command.partition("  ")[2], shell=True, check=True, cwd=tmp_path)
     examples = read_examples(recipe(str(tmp_path / "good.jsonl")).dataset).train.examples
     assert [example.prompt for example in examples] == ["Shelf 1?", "Shelf 3?", "Shelf 5?"]
-
-
-def test_advice_leaves_out_no_second_text(write):
-    rows = [{"sentence1": f"Is it {n}?", "sentence2": f"It is {n + 1}.", "label": n % 2, "source": "web"} for n in range(12)]
-    path = write("rows.jsonl", rows)
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    first = read_examples(recipe(path, **advised(error.value.fix)[0]).dataset).train.examples[3]
-    assert (first.question()[0]["content"], first.reference()) == ("Is it 3?\n\nIt is 4.", "1")
 
 
 def test_names_that_yaml_or_a_shell_would_change_are_quoted():

@@ -56,15 +56,6 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
         assert trained and all(trained) and row["labels"][0] == -100
 
 
-def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenizer):
-    eval_path = write("eval.jsonl", [talk("a", "b", "c", "d", system="s")])
-    [example] = (
-        prepare(recipe(write("train.jsonl", rows_of(1)), eval_path=eval_path), tokenizer, max_length=None).splits[1].examples
-    )
-    assert [message["content"] for message in example.question()] == ["s", "a", "b", "c"]
-    assert example.reference() == "d"
-
-
 def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer):
     path = write("rows.jsonl", rows_of(*range(1, 21)) + rows_of(*range(1, 21)))
 
