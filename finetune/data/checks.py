@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 #: Values of a row by column, or of an object in it by key.
@@ -85,20 +83,6 @@ def valid_json(value: Any, field: str) -> Any:
     return value
 
 
-def as_json_text(row: Values, names: Iterable[str]) -> Values:
-    """Write non-text values of these columns or message fields as JSON. Raise BadRow."""
-    names = set(names)
-    if not names:
-        return row
-    written = dict(row)
-    for name, value in row.items():
-        if name in names and not isinstance(value, str) and not is_missing(value):
-            written[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
-        elif name not in names and isinstance(value, list):
-            written[name] = [as_json_text(item, names) if isinstance(item, dict) else item for item in value]
-    return written
-
-
 def parse_if_text(value: Any, field: str) -> Any:
     """Parse JSON in a string (a CSV cell, a hub column). Raise BadRow."""
     if not isinstance(value, str):
@@ -107,14 +91,6 @@ def parse_if_text(value: Any, field: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise BadRow(field, f"is text that isn't JSON: {quoted(value)}") from None
-
-
-def parse_if_list(value: Any) -> Any:
-    """Parse a JSON list in a string; return other values unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(BadRow):  # it is plain text
-            return parse_if_text(value, "")
-    return value
 
 
 def type_phrase(value: Any) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.checks import SPLITS, TOKENISED, BadRow, Values, is_blank, parse_if_list
+from finetune.data.checks import SPLITS, TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
 from finetune.data.report import printable
 from finetune.errors import DataError
 
@@ -89,28 +91,34 @@ def check_placeholders(row: Values, texts: Iterable[str]) -> None:
         raise BadRow(None, f"has {tag} in its text, but the media column is left out")
 
 
-def without_columns(row: Values, ignored: Iterable[str]) -> Values:
-    """Drop ignored columns, and ignored fields of messages."""
-    ignored_names = set(ignored)
-    if not ignored_names:
-        return row
-    # `reasoning_content` means reasoning under any name
-    if "reasoning_content" in ignored_names:
-        ignored_names |= {"reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
-    return {name: _without_fields(value, ignored_names) for name, value in row.items() if name not in ignored_names}
-
-
 #: Fields that every message needs: they stay if a column of the same name is left out.
 _MESSAGE_PARTS = {"role", "content", "from", "value"}
 
 
-def _without_fields(value: Any, ignored: set[str]) -> Any:
-    has_none = isinstance(value, str) and not any(name in value for name in ignored)
-    messages = value if has_none else parse_if_list(value)
-    if not isinstance(messages, list):
-        return value
-    dropped = ignored - _MESSAGE_PARTS
-    return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in messages]
+def apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
+    """Drop ignored columns and message fields, and write values that aren't text as JSON. Raise BadRow."""
+    # `reasoning_content` means reasoning under any name
+    if "reasoning_content" in ignored:
+        ignored = {*ignored, "reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
+    if not ignored and not as_json:
+        return row
+    applied = {name: value for name, value in row.items() if name not in ignored}
+    for name, value in applied.items():
+        if name in as_json:
+            if not isinstance(value, str) and not is_missing(value):
+                applied[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
+            continue
+        if isinstance(value, str) and value.lstrip().startswith("[") and any(field in value for field in ignored):
+            with contextlib.suppress(BadRow):  # it is plain text
+                value = parse_if_text(value, name)
+        if isinstance(value, list):
+            # parts of a message's content keep their fields
+            dropped = set() if in_message else {*ignored} - _MESSAGE_PARTS
+            items = (
+                apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
+            )
+            applied[name] = list(items)
+    return applied
 
 
 class PreferenceData(DataError):

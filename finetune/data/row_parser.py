@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.data.checks import BadRow, Values, as_json_text
-from finetune.data.column_semantics import check_other_data, check_placeholders, without_columns
+from finetune.data.checks import BadRow, Values
+from finetune.data.column_semantics import apply_columns, check_other_data, check_placeholders
 from finetune.data.conversation import Columns, MessageReader
 from finetune.data.example import Example
 from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
@@ -94,7 +94,7 @@ class RowParser:
         return reader.files
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
-        values = as_json_text(without_columns(row.values, self.dataset.ignore_columns), self.dataset.json_columns)
+        values = apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
         renamed, row_pictures = take_pictures(rename_columns(values, self.columns), self.picture_columns)
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
         # columns named like a field that the recipe maps to another column
@@ -124,7 +124,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     if dataset.format not in METHOD_FORMATS:
         check_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
-    rows = [without_columns(values, ignored) for values in rows]
+    rows = [apply_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
         # LLaMA-Factory's name
         columns = {**columns, "label": "kto_tag"}
