@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.call_syntax import assistant_message
 from finetune.data.pictures.placement import message_with_pictures
 from finetune.data.pictures.source import PictureSource
+from finetune.data.tool_calls import assistant_message
 from finetune.errors import CommandError
 from finetune.events import EventWriter, read_events
 from finetune.run.directory import RunDirectory

@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
-from finetune.data.call_syntax import Answer, assistant_message, display_text
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
+from finetune.data.tool_calls import Answer, assistant_message, display_text
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.printable import printable

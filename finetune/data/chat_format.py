@@ -10,10 +10,9 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.call_syntax import Answer, CallSyntax, syntax_of
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
-from finetune.data.tool_calls import Call
+from finetune.data.tool_calls import Answer, Call, CallSyntax, syntax_of
 
 if TYPE_CHECKING:
     from finetune.data.template import Template

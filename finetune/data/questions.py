@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.call_syntax import Answer, display_text
 from finetune.data.chat_format import thought_and_text
 from finetune.data.example import Example
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.tensors import stored
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
+from finetune.data.tool_calls import Answer, display_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.call_syntax import Answer
 from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import REASONING, Message
@@ -21,6 +20,7 @@ from finetune.data.example import Example
 from finetune.data.pictures.placement import text_pieces, with_parts
 from finetune.data.pictures.references import PICTURE_MARK
 from finetune.data.report import printable
+from finetune.data.tool_calls import Answer
 from finetune.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.call_syntax import Answer
 from finetune.data.chat_format import ChatFormat
+from finetune.data.tool_calls import Answer
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer

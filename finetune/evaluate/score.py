@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from finetune.data.call_syntax import Answer, display_text
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import (
     Answerer,

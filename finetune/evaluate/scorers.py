@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError, DataError
 
 if TYPE_CHECKING:  # --help imports this module
-    from finetune.data.call_syntax import Answer
-    from finetune.data.tool_calls import Call
+    from finetune.data.tool_calls import Answer, Call
 
 #: Described in docs/after-training.md.
 SCORES = ("exact", "contains", "regex", "json", "numeric", "calls", "tokens", "loss")

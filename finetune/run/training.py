@@ -20,11 +20,11 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
-from finetune.data.call_syntax import Answer
 from finetune.data.pictures.columns import PICTURES, sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.data.tokens import Encoder
+from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import DiskFull

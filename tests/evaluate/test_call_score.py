@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.bundled import NO_CALL_PROBE
-from finetune.data.call_syntax import Answer
+from finetune.data.tool_calls import Answer
 from finetune.evaluate.scorers import ARGUMENTS, COUNT, KNOWN_TOOL, NAMES, NO_CALL_DUE, ORDER, call_score
 
 TOOLS = [
