@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import RowParser, choose_parser
 from finetune.data.sources import find_sources
-from finetune.data.unused_columns import ColumnUse
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
@@ -106,7 +105,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
     return DataError(error.problems, "\n".join(fixes))
 
 
-def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
+def advice_for_unused(asked: Collection[str], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
     """Return settings that use, or leave out, columns that stop a run."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
     leave_out = f"To leave it out:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"

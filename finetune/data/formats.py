@@ -13,8 +13,7 @@ from typing import Any
 from finetune.data.checks import ROW_LIMIT, BadRow, Values, is_missing, optional_text, parse_if_text, required_text, type_phrase
 from finetune.data.column_kinds import kinds_of
 from finetune.data.column_semantics import REASONING, meaning_of, transcript_error, transcripts
-from finetune.data.conversation import Columns, Message, MessageReader, answer_indices, read_tool_text
-from finetune.data.example import Example
+from finetune.data.conversation import Columns, Example, Message, MessageReader, answer_indices, read_tool_text
 from finetune.data.report import printable
 from finetune.data.tool_calls import read_calls, read_tools
 from finetune.errors import DataError

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat_format import thought_and_text
-from finetune.data.example import Example
+from finetune.data.conversation import Example
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.tensors import stored
 from finetune.data.tokenizer import ModelPictures

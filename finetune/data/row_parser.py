@@ -6,16 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import BadRow, Values
-from finetune.data.column_semantics import apply_columns, check_other_data, check_placeholders
-from finetune.data.conversation import Columns, MessageReader
-from finetune.data.example import Example
+from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, apply_columns, check_other_data, check_placeholders
+from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
 from finetune.data.pictures.placement import picture_columns, place_pictures, rows_have_pictures, rows_have_tags, take_pictures
 from finetune.data.pictures.reader import FileStat, PictureReader
 from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
-from finetune.data.unused_columns import COLUMNS, FIELDS, UnusedColumns
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 

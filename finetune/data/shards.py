@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
-from finetune.data.example import Example
+from finetune.data.conversation import Example
 from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes, sizes_of
 from finetune.data.pictures.tensors import source_of, stored
 from finetune.data.report import Refused

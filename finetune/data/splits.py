@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from finetune.data.example import Example
+from finetune.data.conversation import Example
 from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes
 from finetune.data.report import Refused
 from finetune.data.shards import StoredRows

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
-from finetune.data.conversation import REASONING, Message
-from finetune.data.example import Example
+from finetune.data.conversation import REASONING, Example, Message
 from finetune.data.pictures.placement import text_pieces, with_parts
 from finetune.data.pictures.references import PICTURE_MARK
 from finetune.data.report import printable

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from finetune.checksum import with_checksum
+from finetune.data.column_semantics import UnusedColumns
 from finetune.data.examples import SourceReader
 from finetune.data.pictures.reader import FileStat, file_stat
 from finetune.data.readers import file_type
@@ -28,7 +29,6 @@ from finetune.data.row_parser import ParsedBatch, RowParser
 from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
-from finetune.data.unused_columns import UnusedColumns
 from finetune.data.workers import results_in_forks
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text

@@ -16,9 +16,8 @@ import numpy as np
 from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.chat_format import ChatFormat, common_prefix_length
 from finetune.data.checks import BadRow
-from finetune.data.conversation import Message
+from finetune.data.conversation import Example, Message
 from finetune.data.escaping import SpecialTokenEscaper
-from finetune.data.example import Example
 from finetune.data.template import Rendered, Template
 from finetune.errors import DataError, RecipeError
 from finetune.settings.methods import NOT_TRAINED

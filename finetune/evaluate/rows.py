@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
-from finetune.data.example import Example
+from finetune.data.conversation import Example
 from finetune.data.questions import questions_of
 from finetune.data.report import refusal_lines
 from finetune.data.tokenizer import ModelPictures

@@ -11,8 +11,7 @@ from finetune.data.checks import BadRow, Values, is_blank
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
 
 if TYPE_CHECKING:
-    from finetune.data.conversation import Message
-    from finetune.data.example import Example
+    from finetune.data.conversation import Example, Message
 
 #: Other tools' mark for an image of the row in a text.
 IMAGE_TAG = "<image>"
