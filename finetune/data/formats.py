@@ -171,8 +171,8 @@ def _conversation(value: Any, field: str, prompt: list[Message], reader: Message
         if not prompt:
             raise BadRow(field, "begins with the answer, and the row has no prompt")
         return [*prompt, *messages]
-    asked, told = ([m["content"].strip() for m in its if m["role"] == "user"] for its in (prompt, messages))
-    if asked and asked[-1] not in told:
+    asked, repeated = ([m["content"].strip() for m in its if m["role"] == "user"] for its in (prompt, messages))
+    if asked and asked[-1] not in repeated:
         raise BadRow(field, "is a whole conversation, and its prompt is not the row's")
     return messages
 
