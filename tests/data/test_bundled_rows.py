@@ -3,7 +3,7 @@
 from small_data import prepare, read_examples, recipe
 
 from finetune.data.tokenizer import load_tokenizer
-from finetune.data.tokens import Encoder, decode_spans
+from finetune.data.tokens import Encoder
 
 
 def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():
@@ -17,14 +17,6 @@ def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():
     for example, row in zip(prepared.splits[1].examples, prepared.eval, strict=True):
         answer = [label for label in row["labels"] if label != -100]
         assert tokenizer.decode(answer) == f"{example.reference()}{tokenizer.eos_token}"
-
-
-def test_the_bundled_example_is_marked_from_answer_to_end_token():
-    data_recipe = recipe("support", model_name_or_path="tiny", max_rows=3)
-    tokenizer = load_tokenizer(data_recipe)
-    prepared = prepare(data_recipe, tokenizer, max_length=None)
-    [answer] = [text for text, trained in decode_spans(*prepared.sequence(2)[:2], tokenizer) if trained]
-    assert answer == prepared.splits[0].examples[2].reference() + tokenizer.eos_token
 
 
 def test_prompts_of_held_out_rows_have_the_tokens_of_training():

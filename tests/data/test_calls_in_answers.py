@@ -103,12 +103,6 @@ def test_parallel_calls_keep_their_order_and_the_text_before_them(name):
     assert (answer.text, answer.calls, answer.is_unreadable) == ("Let me see.", calls, False)
 
 
-def test_mistrals_list_of_calls_is_read():
-    _, reader = reader_of("mistral")
-    answer = reader.read('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</s>')
-    assert [call["function"]["name"] for call in answer.calls] == ["f", "g"] and answer.text == ""
-
-
 @pytest.mark.parametrize(
     ("name", "text", "is_unreadable"),
     [

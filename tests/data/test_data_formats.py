@@ -28,13 +28,6 @@ def test_jsonl_json_csv_and_parquet_give_the_same_examples(write, tmp_path):
         assert [example.content() for example in examples_of(file).examples] == rows, file
 
 
-def test_max_rows_reads_only_the_first_rows_over_all_files(write):
-    paths = [write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(3)]) for name in "abc"]
-    rows = examples_of(paths, max_rows=4)
-    assert rows.rows_read == 4
-    assert [example.text for example in rows.examples] == ["a0", "a1", "a2", "b0"]
-
-
 def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_examples(write, tmp_path):
     rows = [{"prompt": f"Frage {n}", "completion": f"ü {n}"} for n in range(4)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,13 +1,12 @@
-"""Pairs of answers in the shapes of other tools: the same prompt and answers from each, or one sentence why not."""
+"""Pairs of answers and answers marked good or bad (KTO), in the shapes of other tools, also damaged."""
 
 import json
 import random
 
 import pytest
-from small_data import prepare
-from test_labels import SHAPES as LABELLED_SHAPES
-from test_labels import labelled
+from small_data import prepare, talk
 
+from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError
 from finetune.recipe import recipe_from
 
@@ -27,9 +26,20 @@ SHAPES = {
     "json": {"prompt": HELLO[:1], "chosen": json.dumps(HELLO[1:]), "rejected": json.dumps(GO[1:])},
 }  # fmt: skip
 
+LABELLED_SHAPES = {
+    "trl": {"prompt": HELLO[:1], "completion": HELLO[1:], "label": True},
+    "messages": {"messages": HELLO, "label": "true"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "label": 1},
+    "alpaca": {"instruction": "Hi", "input": "", "output": "Hello", "label": 1.0},
+}
+
 
 def pairs(path, **more):
     return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path, **more}, "method": "dpo"})
+
+
+def labelled(path, **more):
+    return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path}, "method": "kto", **more})
 
 
 def damaged(value, rng):
@@ -57,3 +67,34 @@ def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, reci
             refused += 1
             assert all(len(problem.splitlines()) == 1 for problem in error.problems), error.problems
     assert 50 < refused < 200
+
+
+def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(write, tokenizer):
+    rows = [talk(f"Is {n} even?", "Yes." if n % 2 == 0 else "Yes, of course it is") | {"label": n % 2 == 0} for n in range(40)]
+    path = write("rows.jsonl", [{"label": True}, *rows])
+    recipe = labelled(path, dataset={"path": path, "test_split_size": 10, "on_bad_rows": "skip"}, excess_length="truncate")
+    longest = max(prepare(recipe, tokenizer, max_length=None).lengths)
+    for limit in (None, longest - 1):
+        prepared = prepare(recipe, tokenizer, max_length=limit)
+        for part in (prepared.train, prepared.eval):
+            texts = [tokenizer.decode([t for t in row["labels"] if t != NOT_TRAINED]) for row in part]
+            assert ["of course" not in text for text in texts] == part["desirable"]
+    assert (len(prepared.train), len(prepared.eval), len(prepared.report.rows_refused)) == (30, 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        (LABELLED_SHAPES["trl"], "kto"),
+        ({"text": "Nice", "label": 1}, "sft"),
+        ({"prompt": "Nice?", "completion": "Yes", "label": 2}, "sft"),
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, "dpo"),
+        ({"messages": HELLO}, "sft"),
+    ],
+)
+def test_the_columns_say_which_method_rows_are_for(write, row, method):
+    from finetune.recipe.complete import complete
+
+    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": write("rows.jsonl", [row]), "method": "auto"})
+    chosen, _, reasons = complete(recipe)
+    assert chosen.method == method and reasons["method"]
