@@ -243,11 +243,9 @@ def _chosen_answers(rows: list[Values], chosen: str, rejected: str) -> Iterator[
 
 
 def _first_named(columns: list[str], names: Iterable[str]) -> str | None:
-    for words_in in (lambda name: {name.strip().lower()}, lambda name: set(re.findall(r"[a-z]+", name.lower()))):
-        for wanted in names:
-            if (column := next((name for name in columns if wanted in words_in(name)), None)) is not None:
-                return column
-    return None
+    whole = {name: [name.strip().lower()] for name in columns}
+    by_word = {name: re.findall(r"[a-z]+", name.lower()) for name in columns}
+    return next((name for its in (whole, by_word) for wanted in names for name in columns if wanted in its[name]), None)
 
 
 def _flow(value: Any) -> str:

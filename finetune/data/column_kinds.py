@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from finetune.data.checks import BLANK_TEXTS, is_blank
+from finetune.data.checks import is_blank
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 _CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"
@@ -84,16 +84,13 @@ _TEXT_SCORES = frozenset({"score", "scores", "int_score", "language_score"})
 
 def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
     """Return the kinds of a value, or of nested values that aren't harmless by name."""
-    if isinstance(value, str):
-        text = value.strip()
-        # `texts` are read, so a copy adds nothing
-        return set() if text in BLANK_TEXTS else {"copy" if text in texts else _text_kind(text)}
     kinds: set[str] = set()
     for index, (leaf_name, leaf) in enumerate(_leaves(name, value)):
         if index == _MAX_LEAVES:
             return kinds | {"text"}
         if is_blank(leaf):
             continue
+        # `texts` are read, so a copy adds nothing
         kind = "copy" if isinstance(leaf, str) and leaf.strip() in texts else _kind(leaf)
         is_inside = leaf_name != name
         if not (is_inside and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True))):
