@@ -19,10 +19,10 @@ Call = dict[str, Any]
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 _TOOL_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
-_TOOLS = re.compile(r"<tools>\s*([\[{].*?)\s*</tools>", re.S)
 #: The part of a system prompt in which Hermes' and Qwen's templates list the tools and the form of a call.
 _TOOL_LISTING = re.compile(
-    r"(?:You are a function calling AI model\b|# Tools\b)(?:(?!<tools>\s*[\[{]).)*<tools>\s*[\[{].*?</tools>.*</tool_call>\s*",
+    r"(?:You are a function calling AI model\b|# Tools\b)(?:(?!<tools>\s*[\[{]).)*"
+    r"<tools>\s*([\[{].*?)</tools>.*</tool_call>\s*",
     re.S,
 )
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
@@ -121,14 +121,13 @@ def responses_in_text(text: str) -> list[str]:
 
 def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[Values, ...]]:
     """Split Hermes' or Qwen's tool listing off a system prompt."""
-    listing_match = _TOOL_LISTING.search(prompt)
-    tools_match = _TOOLS.search(listing_match[0]) if listing_match else None
-    if listing_match is None or tools_match is None:
+    match = _TOOL_LISTING.search(prompt)
+    if match is None:
         return prompt, ()
-    listing = tools_match[1]
+    listing = match[1].strip()
     tools = _parse_literal(listing if listing.startswith("[") else f"[{listing.replace(chr(10), ',')}]", path)
     # the chat template writes the listing again
-    return (prompt[: listing_match.start()] + prompt[listing_match.end() :]).strip(), read_tools(tools, path)
+    return (prompt[: match.start()] + prompt[match.end() :]).strip(), read_tools(tools, path)
 
 
 def name_replies(messages: list[Values]) -> None:
