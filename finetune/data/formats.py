@@ -119,7 +119,6 @@ def _from_xlam(row: Values, _: MessageReader) -> Values:
 
 #: A turn of Anthropic's transcripts.
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
 _ANSWERS = ("chosen", "rejected")
 _EQUAL = "and rejected are equal; there is nothing to prefer"
 
@@ -163,7 +162,7 @@ def _conversation(value: Any, field: str, prompt: list[Message], reader: Message
         if not parts:
             raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
         turns = zip(parts[::2], parts[1::2], strict=True)
-        return MessageReader().read([{"role": _ROLES[name], "content": content.strip()} for name, content in turns], field)
+        return MessageReader().read([{"role": name, "content": content.strip()} for name, content in turns], field)
     messages = _messages(value, field, "assistant", reader)
     if not isinstance(value, str):
         messages, _ = read_tool_text(messages, field)
