@@ -5,14 +5,12 @@
 A recipe gets a random model of few layers, format, technique, rank, micro-batch, lengths and share of trained tokens, and a
 memory budget: of ten recipes seven within 1 % above the upper end of the forecast ("fits", just so), two between the ends, and
 one within 3 % below the lower end ("does not fit"). Its run loads, trains four steps, evaluates and saves within that budget.
-Results go to benchmarks/reference/card_edge.csv, a line per recipe; finished recipes are skipped without --again. Runs are
-forks of this process, which has imported everything and opened no GPU.
+Results go to benchmarks/reference/card_edge.csv, a line per recipe; finished recipes are skipped without --again.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import random
 import sys
 import tempfile
@@ -22,18 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import card_runs
 from benchmarks.card_cells import FORMATS, TECHNIQUES, Cell
-from benchmarks.card_runs import GPU, Lines
-from benchmarks.forks import import_worker, start_fork, wait_for
+from benchmarks.card_runs import GIB, GPU, Lines
 from benchmarks.tables import read_table
-from finetune.errors import FINISHED, OutOfMemory
-from standin_gpu.machine import Machine
+from finetune.errors import FINISHED, FinetuneError, OutOfMemory
 
 if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
 
-    BudgetOf = Callable[[Forecast], float]
-
-GIB = 1 << 30
 COLUMNS = (
     "seed", "model", "base_format", "technique", "lora_r", "micro_batch", "rows", "segments", "low_bytes", "high_bytes",
     "budget_bytes", "verdict", "outcome", "seconds",
@@ -81,11 +74,8 @@ def main() -> int:
     options = parser.parse_args()
     card_runs.restart_with_libraries("benchmarks.card_edge")
     with tempfile.TemporaryDirectory(prefix="card_edge_") as folder:
-        machine = card_runs.machine_with(GPU, Path(folder))
-        with card_runs.on_machine(machine):
-            import_worker()
         seeds = range(options.seed, options.seed + options.recipes)
-        cases = {str(seed): functools.partial(run_seed, seed, machine) for seed in seeds}
+        cases = {str(seed): functools.partial(run_seed, seed, Path(folder)) for seed in seeds}
         card_runs.run_missing(cases, options, COLUMNS, lambda line: line["seed"])
     lines = read_table(options.output)
     wrong = [line for line in lines if line["verdict"] == "fits" and line["outcome"] == "out of memory"]
@@ -93,44 +83,29 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def run_seed(seed: int, machine: Machine) -> Lines:
+def run_seed(seed: int, folder: Path) -> Lines:
     """The line of a random recipe."""
     cell, position = random_recipe(seed)
-    figures = run_within(cell, machine, functools.partial(budget_beside, position=position))
+    figures = run_within(cell, folder, functools.partial(budget_beside, position=position))
     settings = {"lora_r": cell.settings["lora_r"], "micro_batch": cell.settings["per_device_train_batch_size"]}
     line = {"seed": seed, **cell.columns, **settings, **figures}
     return [{name: line.get(name, "") for name in COLUMNS}]
 
 
-def run_within(cell: Cell, machine: Machine, budget_of: BudgetOf) -> dict[str, Any]:
-    """Plan the cell twice, first to find its edge, and run it within the budget of the second plan."""
-    figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=machine.folder) as run_folder, card_runs.on_machine(machine, wsl=not cell.expandable):
-        planned, output = Path(run_folder) / "planned.json", Path(run_folder) / "output.txt"
-        status = wait_for(start_fork(lambda: _plan(cell, machine.folder, Path(run_folder), budget_of), output))
-        if status == 0:
-            figures = json.loads(planned.read_text(encoding="utf-8"))
-            status = wait_for(start_fork(lambda: card_runs.train_run(Path(run_folder) / "run"), output))
-        messages = output.read_text(encoding="utf-8").strip()[-200:]
+def run_within(cell: Cell, folder: Path, budget_of: Callable[[Forecast], float]) -> dict[str, Any]:
+    """Run the cell within a budget that its forecast decides; returns columns of the results."""
+    try:
+        with card_runs.created(cell, folder, budget_of) as (plan, run):
+            worker = card_runs.train(plan, run)
+    except FinetuneError as error:
+        return {"outcome": f"planning ended with {error}"}
+    assert plan.forecast is not None
     outcomes = {FINISHED: "finished", OutOfMemory.exit_code: "out of memory"}
-    return {**figures, "outcome": outcomes.get(status) or f"exit {status}: {messages}"}
-
-
-def _plan(cell: Cell, folder: Path, run_folder: Path, budget_of: BudgetOf) -> int:
-    """Make the run's directory, and planned.json with columns of the results."""
-    from finetune.run.prepare import create_run
-
-    card_runs.with_own_caches(folder)
-    budget_bytes = budget_of(card_runs.prepared_cell(cell, folder, run_folder).plan.forecast)
-    prepared = card_runs.prepared_cell(cell, folder, run_folder, memory_budget=f"{budget_bytes / GIB:.6f}GiB")
-    create_run(prepared)
-    plan = prepared.plan
-    figures = {
+    return {
         "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,
         "budget_bytes": plan.budget_bytes, "verdict": plan.verdict.value,
+        "outcome": outcomes.get(worker.returncode) or f"exit {worker.returncode}: {worker.stderr.strip()[-200:]}",
     }  # fmt: skip
-    (run_folder / "planned.json").write_text(json.dumps(figures), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

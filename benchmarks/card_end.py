@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import card_runs
 from benchmarks.card_cells import FORMATS, Cell
-from benchmarks.card_edge import GIB, run_within
-from benchmarks.card_runs import GPU, Lines
-from benchmarks.forks import import_worker
+from benchmarks.card_edge import run_within
+from benchmarks.card_runs import GIB, GPU, Lines
 from benchmarks.tables import read_table
-from standin_gpu.machine import Machine
+from finetune.card.visible import environment_with_gpus
+from finetune.events import Retry, read_events
 
 if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
@@ -47,36 +48,33 @@ def budget_at(forecast: Forecast, end: str, offset_bytes: int) -> float:
     return getattr(forecast, ENDS[end]) + offset_bytes
 
 
-def run_beside(base_format: str, end: str, offset_mib: int, machine: Machine) -> dict[str, Any]:
+def run_beside(base_format: str, end: str, offset_mib: int, folder: Path) -> dict[str, Any]:
     """Run with a budget at an offset from an end of the forecast."""
     budget_of = functools.partial(budget_at, end=end, offset_bytes=offset_mib * MIB)
-    line = run_within(cell_with(base_format), machine, budget_of)
+    line = run_within(cell_with(base_format), folder, budget_of)
     return {"gpu_bytes": line.get("budget_bytes"), "verdict": line.get("verdict"), "outcome": line["outcome"]}
 
 
-def run_on_smaller(base_format: str, lacking: float, machine: Machine) -> dict[str, Any]:
+def run_on_smaller(base_format: str, lacking: float, folder: Path) -> dict[str, Any]:
     """Plan for the whole GPU, then run where a share of the forecast's peak is missing."""
     # the planner's to choose, so that retries may change them
     chosen = dict.fromkeys(("activation_checkpointing", "layer_offloading", "offload_embeddings"))
     cell = cell_with(base_format, per_device_train_batch_size=8, **chosen)
-    with tempfile.TemporaryDirectory(dir=machine.folder) as folder:
-        run = Path(folder) / "run"
-        with card_runs.on_machine(machine):
-            if why := card_runs.create_in_fork(cell, machine.folder, Path(folder)):
-                return {"outcome": why}
-        forecast = json.loads((run / "plan.json").read_text(encoding="utf-8"))["forecast"]
-        total_bytes = (1 - lacking) * forecast["peak_bytes"]
-        # described in a folder of its own: the next case is planned for the whole GPU
-        with card_runs.on_machine(card_runs.machine_with(f"{GPU}:total_gib={total_bytes / GIB}", Path(folder))):
-            status = card_runs.supervised(Path(folder))
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    changes = json.dumps([event["changes"] for event in events if event["kind"] == "retry"])
+    with card_runs.created(cell, folder) as (plan, run), tempfile.TemporaryDirectory(dir=folder) as smaller:
+        assert plan.forecast is not None
+        total_bytes = (1 - lacking) * plan.forecast.peak_bytes
+        with card_runs.on_machine(card_runs.machine_with(f"{GPU}:total_gib={total_bytes / GIB}", Path(smaller))):
+            # speeds here are not those of the next case
+            environment = {**environment_with_gpus(), "FINETUNE_CACHE": f"{smaller}/cache"}
+            command = [sys.executable, "-m", "finetune.run.supervise", str(run.path)]
+            status = subprocess.run(command, env=environment, check=False).returncode
+        changes = json.dumps([event.changes for event in read_events(run.events) if isinstance(event, Retry)])
     return {"gpu_bytes": round(total_bytes), "outcome": f"exit {status}" if status else "finished", "changes": changes}
 
 
-def all_cases(steps: int) -> dict[str, Callable[[Machine], dict[str, Any]]]:
-    """Each case by its name, without its machine."""
-    cases: dict[str, Callable[[Machine], dict[str, Any]]] = {}
+def all_cases(steps: int) -> dict[str, Callable[[Path], dict[str, Any]]]:
+    """Each case by its name, without its folder."""
+    cases: dict[str, Callable[[Path], dict[str, Any]]] = {}
     for base_format in FORMATS:
         for end in ENDS:
             for offset in range(-2 * steps, 2 * steps + 1, 2):
@@ -93,10 +91,7 @@ def main() -> int:
     options = parser.parse_args()
     card_runs.restart_with_libraries("benchmarks.card_end")
     with tempfile.TemporaryDirectory(prefix="card_end_") as folder:
-        machine = card_runs.machine_with(GPU, Path(folder))
-        with card_runs.on_machine(machine):
-            import_worker()
-        cases = {name: functools.partial(line_of, name, run, machine) for name, run in all_cases(options.steps).items()}
+        cases = {name: functools.partial(line_of, name, run, Path(folder)) for name, run in all_cases(options.steps).items()}
         card_runs.run_missing(cases, options, COLUMNS, name_of)
     lines = read_table(options.output)
     wrong = [name_of(line) for line in lines if not is_right(line)]
@@ -104,10 +99,10 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def line_of(name: str, run: Callable[[Machine], dict[str, Any]], machine: Machine) -> Lines:
+def line_of(name: str, run: Callable[[Path], dict[str, Any]], folder: Path) -> Lines:
     """The line of a case."""
     base_format, case = name.split(" | ")
-    return [{"case": case, "base_format": base_format, **run(machine)}]
+    return [{"case": case, "base_format": base_format, **run(folder)}]
 
 
 def is_right(line: Mapping[str, Any]) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import card_runs
 from benchmarks.card_cells import FORMATS, TECHNIQUES, Cell
 from benchmarks.card_runs import GPU, Lines
-from standin_gpu.machine import Machine
 
 COLUMNS = (
     "technique", "base_format", "kernels", "layer_kernels", "synchronisations", "by_call", "to_gpu_bytes", "from_gpu_bytes",
@@ -37,18 +36,15 @@ CASES = {
 CASES |= {f"{case}, compiled": {**CASES[case], "torch_compile": True} for case in [f"NF4 | {name}" for name in MEASURED[:2]]}
 
 
-def trace_of(case: str, layers: int, steps: int, machine: Machine) -> dict[str, Any]:
+def trace_of(case: str, layers: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return the counts of a whole run. Raises RuntimeError if it does not finish."""
     settings = {**CASES[case], "max_steps": steps, "eval_steps": 0, "save_steps": 0}
     cell = Cell(MODEL, GPU, "", "", "even", settings=settings, layers=layers)
-    with tempfile.TemporaryDirectory(dir=machine.folder) as temporary, card_runs.on_machine(machine):
-        folder = Path(temporary)
-        why = card_runs.create_in_fork(cell, machine.folder, folder)
-        if not why and (status := card_runs.supervised(folder, STAND_IN_TRACE=str(folder / "trace"))):
-            why = f"the run ended with {status}"
-        if why:
-            raise RuntimeError(f"{case}: {why}")
-        counts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("trace.*")]
+    with tempfile.TemporaryDirectory(dir=folder) as traces, card_runs.created(cell, folder) as (plan, run):
+        worker = card_runs.train(plan, run, STAND_IN_TRACE=f"{traces}/trace")
+        if worker.returncode:
+            raise RuntimeError(f"{case}: the run ended with {worker.returncode}: {worker.stderr[-500:]}")
+        counts = [json.loads(path.read_text(encoding="utf-8")) for path in Path(traces).iterdir()]
         return max(counts, key=lambda count: count["launches"])  # the worker's
 
 
@@ -71,9 +67,9 @@ def per_micro_batch(fewer_steps: dict[str, Any], more_steps: dict[str, Any]) -> 
     }  # fmt: skip
 
 
-def measure(case: str, machine: Machine) -> Lines:
+def measure(case: str, folder: Path) -> Lines:
     """The line of a case."""
-    few, many = (per_micro_batch(*(trace_of(case, layers, steps, machine) for steps in STEPS)) for layers in LAYERS)
+    few, many = (per_micro_batch(*(trace_of(case, layers, steps, folder) for steps in STEPS)) for layers in LAYERS)
     layer_kernels = (many["kernels"] - few["kernels"]) / (LAYERS[1] - LAYERS[0])
     base_format, technique = case.split(" | ")
     return [{"technique": technique, "base_format": base_format, **few, "layer_kernels": layer_kernels}]
@@ -84,8 +80,7 @@ def main() -> int:
     options = card_runs.parser_of(__doc__, "card_kernels.csv").parse_args()
     card_runs.restart_with_libraries("benchmarks.card_kernels")
     with tempfile.TemporaryDirectory(prefix="card_kernels_") as folder:
-        machine = card_runs.machine_with(GPU, Path(folder))
-        cases = {case: functools.partial(measure, case, machine) for case in CASES}
+        cases = {case: functools.partial(measure, case, Path(folder)) for case in CASES}
         card_runs.run_missing(cases, options, COLUMNS, lambda line: f"{line['base_format']} | {line['technique']}")
     return 0
 

@@ -12,7 +12,6 @@ kernel runs, so nothing here measures speed or numbers.
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from benchmarks import card_runs
 from benchmarks.card_cells import Cell, all_cells, compiled_cells
 from benchmarks.card_runs import Lines
 from benchmarks.tables import REFERENCE, read_table
-from standin_gpu.sparse_model import write_to_hub_cache
 
 KEY = ("model", "gpu", "base_format", "technique", "rows", "segments")
 COLUMNS = (
@@ -38,14 +36,10 @@ def main() -> int:
     parser = card_runs.parser_of(__doc__, "card_matrix.csv")
     parser.add_argument("--forecast", action="store_true", help="plan the cells in the results again; measure nothing")
     parser.add_argument("--compiled", action="store_true", help="run compiled layers, for compiled_matrix.csv")
-    parser.add_argument("--list", action="store_true", help="print the cells' names and exit")
     options = parser.parse_args()
     cells = {cell.name: cell for cell in (compiled_cells() if options.compiled else all_cells())}
     if options.compiled and options.output == parser.get_default("output"):
         options.output = REFERENCE / "compiled_matrix.csv"
-    if options.list:
-        print(*(name for name in cells if all(text in name for text in options.only)), sep="\n")
-        return 0
     card_runs.restart_with_libraries("benchmarks.card_matrix")
     measured: dict[str, Lines] = {}
     if options.forecast:
@@ -54,7 +48,6 @@ def main() -> int:
         cells = {name: cell for name, cell in cells.items() if name in measured and not cell.planned}
         options.again = True
     with tempfile.TemporaryDirectory(prefix="card_matrix_") as folder:
-        card_runs.with_own_caches(Path(folder))
         cases = {name: functools.partial(run_cell, cell, Path(folder), measured.get(name)) for name, cell in cells.items()}
         new = card_runs.run_missing(cases, options, COLUMNS, name_of, errors_of)
     return int(any(line.get("problem") for lines in new.values() for line in lines))
@@ -74,39 +67,16 @@ def errors_of(line: Mapping[str, Any]) -> str:
 
 def run_cell(cell: Cell, folder: Path, measured: Lines | None = None) -> Lines:
     """Return the cell's lines; earlier `measured` lines only get a new forecast."""
-    from finetune.model.catalogue import catalogue
-
-    hub = folder / "hub_home" / "hub"
-    if not cell.layers and not (hub / f"models--{cell.model.replace('/', '--')}").exists():
-        write_to_hub_cache(hub, cell.model, dict(catalogue()[cell.model]), card_runs.TOKENIZER)
-    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
-        machine = card_runs.machine_with(cell.gpu, Path(run_folder))
-        try:
-            with card_runs.on_machine(machine, wsl=not cell.expandable):
-                return _train(cell, folder, machine.folder, measured)
-        except Exception as error:  # noqa: BLE001 - the other cells go on
-            problem = f"{type(error).__name__}: {error}"
-            return [{**line, "problem": problem} for line in measured or [{**cell.columns, "phase": "none"}]]
-
-
-def _train(cell: Cell, folder: Path, run_folder: Path, measured: Lines | None) -> Lines:
-    from finetune.files import cache_dir
-    from finetune.run.card import cards_of
-    from finetune.run.prepare import create_run
-    from finetune.run.supervise import worker_environment
-
-    (cache_dir() / "history.jsonl").unlink(missing_ok=True)  # else earlier cells' errors widen the bounds
-    prepared = card_runs.prepared_cell(cell, folder, run_folder, "" if cell.layers else cell.model)
-    plan = prepared.plan
-    if measured is not None:
-        return [{**line, **_forecast_of(plan, line["phase"]), "problem": ""} for line in measured]
-    run = create_run(prepared)
-    environment = worker_environment(cards_of(plan))
-    environment.pop("PYTHONSAFEPATH", None)
-    command = [sys.executable, "-m", "finetune.run.worker", str(run.path)]
-    worker = subprocess.run(command, env=environment, capture_output=True, text=True)
-    problem = f"exit {worker.returncode}: {worker.stderr.strip()[-300:]}" if worker.returncode else ""
-    return [{**line, "exit_code": worker.returncode, "problem": problem} for line in lines_of(cell, plan, run)]
+    try:
+        with card_runs.created(cell, folder) as (plan, run):
+            if measured is not None:
+                return [{**line, **_forecast_of(plan, line["phase"]), "problem": ""} for line in measured]
+            worker = card_runs.train(plan, run)
+            problem = f"exit {worker.returncode}: {worker.stderr.strip()[-300:]}" if worker.returncode else ""
+            return [{**line, "exit_code": worker.returncode, "problem": problem} for line in lines_of(cell, plan, run)]
+    except Exception as error:  # noqa: BLE001 - the other cells go on
+        problem = f"{type(error).__name__}: {error}"
+        return [{**line, "problem": problem} for line in measured or [{**cell.columns, "phase": "none"}]]
 
 
 def lines_of(cell: Cell, plan: Any, run: Any) -> Lines:

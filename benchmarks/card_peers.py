@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from typing import Any
 
 from benchmarks import card_runs
 from benchmarks.card_runs import CATALOGUE, ROOT, Lines
+from benchmarks.peers import run_peer
 from standin_gpu.machine import Machine
 
 COLUMNS = (
@@ -146,15 +146,12 @@ def run_cell(cell: Cell, python: str | None, models: Path) -> Lines:
 
 def planned_tokens(cell: Cell) -> int:
     """Return the length of a long row that this project's planner accepts: the search starts there."""
-    from benchmarks.longest_rows import LAST_LENGTHS, longest, plan_for
+    from benchmarks.longest_rows import longest
     from benchmarks.peer_watch import assume_host_memory
 
     assume_host_memory()
-    changes, tokens = {"lora_r": 16, **cell.settings}, min(LAST_LENGTHS[cell.gpu], MOST_TOKENS)
-    if plan_for(cell.gpu, tokens, changes).verdict.fits:
-        return tokens
-    plan = longest(cell.gpu, changes)
-    return plan.settings.max_length if plan and plan.settings.max_length else 1024
+    plan = longest(cell.gpu, {"lora_r": 16, **cell.settings})
+    return min(plan.settings.max_length, MOST_TOKENS) if plan and plan.settings.max_length else 1024
 
 
 def run_job(peer: str, python: str, gpu: str, shared: Path, *, rows: int, tokens: int, **job: Any) -> dict[str, Any]:
@@ -165,27 +162,15 @@ def run_job(peer: str, python: str, gpu: str, shared: Path, *, rows: int, tokens
     with tempfile.TemporaryDirectory(prefix="card_peer_") as temporary:
         folder = Path(temporary)
         (folder / "rows").mkdir()
-        (folder / "out").mkdir()
         path = folder / "rows" / "rows.jsonl"
         text = " ".join(["the"] * (tokens - 2))  # a row's first and last token are the tokenizer's own
         path.write_text((json.dumps({"text": text}) + "\n") * rows, encoding="utf-8")
-        values = {"rows": str(path), "tokens": tokens, "rank": 16, "folder": str(folder / "out"), **job}
-        (folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
+        machine = Machine(Path(python).parent.parent / "standin_libraries", folder, card_runs.describe([gpu], CATALOGUE))
         environment = {
-            "PYTHONPATH": str(ROOT) if peer == "finetune" else "", "HF_HOME": str(folder / "hub_home"),
+            **machine.environment, "PYTHONPATH": str(ROOT) if peer == "finetune" else "", "HF_HOME": str(folder / "hub_home"),
             "FINETUNE_CACHE": str(folder / "cache"), "UNSLOTH_COMPILE_LOCATION": str(shared / "unsloth_compiled_cache"),
         }  # fmt: skip
-        machine = Machine(Path(python).parent.parent / "standin_libraries", folder, card_runs.describe([gpu], CATALOGUE))
-        command = [python, str(ROOT / "benchmarks" / "peer_run.py"), peer, "job.json", "result.json"]
-        try:
-            process = machine.run(*command, check=False, environment=environment, cwd=folder, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"did not end in {LIMIT_S} s"}
-        (shared / f"log-{peer}").write_text(process.stdout + process.stderr, encoding="utf-8")
-        if not (folder / "result.json").exists():
-            last = [line for line in process.stderr.splitlines() if line.strip()][-1:]
-            return {"failed": f"exit status {process.returncode}: {' '.join(last)[:200]}"}
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return run_peer(peer, python, {"rows": str(path), "tokens": tokens, "rank": 16, **job}, folder, environment, LIMIT_S)
 
 
 def line_of(cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,22 @@ import copy
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.card_cells import Cell, write_rows
-from benchmarks.forks import start_fork, wait_for
 from benchmarks.tables import REFERENCE, read_table, write_table
 from standin_gpu.machine import Machine, describe, read_catalogue
 from standin_gpu.sparse_model import write_sparse_model
+
+if TYPE_CHECKING:
+    from finetune.memory.forecast import Forecast
+    from finetune.planner.plan import Plan
+    from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = Path(sys.prefix) / "standin_libraries"
@@ -27,6 +32,7 @@ TOKENIZER = ROOT / "finetune" / "bundled" / "tiny-base"
 GPU = "rtx-4090"
 #: A worker with this module in its path believes that it runs under WSL, where torch has no expandable segments.
 AS_ON_WSL = "import platform\nplatform.release = lambda: '5.15.167.4-microsoft-standard-WSL2'\n"
+GIB = 1 << 30
 
 Lines = list[dict[str, Any]]
 
@@ -106,16 +112,6 @@ def on_machine(machine: Machine, *, wsl: bool = False) -> Iterator[None]:
         platform.release = release
 
 
-def with_own_caches(folder: Path) -> None:
-    """Use caches in `folder`. This process plans and must not open a GPU."""
-    from finetune.card.visible import hide_gpus
-
-    hide_gpus()
-    os.environ |= {"HF_HOME": str(folder / "hub_home"), "HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
-    for kind in ("even", "uneven", "pairs"):
-        write_rows(folder / f"{kind}.jsonl", kind)
-
-
 def write_model(name: str, layers: int | None, folder: Path) -> str:
     """Write a model of the catalogue, with its first `layers`, to sparse files; returns its path."""
     from finetune.model.catalogue import catalogue
@@ -131,57 +127,42 @@ def write_model(name: str, layers: int | None, folder: Path) -> str:
     return str(model)
 
 
-def prepared_cell(cell: Cell, folder: Path, run_folder: Path, model: str = "", **more: str) -> Any:
-    """Plan the cell for this machine, even if it does not fit; its run will be in `run_folder`."""
+@contextmanager
+def created(
+    cell: Cell, folder: Path, budget_of: Callable[[Forecast], float] | None = None
+) -> Iterator[tuple[Plan, RunDirectory]]:
+    """Plan a cell on its GPU, even if it does not fit, and create its run; inside, this process is on that machine.
+
+    `folder` keeps models, rows and caches for other cells. `budget_of`: bytes of a memory budget, from the forecast without it.
+    """
+    from finetune.card.visible import hide_gpus
+    from finetune.files import cache_dir
     from finetune.recipe.load import load_recipe
-    from finetune.run.prepare import prepare
+    from finetune.run.prepare import create_run, prepare
 
-    model, rows, source = (
-        model or write_model(cell.model, cell.layers, folder),
-        folder / f"{cell.rows}.jsonl",
-        run_folder / "recipe.yaml",
-    )
-    source.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
-    overrides = [*cell.recipe(rows, run_folder / "run"), *(f"{name}={value}" for name, value in more.items())]
-    return prepare(load_recipe(str(source), overrides), force=True)
-
-
-def create_in_fork(cell: Cell, folder: Path, run_folder: Path) -> str:
-    """Create the cell's run in a fork; returns the reason for a failure."""
-
-    def create() -> int:
-        from finetune.run.prepare import create_run
-
-        with_own_caches(folder)
-        create_run(prepared_cell(cell, folder, run_folder))
-        return 0
-
-    output = run_folder / "output.txt"
-    status = wait_for(start_fork(create, output))
-    return f"planning ended with {status}: {output.read_text(encoding='utf-8')[-500:]}" if status else ""
+    hide_gpus()  # a plan must not open a GPU
+    machine_folder = tempfile.TemporaryDirectory(dir=folder)
+    with machine_folder as path, on_machine(machine_with(cell.gpu, Path(path)), wsl=not cell.expandable):
+        os.environ |= {"HF_HOME": str(folder / "hub_home"), "HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
+        (cache_dir() / "history.jsonl").unlink(missing_ok=True)  # else earlier cells' errors widen the bounds
+        rows, recipe = folder / f"{cell.rows}.jsonl", Path(path) / "recipe.yaml"
+        write_rows(rows, cell.rows)
+        model = write_model(cell.model, cell.layers, folder)
+        recipe.write_text(f"model_name_or_path: {model}\ndataset: {{path: {rows}}}\n", encoding="utf-8")
+        overrides = cell.recipe(rows, Path(path) / "run")
+        prepared = prepare(load_recipe(str(recipe), overrides), force=True)
+        if budget_of and prepared.plan.forecast:
+            budget = f"memory_budget={budget_of(prepared.plan.forecast) / GIB:.6f}GiB"
+            prepared = prepare(load_recipe(str(recipe), [*overrides, budget]), force=True)
+        yield prepared.plan, create_run(prepared)
 
 
-def supervised(run_folder: Path, **variables: str) -> int:
-    """The exit status of the supervisor of a run."""
-    environment = {**os.environ, "FINETUNE_CACHE": str(run_folder / "cache"), **variables}  # speeds here are not the user's
-    command = [sys.executable, "-m", "finetune.run.supervise", str(run_folder / "run")]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
-def train_run(run: Path) -> int:
-    """The exit status of the run's worker in this process."""
-    import torch
-
-    from finetune.planner.plan import read_plan
+def train(plan: Plan, run: RunDirectory, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Train a run by its worker alone, which retries nothing."""
     from finetune.run.card import cards_of
     from finetune.run.supervise import worker_environment
-    from finetune.run.worker import main as work
 
-    environment = worker_environment(cards_of(read_plan(run / "plan.json")))
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none
-    if settings := environment.get("PYTORCH_ALLOC_CONF"):  # torch read its variable when the parent imported it
-        torch._C._accelerator_setAllocatorSettings(settings)
-    sys.argv = ["worker", str(run)]
-    return work()
+    environment = {**worker_environment(cards_of(plan)), **variables}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, "-m", "finetune.run.worker", str(run.path)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -19,7 +19,6 @@ from pathlib import Path
 from finetune.planner.plan import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -30,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     rounds = [plan_twice(options.recipe) for _ in range(options.rounds)]
     medians = {name: round(statistics.median(seconds[name] for seconds in rounds), 2) for name in rounds[0]}
-    print(json.dumps({"rounds": len(rounds), **medians}))  # noqa: T201
+    print(json.dumps({"rounds": len(rounds), **medians}))
     return 0
 
 
@@ -54,15 +53,11 @@ def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(tuple(str(verdict).encode() for verdict in Verdict)):
-                verdict_s = _processor_s(Path(f"/proc/{process.pid}/stat"))
+                ticks = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[11:13]
+                verdict_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
         _, _, used = os.wait4(process.pid, 0)
         process.returncode = 0
     return verdict_s, used.ru_utime + used.ru_stime
-
-
-def _processor_s(stat: Path) -> float:
-    user, system = stat.read_text(encoding="ascii").rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / _TICKS_PER_S
 
 
 if __name__ == "__main__":

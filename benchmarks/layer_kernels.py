@@ -1,12 +1,11 @@
-"""Kernels, bytes and time of a decoder layer's forward and backward: ordinary, lean, and lean with the model's own RoPE.
+"""Kernels and time of a decoder layer's forward and backward: ordinary, lean, and lean with the model's own RoPE.
 
     python benchmarks/layer_kernels.py                              # fp32 on one thread of the processor, a small layer
     python benchmarks/layer_kernels.py --dtype bfloat16 --hidden 768 --tokens 512
     python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
     python benchmarks/layer_kernels.py --experts 128 --used 8 --tokens 16    # a mixture's layer, its experts in NF4
 
-Kernels are operators that compute something; bytes are the sizes of the tensors that they read and write.
-
+Kernels are operators that compute something.
 Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval.
 """
 
@@ -25,12 +24,11 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.overhead import ratio_text  # noqa: E402
+from benchmarks.overhead import log_interval, ratio_text  # noqa: E402
 from finetune.layers import lean_layers  # noqa: E402
 from finetune.layers.experts import pack_experts  # noqa: E402
 from finetune.layers.rotary import rotary_forward  # noqa: E402
@@ -68,17 +66,15 @@ def main() -> None:
     kind = f"a mixture's layer, {options.used} of {options.experts} experts a token," if options.experts else "a Llama layer,"
     print(f"{kind} {size}, {options.dtype}, {options.device}")
     for name, times in took.items():
-        ratio, count = ratio_of(times, took["lean"]), counts[name]
         milliseconds = 1000 * statistics.median(times)
-        print(f"{name}: {count.kernels} kernels, {count.moved / 1e6:.1f} MB, {milliseconds:.2f} ms, / lean {ratio}")
+        print(f"{name}: {counts[name]} kernels, {milliseconds:.2f} ms, / lean {ratio_of(times, took['lean'])}")
     if not options.experts:
         print(f"RoPE alone, lean / the model's own: {rotary_alone(options, layer)}")
 
 
 def ratio_of(times: list[float], others: list[float]) -> str:
     """The ratio of the times of the same turns, with its interval, as text."""
-    logs = [math.log(own / reference) for own, reference in zip(times, others, strict=True)]
-    return ratio_text(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
+    return ratio_text(*log_interval([math.log(own / reference) for own, reference in zip(times, others, strict=True)]))
 
 
 @contextlib.contextmanager
@@ -147,30 +143,24 @@ def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     return ratio_of(took["lean"], took["own"])
 
 
-def counted(name: str, layer: torch.nn.Module, once: Callable[[], None]) -> Counted:
+def counted(name: str, layer: torch.nn.Module, once: Callable[[], None]) -> int:
     """Operators of a pass that compute something."""
-    count = Counted()
     with variant(name, layer):
         once()
-        with count:
+        with Counted() as count:
             once()
-    return count
+    return count.kernels
 
 
 class Counted(TorchDispatchMode):
-    """Counts operators that compute something, and the bytes of the tensors that they read and write."""
+    """Counts operators that compute something."""
 
     kernels = 0
-    moved = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         """Count it and call it."""
-        out = function(*arguments, **(named or {}))
-        if function.overloadpacket.__name__ not in FREE:
-            self.kernels += 1
-            tensors = [leaf for leaf in tree_leaves((arguments, named, out)) if isinstance(leaf, torch.Tensor)]
-            self.moved += sum(tensor.nbytes for tensor in tensors)
-        return out
+        self.kernels += function.overloadpacket.__name__ not in FREE
+        return function(*arguments, **(named or {}))
 
 
 def seconds(once: Callable[[], Any], device: str) -> float:

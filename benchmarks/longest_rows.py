@@ -4,7 +4,7 @@
     python benchmarks/longest_rows.py --host 32GiB     # free host memory for the layers' inputs
     python benchmarks/longest_rows.py rtx-4090 --without mlp_tile_tokens=0 offload_embeddings=false
 
-Prints for each GPU the length, its target, the pinned host memory, and the parts of the peak. Nothing is measured on a GPU.
+Prints for each GPU the length, the pinned host memory, and the parts of the peak. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
 from finetune.units import GIB, parse_bytes
 
-#: Tokens of the longest row that each card should take: for 8 GB what Unsloth publishes, above it for the others
-#: (https://unsloth.ai/docs/basics/unsloth-benchmarks: 2,972, 21,848, 40,724, 78,475).
-TARGETS = {"rtx-4060": 2_972, "rtx-3060": 25_000, "rtx-4060-ti-16gb": 45_000, "rtx-4090": 90_000}
 #: What was found last (docs/memory.md): where a search begins.
 LAST_LENGTHS = {"rtx-4060": 47_104, "rtx-3060": 87_552, "rtx-4060-ti-16gb": 124_928, "rtx-4090": 208_384}
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -59,7 +56,7 @@ def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")
 def main() -> None:
     """Print a line for each GPU."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("cards", nargs="*", default=list(TARGETS))
+    arguments.add_argument("cards", nargs="*", default=list(LAST_LENGTHS))
     arguments.add_argument("--without", nargs="*", default=[], metavar="SETTING=VALUE", help="settings to replace")
     arguments.add_argument("--host", type=parse_bytes, default=float("inf"), metavar="SIZE", help="free memory of the host")
     options = arguments.parse_args()
@@ -75,7 +72,7 @@ def main() -> None:
         table = "host" if plan.settings.offload_embeddings else "card"
         settings = f"tiles of {plan.settings.mlp_tile_tokens}, table on the {table}"
         print(
-            f"{card:18} {plan.settings.max_length:8,} tokens (target {TARGETS.get(card, 0):,}); {settings};"
+            f"{card:18} {plan.settings.max_length:8,} tokens; {settings};"
             f" pins {plan.forecast.pinned_bytes / GIB:.1f} GiB of host memory;"
             f" at most {plan.forecast.peak_high_bytes / GIB:.2f} of {budget:.2f} GiB; at the peak: {peak_parts}",
             flush=True,

@@ -53,7 +53,7 @@ def main() -> int:
             took = {name: statistics.median(runs[name].advance(TURN)) for name in sorted(runs, reverse=turn % 2 == 1)}
             if turn:  # the first one has what is made once
                 logs.append(math.log(took["ours"] / took["plain"]))
-    middle, wide = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    middle, wide = log_interval(logs)
     milliseconds = 1000 * statistics.median(runs["plain"].seconds)
     print(f"with events / plain: {ratio_text(middle, wide)}, {len(logs)} turns, {milliseconds:.0f} ms a plain step")
     return int(math.exp(middle - wide) > ALLOWED)
@@ -131,6 +131,11 @@ class Run(TrainerCallback):
             self._results.put(None)
             self._left = self._turns.get()
         self._began = time.process_time()
+
+
+def log_interval(logs: list[float]) -> tuple[float, float]:
+    """The mean of ratios' logarithms, and half of its 95 % interval."""
+    return statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
 
 
 def ratio_text(middle: float, wide: float) -> str:

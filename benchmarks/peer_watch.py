@@ -23,41 +23,17 @@ def is_out_of_memory(text: str) -> bool:
     return "OutOfMemory" in text or "out of memory" in text.lower()
 
 
-def longest_row(peak_of: Callable[[int], int | None], limit: int, start: int, most: int) -> int:
-    """Return the most tokens that fit, by probes that approach from below, then by bisection.
-
-    `peak_of`: peak bytes of a step with this number of tokens, None if out of memory. `limit`: available bytes.
-    """
-    peaks: dict[int, int] = {}
-    fits, over = 0, most + GRAIN_TOKENS
-    tokens = min(start, most)
-    while tokens > fits:
-        peak = peak_of(tokens)
-        if peak is None:
-            over = tokens
+def longest_row(is_possible: Callable[[int], bool], start: int, most: int) -> int:
+    """Return the most tokens that fit: doubled until a step runs out of memory, then bisected; all are whole grains."""
+    fits, over, tokens = 0, most + GRAIN_TOKENS, min(start, most)
+    while over - fits > max(GRAIN_TOKENS, GRAIN_SHARE * fits):
+        if is_possible(tokens):
+            fits = tokens
         else:
-            fits, peaks[tokens] = tokens, peak
-        tokens = next_length(peaks, fits, over, limit)
+            over = tokens
+        middle = (fits + over) // 2 // GRAIN_TOKENS * GRAIN_TOKENS
+        tokens = min(2 * fits, most) if over > most else max(middle, fits + GRAIN_TOKENS)
     return fits
-
-
-def next_length(peaks: dict[int, int], fits: int, over: int, limit: int) -> int:
-    """Return the next length to try between `fits` and `over`; `fits` if they are closer than the grain.
-
-    A line through the last two peaks says where memory ends, and a tenth of the way there is left.
-    """
-    grain = max(GRAIN_TOKENS, round(GRAIN_SHARE * fits) // GRAIN_TOKENS * GRAIN_TOKENS)
-    if over - fits <= grain:
-        return fits
-    last_two = sorted(peaks)[-2:]
-    guess = 2 * fits if fits else over // 2
-    if len(last_two) == 2 and peaks[last_two[1]] > peaks[last_two[0]]:
-        slope = (peaks[last_two[1]] - peaks[last_two[0]]) / (last_two[1] - last_two[0])
-        guess = fits + round(0.9 * (limit - peaks[fits]) / slope)
-    if over - guess < grain:
-        guess = (fits + over) // 2
-    guess = guess // GRAIN_TOKENS * GRAIN_TOKENS
-    return min(max(guess, fits + grain), over - GRAIN_TOKENS)
 
 
 def lengthened(inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -87,7 +63,7 @@ class Watch:
 
     - `most_tokens`: after the first step, search for the longest row, with the optimizer's state in memory.
     - `counted`: count the Python calls of the last step but one.
-    - `timed`: time synchronised steps. `lengths` adds steps of other lengths, `listed` a table of kernels.
+    - `timed`: time synchronised steps. `lengths` adds steps of other lengths.
     - `compared`: seconds, tokens and loss of each optimizer step; without a GPU in seconds of the process, not of the clock.
     """
 
@@ -101,7 +77,7 @@ class Watch:
         self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = self.start_s = 0
         self.processor_s, self.began = list[float](), list[float]()
         self.lengths: dict[int, dict[str, Any]] = {}
-        self.kernels, self.calls, self.peaks = "", 0, dict[str, int]()
+        self.calls, self.peaks = 0, dict[str, int]()
         self.search: dict[str, Any] = {}
         self.probes: dict[int, tuple[int, int, int]] = {}
         self.compared: dict[str, Any] = {}
@@ -128,7 +104,6 @@ class Watch:
     def watched_step(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         """Run a training step with the job's further measurements."""
         import torch
-        from torch.profiler import ProfilerActivity, profile
 
         self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
         if self.steps == 1 and self.job.get("most_tokens"):
@@ -147,12 +122,6 @@ class Watch:
             self.peaks = {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved}
             for tokens in self.job.get("lengths", ()):
                 self.lengths[tokens] = self.time_length(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
-            if self.job.get("listed"):
-                with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                    self.step(trainer, model, dict(inputs), *more, **named)
-                    torch.cuda.synchronize()
-                by_time = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
-                self.kernels = str(by_time)
         return loss
 
     def compare_steps(self, trainer_class: Any) -> None:
@@ -211,23 +180,20 @@ class Watch:
         """Search for the longest row that a step can take here."""
         import torch
 
-        def peak_of(tokens: int) -> int | None:
+        def is_possible(tokens: int) -> bool:
             collect(model)
             self.read()
             self.reset()
             try:
                 self.step(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
-                peak: int | None = torch.cuda.max_memory_allocated()
-                self.probes[tokens] = (peak or 0, torch.cuda.max_memory_reserved(), self.pinned())
             except Exception as error:  # noqa: BLE001 - libraries raise their own when memory ends
                 if not is_out_of_memory(f"{type(error).__name__}: {error}"):
                     raise
-                peak = None
-            print(f"probe {tokens}: {peak}", flush=True)
-            return peak
+                return False
+            self.probes[tokens] = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), self.pinned())
+            return True
 
-        limit = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-        fits = longest_row(peak_of, limit, self.job.get("start_tokens", 1024), self.job["most_tokens"])
+        fits = longest_row(is_possible, self.job.get("start_tokens", 1024), self.job["most_tokens"])
         collect(model)
         sizes = self.probes.get(fits, (0, 0, 0))
         self.search = dict(zip(("allocated_bytes", "reserved_bytes", "host_bytes"), sizes, strict=True), longest_tokens=fits)
@@ -279,7 +245,7 @@ class Watch:
             "batch_tokens": self.batch_tokens, "steps": self.steps, **self.search,
             "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
             "step_s": [end - start for start, end in itertools.pairwise(self.began)], "lengths": self.lengths,
-            "kernels": self.kernels, "start_s": self.start_s,
+            "start_s": self.start_s,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "", **self.peaks,
             **self.compared,
         }  # fmt: skip

@@ -61,13 +61,13 @@ def main() -> int:
     pythons = {"finetune": sys.executable, "trl": sys.executable, **dict(peer.split("=", 1) for peer in options.peer)}
     with tempfile.TemporaryDirectory() as temporary:
         prepared, job = prepare(Path(temporary), options.rows, options.gpu)
-        runs: dict[str, list[Any]] = {peer: [] for peer in PEERS if peer in pythons}
+        runs: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS if peer in pythons}
         for number in range(options.rounds):
             order = list(runs)
             for peer in order[number % len(order) :] + order[: number % len(order)]:
                 runs[peer].append(run(peer, pythons[peer], prepared, job, Path(temporary) / f"{peer}-{number}"))
                 print(f"round {number}: {peer}: {figures_text(runs[peer][-1])}", flush=True)
-    table = [row_of(peer, runs.get(peer), runs["finetune"], options.rows) for peer in PEERS]
+    table = [row_of(peer, runs.get(peer, []), runs["finetune"], options.rows) for peer in PEERS]
     for row in table:
         print(", ".join(f"{name} {value}" for name, value in row.items() if value not in ("", None)))
     if options.write:
@@ -143,32 +143,40 @@ def length(drawn: random.Random) -> int:
     return min(LONGEST, max(SHORTEST, round(USUAL * drawn.lognormvariate(0, 0.8))))
 
 
-def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path) -> dict[str, Any] | str:
-    """Return the figures of one run, or why it failed."""
+def run(peer: str, python: str, prepared: Any, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the figures of one run, or why it `failed`."""
     from finetune.run.prepare import create_run
 
     folder.mkdir()
     own = {"run": str(create_run(prepared).path)} if peer == "finetune" else {}
-    job = {**job, **own, "folder": str(folder / "out"), "settings": settings_of(peer, job["on_cuda"])}
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    files = [str(folder / "job.json"), str(folder / "result.json")]
-    command = [python, str(Path(__file__).with_name("peer_run.py")), peer, *files]
     environment = dict(os.environ) if python == sys.executable else {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return run_peer(peer, python, {**job, **own, "settings": settings_of(peer, job["on_cuda"])}, folder, environment, LIMIT_S)
+
+
+def run_peer(
+    peer: str, python: str, job: dict[str, Any], folder: Path, environment: dict[str, str], limit_s: float
+) -> dict[str, Any]:
+    """Return the figures of peer_run.py in another process, whose files are in `folder`, or why it `failed`."""
+    result = folder / "result.json"
+    (folder / "out").mkdir()
+    (folder / "job.json").write_text(json.dumps({**job, "folder": str(folder / "out")}), encoding="utf-8")
+    command = [python, str(Path(__file__).with_name("peer_run.py")), peer, str(folder / "job.json"), str(result)]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+        process = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    if process.returncode:
+        return {"failed": f"{type(error).__name__}: {error}"}
+    if not result.exists():
         last = [line for line in process.stderr.splitlines() if line.strip()][-1:]
-        return (last or [f"exit status {process.returncode}"])[0][:200]
-    figures = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return figures.get("failed") or figures
+        return {"failed": f"exit status {process.returncode}: {' '.join(last)[:200]}"}
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
-def figures_text(figures: dict[str, Any] | str) -> str:
+def figures_text(figures: dict[str, Any]) -> str:
     """A run in a line."""
-    if isinstance(figures, str):
-        return figures
+    if "failed" in figures:
+        return figures["failed"]
     real = rate(figures, 1)
     return f"{real:,.0f} real tokens/s, loss {figures['losses'][0]:.4f} to {figures['losses'][-1]:.4f}"
 
@@ -178,14 +186,15 @@ def rate(figures: dict[str, Any], kind: int) -> float:
     return sum(counts[kind] for counts in figures["tokens"][WARM_UP:]) / sum(figures["step_s"][WARM_UP:])
 
 
-def row_of(peer: str, runs: list[Any] | None, ours: list[Any], rows: int) -> dict[str, Any]:
+def row_of(peer: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]], rows: int) -> dict[str, Any]:
     """Return a line of the table: medians over the rounds, or why the peer failed."""
     row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "peer": peer, "rows": rows}
     if not runs:
         return {**row, "failed": "not run: no environment was given"}
-    pairs = [(run, own) for run, own in zip(runs, ours, strict=True) if isinstance(run, dict) and isinstance(own, dict)]
+    pairs = [(run, own) for run, own in zip(runs, ours, strict=True) if "failed" not in run and "failed" not in own]
     if not pairs:
-        return {**row, "failed": next((run for run in runs if isinstance(run, str)), "no run of this project to compare with")}
+        reasons = (run["failed"] for run in runs if "failed" in run)
+        return {**row, "failed": next(reasons, "no run of this project to compare with")}
     good = [run for run, _ in pairs]
     ratios = [rate(run, 1) / rate(own, 1) for run, own in pairs]
     difference, why = compared(*pairs[0])

@@ -46,17 +46,12 @@ NOISE = 0.15
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement and the model's value, in tokens per second."""
+    """A published measurement, with its other columns, and the model's value, in tokens per second."""
 
-    source: str
+    columns: dict[str, str]
     gpu: str
-    model: str
     base: BaseFormat
-    tokens: int
-    micro_batch: int
     attention: str
-    compiled: bool
-    program: str
     measured: float
     modelled: float
     parts: dict[str, float]
@@ -80,10 +75,10 @@ def main() -> int:
     if options.rows:
         for row in rows:
             parts = " ".join(f"{name} {seconds:.2f}" for name, seconds in row.parts.items() if seconds > 0.005)
-            print(
-                f"{row.ratio:5.2f} {row.gpu:9} {row.model.partition('/')[2][:16]:16} {row.base.label:6} {row.micro_batch:2} x "
-                f"{row.tokens:5} {row.attention[:5]:5} {row.measured:7,.0f} {row.program[:20]:20} {parts}"
-            )
+            model = row.columns["model"].partition("/")[2][:16]
+            tokens = f"{row.columns['micro_batch']:>2} x {row.columns['tokens']:>5}"
+            program = f"{row.attention[:5]:5} {row.measured:7,.0f} {row.columns['program'][:20]:20}"
+            print(f"{row.ratio:5.2f} {row.gpu:9} {model:16} {row.base.label:6} {tokens} {program} {parts}")
     print("\n".join([*table(rows), "", *summary(rows)]))
     return 0
 
@@ -92,9 +87,8 @@ def table(rows: list[Row]) -> list[str]:
     """Lines of Markdown: modelled / measured of each source, GPU and format."""
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in rows:
-        groups[row.source, row.gpu, f"{row.base.label}{', eager attention' if row.attention == 'eager' else ''}"].append(
-            row.ratio
-        )
+        kind = f"{row.base.label}{', eager attention' if row.attention == 'eager' else ''}"
+        groups[row.columns["source"], row.gpu, kind].append(row.ratio)
     lines = ["| source | GPU | base | rows | median | worst |", "| --- | --- | --- | --: | --: | --: |"]
     lines += [
         f"| {source} | {gpu} | {kind} | {len(ratios)} | {statistics.median(ratios):.2f} | {worst(ratios):.2f} |"
@@ -123,8 +117,9 @@ def worst(ratios: list[float]) -> float:
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
     """Rows of one source, GPU and model that differ in the format, the attention or the micro-batch, and by more than noise."""
     for first, second in itertools.combinations(rows, 2):
-        differing = [name for name in ("base", "attention", "micro_batch") if getattr(first, name) != getattr(second, name)]
-        alike = all(getattr(first, name) == getattr(second, name) for name in ("source", "gpu", "model", "tokens", "compiled"))
+        other = {name for name in first.columns if first.columns[name] != second.columns[name]}
+        differing = other & {"base", "attention", "micro_batch"}
+        alike = not other & {"source", "card", "model", "tokens", "compiled"}
         if alike and len(differing) == 1 and abs(math.log(first.measured / second.measured)) > math.log1p(NOISE):
             yield first, second
 
@@ -143,11 +138,8 @@ def _row(values: dict[str, str], published_rates: bool) -> Row:
     base = NF4 if values["base"] == "NF4" else BITS_16
     tokens, micro = int(values["tokens"]), int(values["micro_batch"])
     timing = _timing(values, base, tokens, micro, published_rates)
-    return Row(
-        values["source"], values["card"], values["model"], base, tokens, micro, values["attention"],
-        values["compiled"] == "yes", values["program"], float(values["tokens_per_s"]), micro * tokens / timing.step_s,
-        timing.parts,
-    )  # fmt: skip
+    measured, modelled = float(values["tokens_per_s"]), micro * tokens / timing.step_s
+    return Row(values, values["card"], base, values["attention"], measured, modelled, timing.parts)
 
 
 def _timing(values: dict[str, str], base: BaseFormat, tokens: int, micro: int, published_rates: bool) -> Timing:

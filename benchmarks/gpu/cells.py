@@ -19,7 +19,6 @@ class Cell:
     documents: int = 1
     cap: tuple[str, float] | None = None
     ends: str = FINISHED
-    peft_cast: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     card_only: bool = False
 
@@ -52,7 +51,6 @@ CELLS = (
     Cell("nf4-offload", "NF4, layer inputs offloaded", _settings(True, "offload")),
     Cell("nf4-selective", "NF4, attention outputs kept", _settings(True, "selective")),
     Cell("packed", "NF4, every layer recomputed, 8 rows packed", _settings(True, True, **_PACKED), documents=8),
-    Cell("16bit-cast", "16 bit, with PEFT's cast of inputs to fp32", _16_BIT, peft_cast=True),
     Cell("adamw-on-cpu", "NF4, recomputed, AdamW in host memory", _settings(True, True, optim="adamw_cpu_offload")),
     Cell(
         "shorter", "budget: 0.9 of the forecast's lower end", _KEPT, cap=("peak_low_bytes", 0.9), ends=OUT_OF_MEMORY,

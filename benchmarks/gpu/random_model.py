@@ -1,7 +1,5 @@
 """A model of a given shape with random weights, and its rows: real sizes without a hub, in seconds.
 
-    python -m benchmarks.gpu.random_model Qwen/Qwen2.5-7B-Instruct /dev/shm/shape-7b [LAYERS]
-
 The shape is a name of the packaged catalogue or the path of a config.json. One random buffer is repeated over all matrices,
 each from another offset; norms are one, biases zero. The tokenizer is the bundled one: its 640 ids are in every model's
 vocabulary.
@@ -10,9 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 from standin_gpu.sparse_model import write_sparse_model
 
@@ -20,11 +16,15 @@ from standin_gpu.sparse_model import write_sparse_model
 BUFFER_VALUES = 2**25
 
 
-def make_model(shape: str, folder: Path, layers: int | None = None) -> dict[str, Any]:
-    """Write config.json, weights in bf16 and the tokenizer's files. Returns the configuration."""
+def make_model(shape: str, folder: Path, layers: int | None = None) -> None:
+    """Write config.json, weights in bf16 and the tokenizer's files."""
     from finetune.bundled import model_path
+    from finetune.model.configuration import read_config
+    from finetune.recipe import recipe_from
 
-    values = read_shape(shape)
+    path = Path(shape)
+    recipe = recipe_from({"model_name_or_path": shape, "dataset": "none"})
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else dict(read_config(recipe))
     if layers:
         values["num_hidden_layers"] = layers
         if values.get("layer_types"):
@@ -32,7 +32,6 @@ def make_model(shape: str, folder: Path, layers: int | None = None) -> dict[str,
     write_sparse_model(folder, values, Path(model_path("tiny")))
     for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
         _fill(path, number)
-    return values
 
 
 def _fill(path: Path, seed: int) -> None:
@@ -60,17 +59,6 @@ def _fill(path: Path, seed: int) -> None:
                 left, offset = left - len(piece), 0
 
 
-def read_shape(shape: str) -> dict[str, Any]:
-    """The values of a config.json, from a file or from the packaged catalogue."""
-    path = Path(shape)
-    if path.is_file():
-        return dict(json.loads(path.read_text()))
-    from finetune.model.configuration import read_config
-    from finetune.recipe import recipe_from
-
-    return dict(read_config(recipe_from({"model_name_or_path": shape, "dataset": "none"})))
-
-
 def write_rows(path: Path, longest: int, count: int, documents: int = 1) -> None:
     """Write `count` rows of `longest` / 2 to `longest` tokens with EOS; for packing, rows of `longest` / `documents` tokens."""
     from transformers import AutoTokenizer
@@ -84,8 +72,3 @@ def write_rows(path: Path, longest: int, count: int, documents: int = 1) -> None
         for number in range(count):
             tokens = longest // documents if documents > 1 else longest - number * 37 % 64 * longest // 128
             file.write(json.dumps({"text": digits[: offsets[tokens - 2][1]]}) + "\n")
-
-
-if __name__ == "__main__":
-    made = make_model(sys.argv[1], Path(sys.argv[2]), *(int(argument) for argument in sys.argv[3:4]))
-    print(f"{sys.argv[2]}: {made['model_type']}, {made['num_hidden_layers']} layers")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cells import CELLS, Cell
-from benchmarks.gpu.results import read_results
 
 RESULTS = Path(__file__).resolve().parents[1] / "reference" / "gpu_results.jsonl"
 GIB = 2**30
@@ -32,38 +31,34 @@ def table(lines: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def _error(line: dict[str, Any]) -> float | None:
+    """Forecast / measured - 1 of the allocated bytes of a run that finished."""
+    sizes = [(line.get(name) or {}).get("allocated_bytes") for name in ("forecast", "measured")]
+    return sizes[0] / sizes[1] - 1 if all(sizes) and line["state"] == "finished" else None
+
+
 def _row(cell: Cell, line: dict[str, Any] | None, card: str | None) -> list[str]:
     what = f"{card}: {cell.what}" if card else cell.what
     if line is None or line["state"] == "skipped":
         reason = f": {line['error']}" if line else ""
         return [what, *["-"] * (len(COLUMNS) - 2), f"{NONE}{reason}"]
-    forecast, measured = line.get("forecast") or {}, line.get("measured") or {}
-    predicted, actual = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
+    forecast, measured, error = line.get("forecast") or {}, line.get("measured") or {}, _error(line)
     interval = [_gib(forecast.get(name)) for name in ("peak_low_bytes", "peak_high_bytes")]
     as_expected = "" if line.get("as_expected") else ", which it should not"
     return [
-        what, _gib(predicted), _gib(actual),
-        _percent(predicted / actual - 1, "+") if predicted and actual and _compares(cell, line) else "-",
-        _gib(measured.get("reserved_bytes")), "-" if "-" in interval else " to ".join(interval),
-        _gib(measured.get("card_bytes")),
+        what, _gib(forecast.get("allocated_bytes")), _gib(measured.get("allocated_bytes")),
+        "-" if error is None else _percent(error, "+"), _gib(measured.get("reserved_bytes")),
+        "-" if "-" in interval else " to ".join(interval), _gib(measured.get("card_bytes")),
         f"{measured['tokens_per_s']:,.0f}" if measured.get("tokens_per_s") else "-",
         _percent(measured["mfu"]) if measured.get("mfu") else "-", f"{line['state']}{as_expected}",
     ]  # fmt: skip
 
 
-def _compares(cell: Cell, line: dict[str, Any]) -> bool:
-    """Whether the forecast is comparable: the run finished, with PEFT as forecast."""
-    return line["state"] == "finished" and not cell.peft_cast
-
-
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Cards, number of runs compared, and mean and worst error of their allocated bytes; None without any."""
-    cells, errors = {cell.name: cell for cell in CELLS}, {}
-    for line in lines:
-        forecast, measured = line.get("forecast") or {}, line.get("measured") or {}
-        predicted, actual = forecast.get("allocated_bytes"), measured.get("allocated_bytes")
-        if line["card"] and line["cell"] in cells and predicted and actual and _compares(cells[line["cell"]], line):
-            errors[line["card"], line["cell"]] = predicted / actual - 1
+    names = {cell.name for cell in CELLS}
+    newest = {(line["card"], line["cell"]): _error(line) for line in lines if line["card"] and line["cell"] in names}
+    errors = {key: error for key, error in newest.items() if error is not None}
     values = list(errors.values())
     return {
         "cards": sorted({card for card, _ in errors}), "runs": len(values),
@@ -82,7 +77,8 @@ def _percent(value: float, sign: str = "") -> str:
 
 def main() -> None:
     """Print columns, rows and summary."""
-    lines = read_results(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    text = (Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS).read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
     print(json.dumps({"columns": COLUMNS, "rows": table(lines), **summary(lines)}))
 
 

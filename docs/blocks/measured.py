@@ -64,9 +64,9 @@ def _accuracy_row(row: dict[str, str], forecast: dict) -> list[str]:
 
 def reserved(table: Path = MEASURED) -> str:
     """The results of benchmarks/reserved_accuracy.py for `table`: mean and worst errors of both metrics by kind of weights."""
-    command = [sys.executable, "-W", "ignore", str(BENCHMARK.with_name("reserved_accuracy.py")), str(table), "--json"]
+    command = [sys.executable, "-W", "ignore", str(BENCHMARK.with_name("reserved_accuracy.py")), str(table)]
     process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    *rows, _ = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     with table.open(newline="", encoding="utf-8") as file:
         base = {row["url_or_path"]: row["quant"].split()[0] for row in csv.DictReader(file)}
     kinds = [("all", rows), *((kind, [row for row in rows if base[row["row"]] == kind]) for kind in ("none", "nf4"))]

@@ -22,11 +22,7 @@ def test_the_longest_row_is_found_to_the_grain_in_few_steps(weights, bytes_of_to
     def fitting(tokens):
         return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 <= 8 * GIB
 
-    def peak_of(tokens):
-        tried.append(tokens)
-        return weights * GIB + bytes_of_token * tokens + bytes_of_pair * tokens**2 if fitting(tokens) else None
-
-    fits = longest_row(peak_of, 8 * GIB, 1024, 131_072)
+    fits = longest_row(lambda tokens: tried.append(tokens) or fitting(tokens), 1024, 131_072)
     assert fitting(fits) and all(tokens > fits for tokens in tried if not fitting(tokens))
     assert not fitting(fits + max(GRAIN_TOKENS, round(GRAIN_SHARE * fits)) + GRAIN_TOKENS) or fits == 131_072
     assert len(tried) == len(set(tried)) <= 20

@@ -3,16 +3,14 @@
 import json
 import os
 import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import random_model, report, wheels
+from benchmarks.gpu import random_model, report
 from benchmarks.gpu.cells import CELLS, FINISHED
-from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem
-from benchmarks.gpu.results import read_results
+from benchmarks.gpu.measure import NEEDS_CARD
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -26,36 +24,20 @@ def lines(warm_python, tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run([*command, "--results", results], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
-    return {line["cell"]: line for line in read_results(results)}
+    return {line["cell"]: line for line in map(json.loads, results.read_text().splitlines())}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_each_cell_has_a_result_or_a_reason(lines, cell):
+def test_each_cell_has_a_forecast_and_the_memory_of_each_phase_or_a_reason(lines, cell):
     line = lines[cell.name]
     if cell.card_only:
         assert (line["state"], line["error"]) == ("skipped", NEEDS_CARD)
     else:
         assert (line["state"], line["error"]) == (FINISHED, None)
-        assert line["measured"]["tokens_per_s"] > 0
-        assert len(line["losses"]) == 3
-        assert {"forward", "backward", "optimizer"} <= set(line["phases"])
-
-
-@pytest.mark.slow
-def test_a_run_has_its_forecast_and_the_memory_of_each_phase(lines):
-    line = lines["nf4-keep"]
-    assert {"load", "evaluate", "save"} <= set(line["phases"])
-    assert line["forecast"]["allocated_bytes"] > 0
-    assert all(peaks["process_rss_bytes"] > 2**20 for name, peaks in line["phases"].items() if name in ("forward", "optimizer"))
-
-
-@pytest.mark.slow
-def test_the_probe_says_which_attention_is_used_and_what_needs_a_card(lines):
-    assert "Flash" in lines["probe attention"]["default, plain, 128"]["kernel"]
-    assert lines["probe rates"]["flops"] > 1e6
-    assert lines["probe context"]["state"] == "skipped"
-    assert lines["second card"]["error"] == NEEDS_CARD
+        assert line["forecast"]["allocated_bytes"] > 0 and line["measured"]["tokens_per_s"] > 0 and len(line["losses"]) == 3
+        assert line["phases"].keys() == {"load", "train", "evaluate", "save"}
+        assert all(peaks["process_peak_rss_bytes"] > 2**20 for peaks in line["phases"].values())
 
 
 def test_rows_have_half_of_the_longest_length_to_all_of_it(tmp_path):
@@ -85,12 +67,6 @@ def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
 
 
-def test_a_cap_that_does_not_bite_is_a_wrong_result():
-    plan = {"budget_bytes": 8 * GIB, "context_bytes": GIB // 2}
-    assert _cap_problem({"cap_bytes": int(7.5 * GIB)}, plan) is None
-    assert "140.00 GiB" in _cap_problem({"cap_bytes": 140 * GIB}, plan)
-
-
 def test_a_cell_without_a_result_on_a_card_is_not_measured():
     on_a_cpu = {"cell": "nf4-keep", "card": None, "state": "finished", "forecast": {"allocated_bytes": GIB}}
     assert {row[-1] for row in report.table([on_a_cpu])} == {"not measured"}
@@ -111,20 +87,3 @@ def test_the_newest_result_on_a_card_is_shown_with_its_error():
         "NF4, nothing recomputed", "1.000", "1.250", "-20.00 %", "-", "1.000 to 2.000", "-", "1,234", "-", "finished",
     ]  # fmt: skip
     assert report.summary([old, new]) == {"cards": ["A"], "runs": 1, "mean": "20.00 %", "worst": "-20.00 %"}
-
-
-def test_a_pruned_wheel_has_one_cuda_library_and_a_record_of_what_is_left(tmp_path):
-    wheel, binary = tmp_path / "bitsandbytes-1-py3-none-any.whl", "libbitsandbytes_cuda130.so"
-    names = [f"bitsandbytes/{name}" for name in ("__init__.py", "libbitsandbytes_cpu.so", binary, "libbitsandbytes_cuda118.so")]
-    with zipfile.ZipFile(wheel, "w") as file:
-        for name in names:
-            file.writestr(name, "x")
-        file.writestr("bitsandbytes-1.dist-info/RECORD", "".join(f"{name},,\n" for name in names))
-    wheels.prune(wheel, binary)
-    with zipfile.ZipFile(wheel) as file:
-        assert file.namelist() == [*names[:3], "bitsandbytes-1.dist-info/RECORD"]
-        assert file.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines() == [f"{name},," for name in names[:3]]
-
-
-def test_each_carried_package_is_pinned():
-    assert all("==" in name for name in wheels.pinned(list(wheels.PACKAGES)))

@@ -33,5 +33,5 @@ def test_speed_is_of_the_steps_after_the_warm_up_and_of_runs_of_the_same_round()
 
 
 def test_a_tool_that_can_not_be_run_has_a_row_that_says_why():
-    assert row_of("axolotl", None, [OWN], 40)["failed"] == "not run: no environment was given"
-    assert row_of("axolotl", ["ImportError: flash_attn"], [OWN], 40)["failed"] == "ImportError: flash_attn"
+    assert row_of("axolotl", [], [OWN], 40)["failed"] == "not run: no environment was given"
+    assert row_of("axolotl", [{"failed": "ImportError: flash_attn"}], [OWN], 40)["failed"] == "ImportError: flash_attn"
