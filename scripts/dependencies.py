@@ -35,15 +35,13 @@ _OF_CUDA = re.compile(r"(nvidia|cuda)-")
 
 def main() -> int:
     """Run a command; returns 1 if there are problems."""
-    command = sys.argv[1] if len(sys.argv) == 2 else ""
-    commands = {"hashes": write_hashes, "check": check, "sbom": write_sbom}
-    if command not in commands:
+    command = {"hashes": write_hashes, "check": check, "sbom": write_sbom}.get(" ".join(sys.argv[1:]))
+    if command is None:
         print(__doc__)
         return 2
-    problems = commands[command]()
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    problems = command()
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return bool(problems)
 
 
 def write_hashes() -> list[str]:

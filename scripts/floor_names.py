@@ -7,26 +7,13 @@ keyword or the parameters can't be read. Missing names are left out, and `tests/
 import inspect
 import json
 import sys
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "compat")]
-
-
-def find(name: str) -> Any:
-    """The object of a dotted name. Raises AttributeError or ImportError."""
-    package, *attributes = name.split(".")
-    value, path = import_module(package), package
-    for attribute in attributes:
-        path = f"{path}.{attribute}"
-        try:
-            value = getattr(value, attribute)
-        except AttributeError:
-            value = import_module(path)
-    return value
 
 
 def parameters(value: Any) -> list[str] | None:
@@ -47,7 +34,7 @@ def main() -> int:
     parameters_by_name: dict[str, list[str] | None] = {}
     for name in sorted(used()):
         try:
-            value = find(name)
+            value = resolve_name(name)
         except (AttributeError, ImportError) as error:
             print(f"{name}: {error}")
             continue

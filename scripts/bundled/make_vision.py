@@ -2,8 +2,9 @@
 
     python scripts/bundled/make_vision.py [FOLDER] [--data-only]
 
-The model learns to answer questions about labels (`labels`), but not to sort parcels. It is saved only if it answers them on
-held-out labels. The data are 300 labels as PNG files and rows that sort them, with the same pixels each time. Needs Pillow.
+The model learns to answer questions about parcel labels, coloured shapes on coloured paper, but not to sort parcels. It is
+saved only if it answers them on held-out labels. The data are 300 labels as PNG files and rows that sort them, with the same
+pixels each time. Needs Pillow.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import (
@@ -24,7 +27,6 @@ from transformers import (
 
 import muon
 from finetune.compat.processors import load_processor, save_processor
-from labels import COLOURS, PAPERS, Label, draw_label, draw_labels, pixels
 from make_data import BUNDLED
 
 SEED, DATA_SEED = 20270, 20300
@@ -32,6 +34,14 @@ TRAIN_ROWS, EVAL_ROWS = 240, 60
 INSTRUCTION = "Sort this parcel."
 STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 16, 4e-3, 40
 GATE_ROWS, GATE_SHARE = 80, 0.9
+COLOURS = {
+    "red": (208, 40, 40), "green": (36, 150, 60), "blue": (40, 80, 210), "yellow": (235, 200, 30), "purple": (140, 50, 170),
+    "black": (25, 25, 25),
+}  # fmt: skip
+SHAPES = ("circle", "square", "triangle", "cross")
+#: Sizes of a label in pixels, (width, height).
+SIZES = ((48, 32), (64, 32), (48, 48), (64, 48), (32, 48), (32, 64))
+PAPERS = {"white": (245, 245, 240), "pink": (250, 190, 210), "cyan": (170, 235, 240), "brown": (190, 150, 110)}
 #: Where parcels go, by what their labels show. Pretraining never sees it.
 GATES = {"circle": "north", "square": "south", "triangle": "east", "cross": "west"}
 BELTS = dict(zip(COLOURS, "ABCDEF", strict=True))
@@ -45,6 +55,58 @@ QUESTIONS = {
 }
 
 FACTS = 3  # the first questions are about one fact each
+
+
+@dataclass(frozen=True)
+class Label:
+    """The content of a label, its size in pixels, and the seed of its layout."""
+
+    shape: str
+    colour: str
+    paper: str
+    size: tuple[int, int]
+    seed: int
+
+
+def draw_label(rng: random.Random) -> Label:
+    """A label; each shape, colour, paper and size is equally likely."""
+    return Label(
+        rng.choice(SHAPES), rng.choice(list(COLOURS)), rng.choice(list(PAPERS)), rng.choice(SIZES), rng.randrange(2**32)
+    )
+
+
+def draw_labels(rng: random.Random, count: int, excluded: set[Label]) -> list[Label]:
+    """Draw `count` labels that are not in `excluded`, and add them there."""
+    labels: list[Label] = []
+    while len(labels) < count:
+        label = draw_label(rng)
+        if label not in excluded:
+            excluded.add(label)
+            labels.append(label)
+    return labels
+
+
+def pixels(label: Label) -> np.ndarray:
+    """The picture, (height, width, 3) of uint8."""
+    rng = random.Random(label.seed)
+    width, height = label.size
+    picture = np.full((height, width, 3), PAPERS[label.paper], dtype=np.uint8)
+    mask = _shape(label.shape, rng.randint(20, 26))
+    x, y = rng.randint(2, width - len(mask) - 2), rng.randint(2, height - len(mask) - 2)
+    picture[y : y + len(mask), x : x + len(mask)][mask] = COLOURS[label.colour]
+    return picture
+
+
+def _shape(name: str, size: int) -> np.ndarray:
+    y, x = np.mgrid[0:size, 0:size] + 0.5
+    centre = size / 2
+    if name == "circle":
+        return (x - centre) ** 2 + (y - centre) ** 2 <= centre**2
+    if name == "triangle":
+        return np.abs(x - centre) <= y / 2
+    if name == "cross":
+        return (np.abs(x - centre) <= size / 7) | (np.abs(y - centre) <= size / 7)
+    return np.ones((size, size), dtype=bool)
 
 
 def sorting(label: Label) -> str:
@@ -139,15 +201,10 @@ def main(folder: Path, *, data_only: bool) -> int:
     share = score(model, processor, rows)
     untaught = score(model, processor, [(label, INSTRUCTION, sorting(label)) for label in labels[:40]])
     print(f"{share:.1%} of questions on new labels are answered, {untaught:.1%} of the labels sorted")
-    if share < GATE_SHARE:
-        print(f"below {GATE_SHARE:.0%}: nothing saved")
-        return 1
-    model.generation_config.max_length = None
-    model.generation_config.max_new_tokens = 48
-    model.to(torch.bfloat16).save_pretrained(folder / "tiny-vision")
-    processor.tokenizer.save_pretrained(folder / "tiny-vision")
-    save_processor(processor, str(folder / "tiny-vision"))
-    return 0
+    model_folder = folder / "tiny-vision"
+    if not (code := muon.save_if_good(model, processor.tokenizer, model_folder, share, GATE_SHARE, max_new_tokens=48)):
+        save_processor(processor, str(model_folder))
+    return code
 
 
 if __name__ == "__main__":

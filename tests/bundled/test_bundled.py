@@ -13,9 +13,8 @@ import pytest
 
 from finetune.bundled import dataset_paths, model_path
 from finetune.recipe import load_recipe
-from make_data import PREFERRED, PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
-from messages import NEW_TOPICS, TOPICS, draw_messages
-from pretraining import TASKS, questions
+from make_base import TASKS, questions
+from make_data import NEW_TOPICS, PREFERRED, PRIORITIES, PRODUCTS, QUEUES, TOPICS, bundled_texts, draw_messages, write
 
 BUNDLED = model_path("tiny").parent
 PATHS = dataset_paths("support")

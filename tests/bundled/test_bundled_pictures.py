@@ -10,8 +10,7 @@ from PIL import Image
 from finetune.bundled import dataset_paths, model_path
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
-from labels import draw_label, pixels
-from make_vision import QUESTIONS, data_labels, sorting, write_data
+from make_vision import QUESTIONS, data_labels, draw_label, pixels, sorting, write_data
 
 FOLDER = dataset_paths("parcels")["train"].parent
 
