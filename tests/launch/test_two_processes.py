@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 import torch
-from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, events_of, facts, last_state, steps
+from launch_runs import adapter, events_of, facts, last_state, steps
 
-from finetune.events import Checkpoint, Start, State, Step, read_events
+from finetune.events import Checkpoint, Start, State, Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -88,21 +88,3 @@ def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes_and_stop
     state, last = last_state(run), steps(run)[-1].step  # both stopped after the same step
     assert state.state == "paused" and f"paused at step {last}" in state.message
     assert (run.checkpoints / f"checkpoint-{last}" / "MANIFEST.json").is_file()
-
-
-@pytest.mark.exhaustive  # test_two_machines.py has a retry of all
-def test_one_process_out_of_memory_is_one_retry_of_all(run_of_two, make_launch, supervise, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
-    run = make_launch("launch.num_processes=2")
-    supervised = supervise(run, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert supervised.wait() == 0, run.log.read_text()[-3000:]
-    events = read_events(run.events)
-    kinds = [event.kind for event in events]
-    assert kinds.count("out_of_memory") == 1 and kinds.count("retry") == 1
-    retry = events[kinds.index("retry")]
-    assert retry.changes == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    assert [event.state for event in events if isinstance(event, State)] == [
-        "starting", "running", "starting", "running", "finished",
-    ]  # fmt: skip
-    for before, after in zip(steps(run_of_two), steps(run), strict=True):
-        assert after.loss == pytest.approx(before.loss, rel=LOSS_TOLERANCE)

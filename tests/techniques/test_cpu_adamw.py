@@ -5,8 +5,6 @@ import io
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -119,25 +117,6 @@ def test_loading_sets_the_weights_to_their_masters():
             parameter.copy_(parameter.bfloat16())
     optimizer_for(rounded).load_state_dict(saved(optimizer))
     assert torch.equal(weights(rounded), weights(model))
-
-
-def test_accelerates_optimizer_wrapper_changes_nothing():
-    plain, prepared = layers(), layers()
-    optimizer = optimizer_for(prepared)
-    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test may have set bf16 for the process
-    prepared, wrapped = Accelerator(cpu=True).prepare(prepared, optimizer)
-    train(plain, optimizer_for(plain), 4)
-    train(prepared, wrapped, 4)
-    assert torch.equal(weights(prepared), weights(plain))
-    before = weights(prepared).clone()
-    wrapped.load_state_dict(wrapped.state_dict())
-    assert torch.equal(weights(prepared), before)
-
-
-def test_groups_that_do_not_match_are_refused():
-    optimizer = optimizer_for(layers())
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(CpuAdamW(layers().parameters()).state_dict())
 
 
 def test_a_pickled_optimizer_goes_on():

@@ -1,8 +1,6 @@
 """Layers whose weights are on the card only while they run: the same numbers as resident ones, or a clear refusal."""
 
-import contextlib
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import tiny_training
@@ -19,7 +17,7 @@ from finetune.layers.layer_offloading import (
     offloading_of,
     tensor_layout,
 )
-from finetune.layers.offload import InOrder, SideStream
+from finetune.layers.offload import InOrder
 from finetune.layers.quantised_files import complete_models, folder
 from finetune.layers.quantised_store import Store
 from finetune.model import quantised_cache
@@ -168,26 +166,6 @@ def test_what_was_not_tried_is_refused(saved, other):
 @pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
 def test_offloaded_layers_are_spread_evenly(layers, count, numbers):
     assert offloaded_numbers(layers, count) == numbers
-
-
-def test_a_copy_that_a_thread_issues_waits_only_for_what_was_issued_before_the_reading():
-    log = []
-
-    class Stream:
-        def __init__(self, *_):
-            pass
-
-        def wait_event(self, event):
-            log.append(f"waits for {event}")
-
-        def record_event(self):
-            return f"event {len(log)}"
-
-    cuda = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: contextlib.nullcontext())
-    copies, target = SideStream(torch.device("cpu"), cuda), torch.zeros(2)
-    mark = copies.mark()
-    assert copies.copy(target, torch.ones(2), after=mark) == "event 1"
-    assert log == ["waits for event 0"] and target.tolist() == [1, 1]
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 import contextlib
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lean_models import adapter_gradients
 from tiny_training import adapted, autocast, batch, settings_for
 
-from finetune.layers.offload import WINDOW, InOrder, Offload, SideStream
+from finetune.layers.offload import WINDOW, Offload, SideStream
 from finetune.layers.saved_activations import SavedActivations
 
 
@@ -68,59 +69,36 @@ def test_without_a_wait_the_gradients_would_be_garbage(base, wrong):
     assert gradients(settings_for(base), SavedActivations(offload=wrong)).isnan().any()
 
 
-class Stream:
-    """A CUDA stream that logs its calls."""
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_copy_waits_for_the_computation_or_a_mark_in_it_and_the_computation_for_the_copy(marked):
+    log, on = [], []
 
-    def __init__(self, name, log):
-        self.name, self.log = name, log
+    class Stream:
+        def __init__(self, device=None):
+            self.name = "side" if device else "compute"
 
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
+        def wait_event(self, event):
+            log.append(f"{self.name} waits for {event}")
 
-    def record_event(self):
-        self.log.append(f"{self.name} records")
-        return "the copy"
+        def record_event(self):
+            return f"event {len(log)} of {self.name}"
 
+    class Target:
+        def copy_(self, source, non_blocking):
+            log.append(f"{on[-1].name} copies, {non_blocking=}")
 
-class Cuda:
-    """The part of torch.cuda that the copies use."""
+    def stream(entered):
+        on.append(entered)
+        return contextlib.nullcontext()
 
-    def __init__(self):
-        self.log = []
-        self.compute, self.now = Stream("compute", self.log), None
-
-    def Stream(self, device):  # noqa: N802
-        return Stream("side", self.log)
-
-    def current_stream(self, device):
-        return self.now or self.compute
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-
-class Target:
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def copy_(self, source, non_blocking):
-        assert non_blocking
-        self.cuda.log.append(f"{self.cuda.current_stream(None).name} copies")
-
-
-def test_a_copy_waits_for_the_computation_and_the_computation_for_the_copy():
-    cuda = Cuda()
+    cuda = SimpleNamespace(Stream=Stream, current_stream=lambda device: Stream(), stream=stream)
     copies = SideStream(torch.device("cuda", 0), cuda)
-    copied = copies.copy(Target(cuda), torch.zeros(1))
-    assert cuda.log == ["side waits for compute", "side copies", "side records"]
-    copies.wait(copied)
-    assert cuda.log[3:] == ["compute waits for the copy"]
+    copies.wait(copies.copy(Target(), torch.zeros(1), after=copies.mark() if marked else None))
+    before = "side waits for event 0 of compute" if marked else "side waits for compute"
+    assert log == [before, "side copies, non_blocking=True", "compute waits for event 2 of side"]
 
 
 def test_at_most_two_of_the_largest_tensor_are_in_flight_in_each_direction():
@@ -146,15 +124,3 @@ def test_a_tensor_used_three_times_is_copied_out_and_back_once():
         x = torch.randn(64, 128, requires_grad=True) * 1
         sum(x.sin().sum() for _ in range(3)).backward()
     assert copies.copied == 2
-
-
-def test_no_host_memory_stays_after_a_step(base):
-    targets = []
-
-    class Watched(InOrder):
-        def copy(self, target, source):
-            targets.append(weakref.ref(target))
-            super().copy(target, source)
-
-    gradients(settings_for(base), SavedActivations(offload=Offload(Watched(), pinned=False)))
-    assert len(targets) > 50 and all(target() is None for target in targets)

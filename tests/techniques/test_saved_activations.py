@@ -1,5 +1,7 @@
 """Hooks on saved activations: offloading is exact, int8 is close; both skip weights and store each storage once."""
 
+import weakref
+
 import pytest
 import torch
 from lean_models import adapter_gradients, fill_adapters
@@ -143,12 +145,19 @@ def test_a_freed_storage_is_not_mistaken_for_a_new_one_at_its_address():
         assert all((hooks._unpack(handle) == value).all() for value, handle in pairs)
 
 
-def test_nothing_stays_allocated_after_the_backward():
-    with SavedActivations(offload=at_once(), int8=True) as hooks:
+def test_nothing_stays_allocated_on_the_device_or_the_host_after_the_backward():
+    targets = []
+
+    class Watched(InOrder):
+        def copy(self, target, source):
+            targets.append(weakref.ref(target))
+            super().copy(target, source)
+
+    with SavedActivations(offload=Offload(Watched(), pinned=False), int8=True) as hooks:
         x = torch.randn(64, 64, 128, requires_grad=True)
         (x * 1).sin().sum().backward()
         assert all(stored() is None for _, stored in hooks._stored.values())
-    assert not hooks._stored
+    assert not hooks._stored and targets and all(target() is None for target in targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

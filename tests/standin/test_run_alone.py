@@ -1,4 +1,4 @@
-"""Rows padded on the right take flash attention, in training and in evaluation, in a run that has the GPU for itself."""
+"""A run that has the GPU for itself: padded rows take flash attention; segments that can't expand are reported."""
 
 import json
 
@@ -22,3 +22,12 @@ def test_padded_rows_take_flash_attention(standin, tmp_path):
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert [event.other_processes_bytes for event in events if isinstance(event, Step)] == [0]
     assert not any("expandable_segments" in event.message for event in events if isinstance(event, RunWarning))
+
+
+@pytest.mark.slow
+def test_a_run_whose_segments_can_not_expand_says_what_it_may_take(standin, tmp_path):
+    arguments = ["tiny-cpu", "gpu=auto", "max_steps=1", "dataset.max_rows=16", f"output_dir={tmp_path}/run", "sample_answers=0"]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    standin("rtx-4090").run("finetune", "run", *arguments, environment=environment)
+    messages = [event.message for event in read_events(tmp_path / "run" / "events.jsonl") if isinstance(event, RunWarning)]
+    assert any("ignores expandable_segments" in message for message in messages)
