@@ -1,13 +1,10 @@
-"""A model whose weights are zeros that take no space on the disk, as a folder or in the hub's cache. 70B takes seconds.
+"""A model whose weights are zeros that take no space on the disk. 70B takes seconds.
 
-Copies above the copy limit never reach the stand-in GPU, so the weights are never read. The file's name in the cache is no hash
-of its content.
+Copies above the copy limit never reach the stand-in GPU, so the weights are never read.
 """
 
-import hashlib
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -79,20 +76,3 @@ def write_sparse_safetensors(path: Path, shapes: dict[str, list[int]]) -> int:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     return end
-
-
-def write_to_hub_cache(cache: Path, model_id: str, values: dict, tokenizer: Path) -> Path:
-    """The snapshot folder of a sparse model in a hub cache (HF_HOME/hub), where an offline program finds it by its id."""
-    repository = cache / f"models--{model_id.replace('/', '--')}"
-    revision = "0" * 40
-    snapshot, blobs = repository / "snapshots" / revision, repository / "blobs"
-    shutil.rmtree(repository, ignore_errors=True)
-    for folder in (blobs, repository / "refs"):
-        folder.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(revision, encoding="utf-8")
-    write_sparse_model(snapshot, values, tokenizer)
-    for weights in sorted(snapshot.glob("*.safetensors")):
-        blob = blobs / hashlib.sha256(f"{model_id} {weights.name} {weights.stat().st_size}".encode()).hexdigest()
-        weights.rename(blob)
-        weights.symlink_to(os.path.relpath(blob, snapshot))
-    return snapshot

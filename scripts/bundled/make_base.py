@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import muon
 from make_data import ARTICLES, BUNDLED, NO_ARTICLE, PARTS, Message, bundled_texts, draw_messages
@@ -25,12 +24,10 @@ from make_data import ARTICLES, BUNDLED, NO_ARTICLE, PARTS, Message, bundled_tex
 Conversation = list[dict[str, str]]
 
 SEED = 20261
-VOCABULARY_SIZE, LONGEST_ROW = 640, 512
+VOCABULARY_SIZE = 640
 STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 24, 4e-3, 40
 QUESTION_WEIGHT = 0.2  # of a token the model doesn't have to say, against 1 for an answer's
 GATE_ROWS, GATE_SHARE = 260, 0.95
-PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
-CHAT_TEMPLATE = (BUNDLED / "tiny-base" / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 ROOMS, WISHES, URGENCY_ANSWERS, SMALL_TALK = (PARTS[name] for name in ("rooms", "wishes", "urgency_answers", "small_talk"))
@@ -120,29 +117,13 @@ def _say(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of VOCABULARY_SIZE tokens, each digit a token, with the chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[PAD, END, SYSTEM, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus_texts(random.Random(SEED), 6000), trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
-        model_max_length=LONGEST_ROW,
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+def make_tokenizer() -> Any:
+    """A byte-level BPE of VOCABULARY_SIZE tokens, each digit a token, as the bundled one, trained on this text."""
+    bundled = AutoTokenizer.from_pretrained(BUNDLED / "tiny-base")
+    tokenizer = bundled.train_new_from_iterator(corpus_texts(random.Random(SEED), 6000), VOCABULARY_SIZE, show_progress=False)
+    for name in ("is_local", "local_files_only"):  # of the bundled one's folder
+        tokenizer.init_kwargs.pop(name, None)
+    return tokenizer
 
 
 def make_model() -> LlamaForCausalLM:

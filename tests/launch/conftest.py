@@ -81,12 +81,6 @@ def supervise(warm_python):
             process.wait()
 
 
-@pytest.fixture
-def warm_processes(warm_python, monkeypatch):
-    """As in `supervise`, for launchers that tests start."""
-    monkeypatch.setenv("PYTHON_EXEC", warm_python)
-
-
 @pytest.fixture(scope="session")
 def run_of_one(make_launch, supervise):
     """A finished run of one process."""

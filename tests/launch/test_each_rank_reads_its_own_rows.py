@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def two_processes(model, folder):
@@ -19,7 +19,10 @@ def two_processes(model, folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_two_processes_have_the_results_of_one_and_each_takes_less_than_the_model_while_it_is_loaded(tmp_path):
+def test_two_processes_have_the_results_of_one_and_each_takes_less_than_the_model_while_it_is_loaded(
+    tmp_path, warm_python, monkeypatch
+):
+    monkeypatch.setenv("PYTHON_EXEC", warm_python)
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -113,23 +113,17 @@ def test_attention_that_calls_the_interleaved_function_is_left_alone():
     assert rotary_forward(attention) is not None
 
 
-def optional(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+rope = modeling_llama.apply_rotary_pos_emb
+OTHER_FUNCTIONS = {
+    "optional": lambda q, k=None, cos=None, sin=None, unsqueeze_dim=1: rope(q, k, cos, sin, unsqueeze_dim),
+    "beside": lambda q, k, cos, sin, unsqueeze_dim=1, *, scale=1.0: rope(q, k, cos, sin, unsqueeze_dim),
+    "elsewhere": lambda q, k, cos, sin, unsqueeze_dim=2: rope(q, k, cos, sin, unsqueeze_dim),
+    "back": lambda q, k, cos, sin, unsqueeze_dim=1: rope(q, k, cos, -sin, unsqueeze_dim),
+    "none": None, "built in": max,
+}  # fmt: skip
 
 
-def beside(q, k, cos, sin, unsqueeze_dim=1, *, scale=1.0):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-
-
-def elsewhere(q, k, cos, sin, unsqueeze_dim=2):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-
-
-def back(q, k, cos, sin, unsqueeze_dim=1):
-    return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
-
-
-@pytest.mark.parametrize("function", [optional, beside, elsewhere, back, None, max])
+@pytest.mark.parametrize("function", OTHER_FUNCTIONS.values(), ids=OTHER_FUNCTIONS)
 def test_a_function_with_other_parameters_or_another_result_is_not_taken_for_it(function):
     assert rotary._form(modeling_llama.apply_rotary_pos_emb) and rotary._form(function) is None
 
