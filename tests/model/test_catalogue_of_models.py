@@ -1,10 +1,10 @@
 """The packaged catalogue of models: sizes, sources, and what plans need."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
+import catalogue_row
 import pytest
 
 from finetune.cli.recipes import show_recipes
@@ -15,7 +15,6 @@ from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 
 FIRST = {name: entry for name, entry in entries().items() if entry.first}
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "catalogue_row.py"
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "gemma", "gemma2", "granite", "smollm3", "olmo2")
 
 
@@ -69,14 +68,6 @@ def test_the_modules_have_the_published_number_of_parameters(name):
     assert shape_of(FIRST[name].config, recipe).parameters == pytest.approx(FIRST[name].parameters, rel=0.015)
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("catalogue_row", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_folder_with_nothing_but_a_config_json_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(entries()["Qwen/Qwen3-8B"].config))
     assert load_config(recipe_from({"model_name_or_path": str(tmp_path), "dataset": "d"})).hidden_size == 4096
@@ -93,33 +84,33 @@ def test_the_listing_has_every_model_with_its_sources(capsys):
     assert all(name in listed for name in rows) and "path/to/folder" in listed
 
 
-def test_a_row_from_a_config_json_has_what_planning_needs_and_replaces_the_row_of_its_id(script):
+def test_a_row_from_a_config_json_has_what_planning_needs_and_replaces_the_row_of_its_id():
     config = {
         "model_type": "lfm2", "hidden_size": 1024, "num_hidden_layers": 16, "vocab_size": 65536, "torch_dtype": "bfloat16",
         "layer_types": ["full_attention"] * 16, "rope_theta": 1e6, "eos_token_id": 7, "qk_rope_head_dim": 64,
     }  # fmt: skip
-    values = script.row_values(config)
+    values = catalogue_row.row_values(config)
     assert values.keys() == {"model_type", "hidden_size", "num_hidden_layers", "vocab_size", "qk_rope_head_dim"}
     row = {"parameters": 1.0, **values, "source": "hub", "date": "2026-11-24"}
-    text = script.CATALOGUE.read_text(encoding="utf-8")
+    text = catalogue_row.CATALOGUE.read_text(encoding="utf-8")
     before = json.loads(text)["models"]
     for name in ("me/new", "LiquidAI/LFM2-350M"):
-        changed = script.with_row(text, name, row)
+        changed = catalogue_row.with_row(text, name, row)
         assert json.loads(changed)["models"] == {**before, name: row}
         assert max(map(len, changed.splitlines())) <= 128
 
 
-def test_rows_that_are_the_defaults_of_transformers_are_renewed_from_them(script):
-    text = script.CATALOGUE.read_text(encoding="utf-8")
+def test_rows_that_are_the_defaults_of_transformers_are_renewed_from_them():
+    text = catalogue_row.CATALOGUE.read_text(encoding="utf-8")
     older = text.replace('"hidden_size": 1024, "intermediate_size": 3072', '"hidden_size": 512, "intermediate_size": 3072')
-    assert script.renewed(text) == text != older
-    renewed = json.loads(script.renewed(older))["models"]["baidu/ERNIE-4.5-0.3B-PT"]
-    assert renewed["hidden_size"] == 1024 and renewed["date"] == script.TODAY
+    assert catalogue_row.renewed(text) == text != older
+    renewed = json.loads(catalogue_row.renewed(older))["models"]["baidu/ERNIE-4.5-0.3B-PT"]
+    assert renewed["hidden_size"] == 1024 and renewed["date"] == catalogue_row.TODAY
 
 
 @pytest.mark.slow
-def test_a_row_whose_modules_have_another_number_of_parameters_is_refused(script):
+def test_a_row_whose_modules_have_another_number_of_parameters_is_refused():
     config = entries()["HuggingFaceTB/SmolLM2-135M-Instruct"].config
-    script.check_parameters("me/new", config, 0.135)
+    catalogue_row.check_parameters("me/new", config, 0.135)
     with pytest.raises(SystemExit, match="not 0.2"):
-        script.check_parameters("me/new", config, 0.2)
+        catalogue_row.check_parameters("me/new", config, 0.2)
