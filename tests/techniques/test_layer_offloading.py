@@ -1,12 +1,15 @@
 """Layers whose weights are on the card only while they run: the same numbers as resident ones, or a clear refusal."""
 
 import itertools
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_training
 import torch
-from offloaded import RECOMPUTED, Careless, Late, Threaded, built, equal_traces, save_base, trace_of
-from tiny_training import batch, settings_for
+from lean_models import fill_adapters
+from tiny_training import adapted, autocast, batch, optimizer_of, save_tiny_base, settings_for, trained
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
@@ -23,17 +26,100 @@ from finetune.layers.quantised_store import Store
 from finetune.model import quantised_cache
 from finetune.model.build import build_base
 from finetune.model.quantised_cache import load_base
-from finetune.model.techniques import apply_techniques
+from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.transformers_config import load_config
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.schema import LaunchRecipe
 
+#: Every layer is recomputed.
+RECOMPUTED = {"activation_checkpointing": True}
 KINDS = {"16-bit": {"dtype": "bfloat16"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
 TECHNIQUES = {
     "plain": {}, "lean": {"lean_layers": True}, "dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1},
     "selective": {"activation_checkpointing": "selective"}, "inputs": {"activation_checkpointing": "offload"},
     "one-target": {"target_modules": ["q_proj"]},  # the backward of down_proj needs nothing that is recomputed
 }  # fmt: skip
+
+
+class Late:
+    """Copies as late as the waits allow; until then the target is NaN in every floating-point type."""
+
+    def copy(self, target, source, *, after=None):
+        target.fill_(0xFF)
+        return [lambda: target.copy_(source)]
+
+    def mark(self):
+        return None
+
+    def wait(self, copied):
+        while copied:
+            copied.pop()()
+
+    finish = wait
+
+
+class Careless(Late):
+    """The computation does not wait."""
+
+    def wait(self, copied):
+        pass
+
+
+class Threaded(Late):
+    """Copies at some time, by a thread."""
+
+    def __init__(self):
+        self.thread, self.random = ThreadPoolExecutor(1), random.Random(0)
+
+    def copy(self, target, source, *, after=None):
+        target.fill_(0xFF)
+
+        def copied():
+            time.sleep(self.random.random() * 2e-3)
+            target.copy_(source)
+
+        return [self.thread.submit(copied).result]
+
+
+def built(settings, copies=None):
+    """The model of a run; `copies` fills the buffers."""
+    model = adapted(settings)
+    fill_adapters(model)
+    offloading = offloading_of(model)
+    if copies is not None:
+        offloading._copies = copies
+    apply_techniques(model, settings)
+    return model
+
+
+def trace_of(model, settings, steps=3):
+    """Losses, held-out losses and an answer, and the adapters at the end."""
+    optimizer, seen = optimizer_of(model, settings), []
+    torch.manual_seed(5)
+    for step in range(steps):
+        with step_context(settings, "cpu"), autocast(settings):
+            for part in range(2):
+                loss = model(**batch(step * 2 + part, tokens=16)).loss
+                loss.backward()
+                seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad(), autocast(settings):
+            seen.append(model(**batch(77, tokens=16)).loss)
+        model.train()
+    model.eval()
+    ids = batch(3, tokens=8)["input_ids"]
+    with torch.no_grad(), autocast(settings):
+        seen.append(model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0).float().sum())
+    model.train()
+    return torch.stack(seen), torch.cat([p.detach().flatten() for p in trained(model)])
+
+
+def equal_traces(trace, expected):
+    return all(torch.equal(a, b) for a, b in zip(trace, expected, strict=True))
+
+
 COPIES = {"early": InOrder, "late": Late, "thread": Threaded}
 
 
@@ -44,7 +130,7 @@ def saved(tmp_path_factory):
 
     def of(layers=3, tied=False):
         if (layers, tied) not in folders:
-            folders[layers, tied] = save_base(tmp_path_factory.mktemp("base"), layers=layers, tied=tied)
+            folders[layers, tied] = save_tiny_base(tmp_path_factory.mktemp("base"), hidden=64, layers=layers, tied=tied)
         return folders[layers, tied]
 
     return of

@@ -33,11 +33,11 @@ RECOMPUTED = {
 KINDS = ["lora", pytest.param("nf4", marks=pytest.mark.slow)]
 
 
-def save_tiny_base(path: Path) -> str:
+def save_tiny_base(path: Path, hidden: int = 128, layers: int = 4, tied: bool = True) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=True,
+        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=256, tie_word_embeddings=tied,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
