@@ -63,7 +63,7 @@ class Watch:
 
     - `most_tokens`: after the first step, search for the longest row, with the optimizer's state in memory.
     - `counted`: count the Python calls of the last step but one.
-    - `timed`: time synchronised steps. `lengths` adds steps of other lengths.
+    - `timed`: time synchronised steps. `lengths` adds steps of other lengths, `listed` a table of kernels.
     - `compared`: seconds, tokens and loss of each optimizer step; without a GPU in seconds of the process, not of the clock.
     """
 
@@ -77,7 +77,7 @@ class Watch:
         self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = self.start_s = 0
         self.processor_s, self.began = list[float](), list[float]()
         self.lengths: dict[int, dict[str, Any]] = {}
-        self.calls, self.peaks = 0, dict[str, int]()
+        self.kernels, self.calls, self.peaks = "", 0, dict[str, int]()
         self.search: dict[str, Any] = {}
         self.probes: dict[int, tuple[int, int, int]] = {}
         self.compared: dict[str, Any] = {}
@@ -104,6 +104,7 @@ class Watch:
     def watched_step(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         """Run a training step with the job's further measurements."""
         import torch
+        from torch.profiler import ProfilerActivity, profile
 
         self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
         if self.steps == 1 and self.job.get("most_tokens"):
@@ -122,6 +123,12 @@ class Watch:
             self.peaks = {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved}
             for tokens in self.job.get("lengths", ()):
                 self.lengths[tokens] = self.time_length(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
+            if self.job.get("listed"):
+                with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+                    self.step(trainer, model, dict(inputs), *more, **named)
+                    torch.cuda.synchronize()
+                by_time = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+                self.kernels = str(by_time)
         return loss
 
     def compare_steps(self, trainer_class: Any) -> None:
@@ -245,7 +252,7 @@ class Watch:
             "batch_tokens": self.batch_tokens, "steps": self.steps, **self.search,
             "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
             "step_s": [end - start for start, end in itertools.pairwise(self.began)], "lengths": self.lengths,
-            "start_s": self.start_s,
+            "kernels": self.kernels, "start_s": self.start_s,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "", **self.peaks,
             **self.compared,
         }  # fmt: skip

@@ -2,17 +2,22 @@
 
     python -m benchmarks.gpu.day --seconds 575 --results day.jsonl [--unsloth FOLDER] [--layers N] [--only TEXT ...]
 
-Each job is a process that trains at one length, and then takes steps at further lengths. The most informative jobs run first; a
-job's line is in the results when it has ended, and a second call runs the remaining jobs. FOLDER has packages that only
-Unsloth's process imports (benchmarks/gpu/README.md). Times are synchronised: the larger of host and GPU time. The model has an
-8B model's shape and random weights. `finetune doctor --measure` before it lets plans use this GPU's rates.
+Each job is a process that trains at one length, and then takes steps at further lengths and one that lists its kernels. Two
+questions more: does a resumed run end with the bits of a whole one, and do the addresses of cudaMalloc rise? What tells most
+runs first; a line is in the results when it has ended, and a second call runs the rest. FOLDER has packages that only Unsloth's
+process imports (benchmarks/gpu/README.md). Times are synchronised: the larger of host and GPU time. The model has an 8B
+model's shape and random weights. `finetune doctor --measure` before it lets plans use this GPU's rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -63,31 +68,81 @@ def main() -> int:
     if not (model / "done").exists():
         make_model(SHAPE, model, options.layers)
         (model / "done").touch()
-    for name, program, tokens, settings, lengths in JOBS:
-        unwanted = name in ended_names or not all(text in name for text in options.only)
-        if unwanted or (program == "unsloth" and not options.unsloth):
+    questions: list[tuple[str, Any]] = [
+        (job[0], functools.partial(trained, *job[1:], model, options.unsloth))
+        for job in JOBS
+        if job[1] != "unsloth" or options.unsloth
+    ]
+    questions.insert(3, ("bits after a resume", resumed))
+    for name, answer in (*questions, ("addresses", addresses)):
+        if name in ended_names or not all(text in name for text in options.only):
             continue
         began = time.monotonic()
         if ends_at - began < LEAST_S:
             print(f"{name}: no time left", flush=True)
             continue
         with tempfile.TemporaryDirectory(prefix="finetune_day_") as folder:
-            rows = Path(folder) / "rows.jsonl"
-            write_rows(rows, tokens, STEPS)
-            job = {
-                "model": str(model), "rows": str(rows), "tokens": tokens, "micro_batch": 1, "steps": STEPS, "rank": 16,
-                "settings": settings, "timed": True, "lengths": lengths,
-            }  # fmt: skip
-            paths = [str(options.unsloth if program == "unsloth" else ROOT), os.environ.get("PYTHONPATH", "")]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-            limit_s = min(JOB_S, ends_at - time.monotonic())
-            figures = run_peer(program, sys.executable, job, Path(folder), environment, limit_s)
+            figures = answer(Path(folder), min(JOB_S, ends_at - began))
         failed |= bool(figures.get("failed"))
-        line = {"name": name, "tokens": tokens, "settings": settings, **figures, "job_s": round(time.monotonic() - began, 1)}
+        line = {"name": name, **figures, "job_s": round(time.monotonic() - began, 1)}
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(summary(line), flush=True)
     return int(failed)
+
+
+def trained(
+    program: str, tokens: int, settings: dict[str, Any], lengths: tuple[int, ...], model: Path, unsloth: Path, folder: Path,
+    limit_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the figures of a training."""
+    write_rows(folder / "rows.jsonl", tokens, STEPS)
+    job = {
+        "model": str(model), "rows": str(folder / "rows.jsonl"), "tokens": tokens, "micro_batch": 1, "steps": STEPS, "rank": 16,
+        "settings": settings, "timed": True, "lengths": lengths, "listed": True,
+    }  # fmt: skip
+    paths = [str(unsloth if program == "unsloth" else ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {"tokens": tokens, "settings": settings, **run_peer(program, sys.executable, job, folder, environment, limit_s)}
+
+
+def resumed(folder: Path, limit_s: float) -> dict[str, Any]:
+    """Return whether a stopped and resumed run ends with the bits of an uninterrupted run."""
+    run = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "run",
+        "tiny-cpu",
+        "gpu=auto",
+        "max_steps=20",
+        "save_steps=5",
+        "torch_compile=true",
+    ]
+    stopped, hashes = folder / "stopped", list[str]()
+    with subprocess.Popen([*run, f"output_dir={stopped}"], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (stopped / "checkpoints" / "checkpoint-10").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    for command in ([*run, f"output_dir={folder / 'whole'}"], [*run[:3], "resume", str(stopped)]):
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+        if ended.returncode:
+            return {"failed": (ended.stdout + ended.stderr)[-300:]}
+    for run_folder in (folder / "whole", stopped):
+        hashes.append(hashlib.sha256((run_folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest())
+    return {"equal": hashes[0] == hashes[1], "stopped_with": process.returncode}
+
+
+def addresses(_folder: Path, limit_s: float) -> dict[str, Any]:
+    """Return the addresses of successive cudaMalloc calls: torch prefers the lower of two equal blocks."""
+    code = "import torch; blocks = [torch.cuda.caching_allocator_alloc(n << 20) for n in (64, 2, 32, 512, 20, 20, 64)]"
+    command, environment = (
+        [sys.executable, "-c", f"{code}; print(*blocks)"],
+        {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    numbers = [int(number) for number in printed.stdout.split()]
+    return {"addresses": numbers, "rising": numbers == sorted(numbers)} if numbers else {"failed": printed.stderr[-300:]}
 
 
 def summary(line: dict[str, Any]) -> str:
@@ -97,7 +152,7 @@ def summary(line: dict[str, Any]) -> str:
     speeds |= {int(tokens): min(timed["s"]) for tokens, timed in line.get("lengths", {}).items() if "s" in timed}
     shown = [f"{tokens:,} tokens: {tokens / seconds:,.0f} tok/s" for tokens, seconds in speeds.items()]
     shown += [f"{line[name] / 2**30:.3f} GiB {name}" for name in ("allocated_bytes", "forecast_bytes") if line.get(name)]
-    shown += [f"{name} {line[name]}" for name in ("graphs", "compile_s", "failed") if name in line]
+    shown += [f"{name} {line[name]}" for name in ("equal", "stopped_with", "graphs", "compile_s", "failed") if name in line]
     return f"{line['name']}: {', '.join(shown)} ({line['job_s']} s)"
 
 

@@ -10,6 +10,7 @@ from lean_models import adapter_gradients, error, fill_adapters, save_base
 from tiny_training import RECOMPUTED, adapted, optimizer_of, settings_for
 from torch._inductor import config as inductor
 
+from finetune.layers import adapted_linear
 from finetune.model.techniques import apply_techniques, step_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -86,6 +87,14 @@ def test_losses_and_gradients_are_those_of_eager_and_lean_layers(
         others, other_gradients = history(way, *cell)
         assert losses == pytest.approx(others, rel=1e-5)
         assert error(gradients[0], other_gradients[0]) <= 1e-5 and error(gradients[-1], other_gradients[-1]) <= 1e-4
+
+
+@pytest.mark.exhaustive
+def test_an_operator_that_is_wrong_by_a_thousandth_is_noticed(history, monkeypatch):
+    right, product = history("eager", *FEW[0]), adapted_linear.scaled_product
+    monkeypatch.setattr(adapted_linear, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
+    losses, gradients = history("compiled", *FEW[0])
+    assert losses != pytest.approx(right[0], rel=1e-5) and error(gradients[0], right[1][0]) > 1e-5
 
 
 def test_few_guards_still_see_adapters_switched_off_and_another_model(tmp_path, monkeypatch):
