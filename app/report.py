@@ -21,7 +21,6 @@ from finetune.planner.plan import plan_was_edited
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
-from finetune.units import format_bytes
 
 from .live import LiveRun
 from .views import run_page
@@ -77,7 +76,7 @@ def _page(template: str, title: str, **values: Any) -> str:
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
     written = time.strftime("%Y-%m-%d %H:%M")
-    return render(template, title=title, style=style, written=written, pill=pill, format_bytes=format_bytes, **values) + "\n"
+    return render(template, title=title, style=style, written=written, pill=pill, **values) + "\n"
 
 
 def _of_run(live: LiveRun) -> str:

@@ -14,7 +14,6 @@ from finetune.errors import CommandError, PackagesError
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
-from finetune.units import format_bytes
 
 from ..chat.chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
 from ..context import Context
@@ -93,7 +92,7 @@ def _warning(context: Context, run: RunDirectory) -> Safe:
     if not context.chats.is_running(run):
         busy = next((other for other in context.workspace.list_runs() if is_alive(other)), None)
     training = context.lives.of(busy).plan() if busy else None
-    return render("chat_warning", plan=plan, busy=busy, training=training, format_bytes=format_bytes)
+    return render("chat_warning", plan=plan, busy=busy, training=training)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
-from finetune.units import format_count, format_seconds
+from finetune.units import format_seconds
 
 from ..background.queue import OPEN
 from ..background.tasks import Task
@@ -277,7 +277,7 @@ class NewRun:
                 asked = self._question.first if self._question else Future()
                 plan = asked.result() if asked.done() and not asked.exception() else None
                 reasons = reasons_of(plan) if plan else ""
-                return render("panel_settings", plan=plan, reasons=reasons, format_count=format_count, form=Safe(form()))
+                return render("panel_settings", plan=plan, reasons=reasons, form=Safe(form()))
             case "measured":
                 return self._measured()
             case "recipe":

@@ -13,7 +13,6 @@ from finetune.run.state import is_alive
 from ..language import LANGUAGES, current
 from ..live import LiveRun
 from ..views.markup import render
-from ..views.words import short_name
 from ..web.followed import FollowedPage
 
 
@@ -34,7 +33,7 @@ class Rail(FollowedPage):
 
 def status(live: LiveRun | None, gpus: Sequence[Device]) -> str:
     """Return the running job and GPU memory."""
-    return render("rail_status", live=live, gpus=gpus, short_name=short_name)
+    return render("rail_status", live=live, gpus=gpus)
 
 
 def rail(address: str) -> str:

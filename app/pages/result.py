@@ -13,7 +13,6 @@ from finetune.evaluate.results import read_evaluations
 from finetune.export.targets import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.directory import RunDirectory
-from finetune.units import format_bytes
 
 from ..background.tasks import Task
 from ..context import Context
@@ -156,6 +155,6 @@ def _gguf_files(run: RunDirectory) -> list[str]:
 def _task(verb: str, task: Task) -> Safe:
     result, status = task.result(), task.status()
     return render(
-        "task", verb=verb, status=status, lines=task.log().strip().splitlines(), format_bytes=format_bytes,
+        "task", verb=verb, status=status, lines=task.log().strip().splitlines(),
         is_done=status is not None and status["state"] == "done", result=result if isinstance(result, dict) else {},
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..views.markup import note, problem, problem_of, render, to_new_run
 from ..views.run import pill
 from ..views.runs import comparison, row_of
 from ..views.sweep import sentence, state_of
-from ..views.words import QUEUE_STATES, clock, state_name
+from ..views.words import QUEUE_STATES, clock
 from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
@@ -41,7 +41,7 @@ class RunsPage(FollowedPage):
             except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {
-            "list": damaged + render("runs_table", rows=rows, pill=pill, state_name=state_name),
+            "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of, sentence=sentence),
             "queue": render("queue", entries=self._entries(), states=QUEUE_STATES),
             "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_LISTED]),

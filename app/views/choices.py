@@ -5,12 +5,10 @@ from __future__ import annotations
 from finetune.planner.plan import AS_SET, Plan
 
 from .markup import Safe, render
-from .words import optimizer, precision, recomputation
 
 
 def chosen(plan: Plan) -> Safe:
     """Return six settings with their reasons, then all settings."""
     return render(
-        "choices", plan=plan, settings=plan.settings, as_set=AS_SET, precision=precision, recomputation=recomputation,
-        optimizer=optimizer,
+        "choices", plan=plan, settings=plan.settings, as_set=AS_SET,
     )  # fmt: skip

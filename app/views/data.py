@@ -9,11 +9,10 @@ from typing import Any
 
 from finetune.settings import AUTO, Recipe
 from finetune.settings.schema import DEFAULT_SHARE
-from finetune.units import format_count
 
 from ..language import tr, tr_n
 from ..planning.refused_rows import Problem
-from .markup import Safe, inert, pixels, render, small_pictures
+from .markup import Safe, inert, render, small_pictures
 from .svg_charts import histogram
 
 _MARKED_CHARACTERS = 6000
@@ -26,7 +25,7 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
         share = DEFAULT_SHARE if counts.get("rows_held_out") else 0
     return render(
         "data_head", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share,
-        shown_share=f"{share:g}", template=recipe.chat_template or "", pixels=pixels,
+        shown_share=f"{share:g}", template=recipe.chat_template or "",
     )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
     limit = None if recipe.max_length == AUTO else recipe.max_length
     return render(
         "lengths", bars=histogram(answer["lengths"], limit), limit=limit, percentiles=answer["report"].get("lengths"),
-        over=sum(length > limit for length in answer["lengths"]) if limit else 0, format_count=format_count,
+        over=sum(length > limit for length in answer["lengths"]) if limit else 0,
     )  # fmt: skip
 
 

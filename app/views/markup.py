@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, RecipeError
-from finetune.units import gib
+from finetune.units import format_bytes, format_count, gib
 
 from ..language import mark, tr, tr_n
 
@@ -155,7 +155,7 @@ def refusal(error: Exception) -> Safe:
 
 def small_pictures(small: Sequence[Mapping[str, Any]]) -> Safe:
     """Return small copies of images; missing images as text."""
-    return render("pictures", pictures=small, pixels=pixels)
+    return render("pictures", pictures=small)
 
 
 def pixels(width: int, height: int) -> str:
@@ -168,7 +168,7 @@ def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from .words import minutes  # here: imports stay at most ten deep
+    from . import words  # here: imports stay at most ten deep
 
     # stricter than autoescape: `inert` also removes colours and text direction
     def shown(value: Any) -> Any:
@@ -179,10 +179,11 @@ def _environment() -> Any:
         loader=FileSystemLoader(folder), autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals.update(
-        tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part, table=table,
-        gib=gib, minutes=minutes, problem=problem,
-    )  # fmt: skip
+    environment.globals |= {name: value for name, value in vars(words).items() if not name.startswith("_")}
+    environment.globals |= {
+        "tr": tr, "tr_n": tr_n, "action": lambda **message: Safe(action(**message)), "as_on_page": as_on_page, "part": part,
+        "table": table, "problem": problem, "gib": gib, "format_bytes": format_bytes, "format_count": format_count, "pixels": pixels,
+    }  # fmt: skip
     return environment
 
 

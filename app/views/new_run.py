@@ -14,7 +14,7 @@ from finetune.errors import DataError
 from finetune.planner.history import read_history
 from finetune.planner.plan import Alternative, Plan, ResourceCheck, Verdict
 from finetune.settings import AUTO
-from finetune.units import format_bytes, format_count, gib
+from finetune.units import gib
 
 from ..language import mark, tr
 from ..planning.blocker import Blocker
@@ -22,7 +22,7 @@ from ..planning.catalogue import DATA_ENDINGS, Model, card_label
 from ..planning.draft import Edited
 from .markup import Safe, problem, render
 from .memory_parts import parts_of
-from .words import QUEUE_STATES, capital, in_words, plan_in_words, precision, setting_name, short_name, slower_in_words
+from .words import QUEUE_STATES, capital, short_name
 
 #: Roles of data columns, by field of `dataset.columns`.
 ROLES = {
@@ -54,7 +54,7 @@ def gpu_name(gpu: str) -> str:
 
 def settings(edited: Edited, plan: Plan | None) -> str:
     """Return the fields with value, recommendation and cost."""
-    return render("settings", edited=edited, plan=plan, setting_name=setting_name)
+    return render("settings", edited=edited, plan=plan)
 
 
 def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) -> str:
@@ -64,7 +64,6 @@ def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) 
         "answer", note=blocker_note(blocked) if blocked else "", level="warn" if level == "ok" and not is_ready else level,
         title=capital(tr(plan.verdict)), text="" if plan.verdict in (Verdict.FITS, Verdict.NO_FIT) else _because(plan),
         plan=plan, bar=parts_of(plan) if plan.forecast and has_bar else None, trust=_trust(plan),
-        precision=precision, format_bytes=format_bytes,
     )  # fmt: skip
 
 
@@ -107,7 +106,6 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
         suggestions=sorted(fits, key=attrgetter("saves_bytes"))[:_CARDS],
         rows=[(mark("Fits"), row) for row in fitting[:_CARDS]] if is_big else rows,
         own=next((row for row in plan.alternatives if row.chosen), None),
-        in_words=in_words, plan_in_words=plan_in_words, slower_in_words=slower_in_words,
     )  # fmt: skip
 
 
@@ -164,14 +162,14 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
     }
     return render(
         "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=gpu_name(edited.recipe.gpu),
-        parameters=parameters, capital=capital, format_count=format_count, trouble=Safe(note),
+        parameters=parameters, trouble=Safe(note),
     )  # fmt: skip
 
 
 def gpu_panel(edited: Edited) -> str:
     """Return this machine's GPUs, then the catalogue by memory."""
     return render(
-        "panel_gpu", here=usable_devices(), sizes=catalogue_sizes(), chosen=edited.recipe.gpu, short_name=short_name,
+        "panel_gpu", here=usable_devices(), sizes=catalogue_sizes(), chosen=edited.recipe.gpu,
         card_label=card_label,
     )  # fmt: skip
 

@@ -13,7 +13,6 @@ from .markup import as_on_page, render
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
-from .words import loss_text
 
 _SMOOTHING = 0.8
 #: Phases by their name in the events.
@@ -37,7 +36,7 @@ def figures(digest: Digest, plan: Plan) -> str:
         lowest=min(((part.low, part.low_step) for part in held_out.bins.values() if part.count), default=None)
         if held_out else None,
         measured=measured_peak(digest, plan)[1], forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
-        rate=rate if rate is not None and math.isfinite(rate) else None, percent=_percent, loss_text=loss_text,
+        rate=rate if rate is not None and math.isfinite(rate) else None, percent=_percent,
         step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from .answers import answers
 from .choices import chosen
 from .markup import Safe, as_on_page, inert, note, render
 from .run_figures import figures, memory
-from .words import STATES, clock, in_words, loss_text, precision, state_name
+from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
 TABS = {
@@ -123,7 +123,7 @@ def progress(live: LiveRun, state: RunState) -> str:
     """Return the finished steps and the time left."""
     return render(
         "run_progress", live=live, digest=live.digest, settings=live.plan().settings, state=state, name=state_name(state.state),
-        css=STATES.get(state.state, ("", ""))[1], clock=clock, now_s=time.time(), ended=live.digest.newest.get(State.kind),
+        css=STATES.get(state.state, ("", ""))[1], now_s=time.time(), ended=live.digest.newest.get(State.kind),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def now(live: LiveRun, state: RunState) -> str:
     return render(
         "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=checkpoint_step(live),
         changes=in_words(" ".join(f"{name}={str(value).lower()}" for name, value in changes.items())) if changes else "",
-        happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory during a step"))), loss_text=loss_text, tabs=TABS,
+        happened=tr(_OUT_OF_MEMORY.get(phase, mark("Out of memory during a step"))), tabs=TABS,
         is_full=state.exit_code == DiskFull.exit_code, is_cpu=live.plan().card.is_cpu, result=result,
     )  # fmt: skip
 

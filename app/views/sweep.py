@@ -8,7 +8,7 @@ from ..browser_files import chart_element, has_charts
 from ..language import tr
 from .markup import Safe, as_on_page, render
 from .svg_charts import Line, picture
-from .words import setting_name, state_name, value_text
+from .words import setting_name, value_text
 
 if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
@@ -45,7 +45,7 @@ def arms(sweep: Sweep, *, in_report: bool = False) -> str:
     """Return the result in words and the table of arms; on the page with links to their runs."""
     return render(
         "arms", results=sweep.results(), state=state_of(sweep), sentence=sentence(sweep), in_report=in_report,
-        arm_name=arm_name, state_name=state_name,
+        arm_name=arm_name,
     )  # fmt: skip
 
 

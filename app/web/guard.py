@@ -8,8 +8,11 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -30,15 +33,11 @@ UPLOADS_AT_ONCE = 2
 MOST_UPLOAD_BYTES = 512 * 2**20
 MOST_UPLOAD_AGE_S = 3600.0
 
-HEADERS = [
-    (b"x-frame-options", b"DENY"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
-]
-_OURS = {name for name, _ in HEADERS} | {b"content-security-policy", b"server"}
+HEADERS = {
+    "x-frame-options": "DENY", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,6 @@ class Access:
         return name.lower() in self.hosts and (self.any_port or int(port) == self.port)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Answer to a refused request."""
-
-    status: int
-    text: str
-
-
 class Guard:
     """ASGI application around the app."""
 
@@ -79,84 +70,67 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
+            request = Request(scope)
+            if answer := self._refusal(request) or self._with_cookie(request):
+                await answer(scope, receive, send)
+            else:
+                await self.app(scope, _limited(receive, _most_bytes(request)), _hardened(send))
         elif scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = _headers(scope)
-        query = parse_qsl(scope.get("query_string", b"").decode("latin1"), keep_blank_values=True)
-        linked = dict(query).get("token", "")
-        refusal = self._refusal(scope, headers, linked)
-        if refusal:
-            await answer(send, refusal)
-        elif linked and scope["method"] == "GET":
-            await self._set_cookie(scope, send, query)
-        else:
-            limit = UPLOAD_BYTES if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
-            await self.app(scope, _limited(receive, limit), _hardened(send))
-
-    def _refusal(self, scope: Scope, headers: dict[str, str], linked: str) -> Refusal | None:
+    def _refusal(self, request: Request) -> Response | None:
         # Gradio checks none of this: any site may upload
-        method, path, host = scope["method"], scope["path"], headers.get("host", "")
+        method, path, headers = request.method, request.scope["path"], request.headers
+        host, origin, is_read = headers.get("host", ""), headers.get("origin"), method in ("GET", "HEAD")
         if not self.access.knows(host):
-            return Refusal(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
-        origin = headers.get("origin")
-        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
-            return Refusal(403, "Requests from other sites are refused.")
-        if method not in ("GET", "HEAD") and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            return Refusal(403, "Requests from other sites are refused.")
-        if path != OPEN_PATH and not self._has_token(headers, linked):
-            return Refusal(401, "Open the link that `finetune ui` printed; it has the token.")
-        if not _route_is_known(method, path):
-            return Refusal(404, "Not found.")
-        return _body_refusal(method, path, headers)
+            return refused(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
+        is_foreign = origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}")
+        if is_foreign or (not is_read and headers.get("sec-fetch-site", "none") not in ("same-origin", "none")):
+            return refused(403, "Requests from other sites are refused.")
+        if path != OPEN_PATH and not self._has_token(request):
+            return refused(401, "Open the link that `finetune ui` printed; it has the token.")
+        routes = READ if is_read else WRITE
+        if not (is_read or method == "POST") or ".." in path or "//" in path or not routes.fullmatch(path):
+            return refused(404, "Not found.")
+        kind, length = headers.get("content-type", "").partition(";")[0].strip().lower(), headers.get("content-length", "")
+        if not is_read and kind != ("multipart/form-data" if _is_upload(request.scope) else "application/json"):
+            return refused(415, "Unsupported content type.")
+        if not is_read and length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > _most_bytes(request)):
+            return refused(413, "The request is too large.")
+        return None
 
-    def _has_token(self, headers: dict[str, str], linked: str) -> bool:
-        bearer = headers.get("authorization", "")
+    def _has_token(self, request: Request) -> bool:
+        bearer = request.headers.get("authorization", "")
         sent = [
-            linked,
-            _cookie(headers.get("cookie", ""), self.access.cookie),
+            request.query_params.get("token", ""), request.cookies.get(self.access.cookie, ""),
             bearer[7:] if bearer.startswith("Bearer ") else "",
-        ]
+        ]  # fmt: skip
         wanted = self.access.token.encode()
         return any(hmac.compare_digest(token.encode("latin1", "replace"), wanted) for token in sent)
 
-    async def _set_cookie(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
+    def _with_cookie(self, request: Request) -> Response | None:
+        if request.method != "GET" or not request.query_params.get("token"):
+            return None
         # out of the address: browsers keep addresses in their history
-        query_string = urlencode([(name, value) for name, value in query if name != "token"])
-        target = f"/{scope['path'].lstrip('/')}{'?' + query_string if query_string else ''}"
+        query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "token"])
+        target = f"/{request.scope['path'].lstrip('/')}{'?' + query if query else ''}"
         cookie = f"{self.access.cookie}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
-        headers = [
-            (b"location", target.encode("latin1")),
-            (b"set-cookie", cookie.encode()),
-            (b"cache-control", b"no-store"),
-            *HEADERS,
-        ]
-        await send({"type": "http.response.start", "status": 303, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+        return RedirectResponse(target, 303, {"set-cookie": cookie, "cache-control": "no-store", **HEADERS})
 
 
-def _route_is_known(method: str, path: str) -> bool:
-    if ".." in path or "//" in path:
-        return False
-    routes = READ if method in ("GET", "HEAD") else WRITE if method == "POST" else None
-    return routes is not None and routes.fullmatch(path) is not None
+def refused(status: int, text: str) -> Response:
+    """Return a refusal as plain text."""
+    return PlainTextResponse(f"{text}\n", status, {"cache-control": "no-store", **HEADERS})
 
 
-def _body_refusal(method: str, path: str, headers: dict[str, str]) -> Refusal | None:
-    if method != "POST":
-        return None
-    upload = path.rstrip("/") == UPLOAD_PATH
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != ("multipart/form-data" if upload else "application/json"):
-        return Refusal(415, "Unsupported content type.")
-    length = headers.get("content-length", "")
-    if length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > (UPLOAD_BYTES if upload else BODY_BYTES)):
-        return Refusal(413, "The request is too large.")
-    return None
+def _is_upload(scope: Scope) -> bool:
+    return bool(scope["path"].rstrip("/") == UPLOAD_PATH)
+
+
+def _most_bytes(request: Request) -> int:
+    return UPLOAD_BYTES if _is_upload(request.scope) else BODY_BYTES
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
@@ -177,41 +151,14 @@ def _limited(receive: Receive, limit: int) -> Receive:
 def _hardened(send: Send) -> Send:
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [
-                (key, value)
-                for key, value in message["headers"]
-                if not key.lower().startswith(b"access-control-")
-                and (key.lower() not in _OURS or key.lower() == b"content-security-policy")
-            ]
-            if not any(key.lower() == b"content-security-policy" for key, _ in headers):
-                headers.append((b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"))
-            message = {**message, "headers": [*headers, *HEADERS]}
+            headers = MutableHeaders(scope=message)
+            for name in [name for name in headers if name.startswith("access-control-") or name == "server"]:
+                del headers[name]
+            headers.setdefault("content-security-policy", "default-src 'none'; frame-ancestors 'none'; sandbox")
+            headers.update(HEADERS)
         await send(message)
 
     return sent
-
-
-async def answer(send: Send, refusal: Refusal) -> None:
-    """Send a refusal as plain text."""
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"), *HEADERS]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{refusal.text}\n".encode()})
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for key, value in scope["headers"]:
-        name = key.decode("latin1").lower()
-        headers[name] = f"{headers[name]}, {value.decode('latin1')}" if name in headers else value.decode("latin1")
-    return headers
-
-
-def _cookie(header: str, name: str) -> str:
-    for part in re.split(r"[;,]", header):
-        key, _, value = part.strip().partition("=")
-        if key == name:
-            return value
-    return ""
 
 
 class UploadLimit:
@@ -221,12 +168,12 @@ class UploadLimit:
         self.app, self.folder, self._running = app, folder, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") != UPLOAD_PATH:
+        if scope["type"] != "http" or not _is_upload(scope):
             return await self.app(scope, receive, send)
         if self._running >= UPLOADS_AT_ONCE:
-            return await answer(send, Refusal(429, "Other uploads are running; try again when they are done."))
+            return await refused(429, "Other uploads are running; try again when they are done.")(scope, receive, send)
         if self._used_bytes() > MOST_UPLOAD_BYTES:
-            return await answer(send, Refusal(507, "There is no space for more uploads now."))
+            return await refused(507, "There is no space for more uploads now.")(scope, receive, send)
         self._running += 1
         try:
             await self.app(scope, receive, send)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 
 from .. import language
 from ..browser_files import FOLDER, MEDIA_TYPES, fetched_files, has_charts
@@ -42,6 +41,7 @@ if (FOLDER / "inter.css").is_file():
 #: Text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
+_FOREVER = "private, max-age=31536000, immutable"
 #: Makes HTML for the query of a request.
 MakeHtml = Callable[[Mapping[str, str]], str]
 #: Makers by the value of an HTML component: Gradio keeps one page for all requests.
@@ -51,20 +51,16 @@ FIRST_HTML: dict[str, MakeHtml] = {}
 def own_file(path: Path) -> Callable[[Request], Response]:
     """Return the handler of a file."""
     body, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
-    tag = f'"{zlib.crc32(body):08x}"'
 
     def handler(request: Request) -> Response:
         is_current = request.url.path.startswith(f"{OWN_FOLDER}/")
         # an address with an old checksum gets the current file, uncached
-        headers = {"etag": tag, "cache-control": "private, max-age=31536000, immutable" if is_current else "no-cache"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(body, media_type=media_type, headers=headers)
+        return Response(body, media_type=media_type, headers={"cache-control": _FOREVER if is_current else "no-cache"})
 
     return handler
 
 
-def policy(nonce: str) -> bytes:
+def policy(nonce: str) -> str:
     """Return a page's content security policy."""
     return (
         # the nonce is new for each page: markup injected through data can't run
@@ -73,49 +69,27 @@ def policy(nonce: str) -> bytes:
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; manifest-src 'self'; base-uri 'self'; "
         "form-action 'none'; frame-src 'none'; frame-ancestors 'none'; object-src 'none'"
-    ).encode()
+    )
 
 
-class PageFilter:
+class PageFilter(BaseHTTPMiddleware):
     """Rewrites HTML answers; everything else passes unbuffered."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        nonce, path = secrets.token_urlsafe(16), scope["path"]
-        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin1")))
-        start: Message | None = None
-        body = b""
-
-        async def filtered(message: Message) -> None:
-            nonlocal start, body
-            if message["type"] == "http.response.start":
-                headers = [*message["headers"], (b"content-security-policy", policy(nonce))]
-                if path.startswith(("/assets/", "/theme.css")) and message["status"] == 200:  # their names contain a checksum
-                    headers.append((b"cache-control", b"private, max-age=31536000, immutable"))
-                message = {**message, "headers": headers}
-                if any(key.lower() == b"content-type" and value.startswith(b"text/html") for key, value in headers):
-                    start = message
-                    return
-            elif start is not None:
-                body += message.get("body", b"")
-                if message.get("more_body"):
-                    return
-                page = await run_in_threadpool(rewritten, body, nonce, path, query)
-                headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
-                await send({**start, "headers": [*headers, (b"content-length", str(len(page)).encode())]})
-                message = {"type": "http.response.body", "body": page}
-            await send(message)
-
-        sent = {key.lower(): value.decode("latin1") for key, value in scope["headers"]}
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        nonce, path, headers = secrets.token_urlsafe(16), request.url.path, request.headers
         # the page can only be rewritten before it is compressed
-        plain = [(key, value) for key, value in scope["headers"] if key.lower() != b"accept-encoding"]
-        with language.spoken(language.preferred(sent.get(b"cookie", ""), sent.get(b"accept-language", ""))):
-            await self.app({**scope, "headers": plain}, receive, filtered)
+        request.scope["headers"] = [pair for pair in headers.raw if pair[0] != b"accept-encoding"]
+        with language.spoken(language.preferred(headers.get("cookie", ""), headers.get("accept-language", ""))):
+            answer: Any = await call_next(request)
+            answer.headers["content-security-policy"] = policy(nonce)
+            if path.startswith(("/assets/", "/theme.css")) and answer.status_code == 200:  # their names contain a checksum
+                answer.headers["cache-control"] = _FOREVER
+            if not answer.headers.get("content-type", "").startswith("text/html") or "content-disposition" in answer.headers:
+                return answer
+            body = b"".join([part async for part in answer.body_iterator])
+            page = await run_in_threadpool(rewritten, body, nonce, path, request.query_params)
+            del answer.headers["content-length"]
+            return Response(page, answer.status_code, answer.headers)
 
 
 def rewritten(page: bytes, nonce: str, path: str, query: Mapping[str, str]) -> bytes:

@@ -92,9 +92,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
     for path in [*OWN_FILES, *fetched_files()]:
-        handler = own_file(path)
-        api.get(f"/ft/{path.name}")(handler)
-        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets the current file
+        api.get(f"/ft/v{{version}}/{path.name}")(own_file(path))  # a page from before an update gets the current file
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
