@@ -1,7 +1,7 @@
 """Processes of this package's modules: detached, or a worker that answers calls.
 
     planner = Worker(workspace, ".planning.process", log=path)
-    planner.call("plan", recipe=text, report=print, newest=True)
+    planner.call("plan", recipe=text, report=print)
 
 Calls of several threads queue up.
 """
@@ -9,7 +9,6 @@ Calls of several threads queue up.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import queue
@@ -79,11 +78,9 @@ class Worker:
         self._silent_s, self._tries = silent_s, tries
         self._process: subprocess.Popen[str] | None = None
         self._calling, self._writing = threading.Lock(), threading.Lock()
-        self._numbers, self._is_closed = itertools.count(1), False
+        self._is_closed = False
         #: Number and method of the running call.
-        self._running = (0, "")
-        #: Number of the newest call by method.
-        self._newest: dict[str, int] = {}
+        self._number, self._running = 0, ""
         #: Newest progress of the running call.
         self.doing = ""
 
@@ -91,35 +88,26 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def call(self, method: str, *, report: Report | None = None, newest: bool = False, **values: Any) -> Any:
+    def call(self, method: str, *, report: Report = lambda _: None, **values: Any) -> Any:
         """Return a method's result. Raises WorkerError or SupersededError."""
-        number = next(self._numbers)
-        # `newest` cancels an earlier call of the method
-        if newest:
-            older, self._newest[method] = self._newest.get(method, 0), number
-            if self._running[0] == older:
-                self.cancel(method)
         with self._calling:
-            self._running = number, method  # before the comparison: a newer call sees this number, or is seen here
+            self._number, self._running = self._number + 1, method
             try:
-                if newest and number < self._newest[method]:
-                    raise SupersededError
-                return result_of(self._answer({"number": number, "method": method, "values": values}, report))
+                return result_of(self._answer({"number": self._number, "method": method, "values": values}, report))
             finally:
-                self._running, self.doing = (0, ""), ""
+                self._running = self.doing = ""
 
     def cancel(self, method: str) -> None:
         # the call ends at its next report
-        number, running = self._running
-        if running == method and self._process is not None:
+        if self._running == method and self._process is not None:
             with contextlib.suppress(OSError, ValueError):  # the process has ended, and with it the call
-                self._send(self._process, {"cancel": number})
+                self._send(self._process, {"cancel": self._number})
 
     def close(self) -> None:
         self._is_closed = True
         self._end()
 
-    def _answer(self, message: dict[str, Any], report: Report | None) -> dict[str, Any]:
+    def _answer(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
         for _ in range(self._tries):
             if not self._is_closed and (answer := self._ask(message, report)):
                 return answer
@@ -128,15 +116,14 @@ class Worker:
         values = {"title": "The process has ended", "problems": ["the process was killed, perhaps because memory is short"]}
         return {"error": {**values, "fix": f"Try again; a new process is started. Its output: {self._log}", "exit_code": 1}}
 
-    def _ask(self, message: dict[str, Any], report: Report | None) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
         try:
             process = self._started()
             self._send(process, message)
             while "report" in (answer := self._read(process)):
                 if isinstance(answer["report"], str):
                     self.doing = answer["report"]
-                if report is not None:
-                    report(answer["report"])
+                report(answer["report"])
             return answer
         except (OSError, ValueError):  # the process closed a pipe, perhaps within a line: no answer
             return {}

@@ -9,8 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +47,17 @@ _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
-class _Question:
-    recipe: str
-    has_data: bool
-    #: The plan.
-    first: Future[Plan] = field(default_factory=Future)
-    #: The plan with forecasts of its alternatives.
-    complete: Future[Plan] = field(default_factory=Future)
-    asked_s: float = field(default_factory=time.monotonic)
+class _Planned:
+    #: Recipe, and whether it has data.
+    question: tuple[str, bool]
+    plan: Plan
+    #: Whether the plan has forecasts of its alternatives.
+    is_complete: bool
+    at_s: float
 
-    @property
-    def is_old(self) -> bool:
-        # free memory changes, and the cause of an error may be gone
-        return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _GOOD_S)
-
-    def ask(self, context: Context) -> None:
-        def report(value: Any) -> None:
-            if isinstance(value, dict) and not self.first.done():
-                self.first.set_result(Plan.from_json(value))
-
-        context.planner.cancel("badge")  # the plan goes before verdicts of models
-        try:
-            # newest: ends work on an earlier draft
-            answer = context.planner.call("plan", newest=True, report=report, recipe=self.recipe, has_data=self.has_data)
-            report(answer)
-            self.complete.set_result(Plan.from_json(answer))
-        except Exception as error:  # noqa: BLE001 - raised again in every waiting tab
-            for future in [future for future in (self.first, self.complete) if not future.done()]:
-                future.set_exception(error)
+    def answers(self, question: tuple[str, bool], *, complete: bool) -> bool:
+        # free memory changes
+        return self.question == question and complete <= self.is_complete and time.monotonic() - self.at_s < _GOOD_S
 
 
 class NewRun:
@@ -83,11 +65,13 @@ class NewRun:
 
     def __init__(self, context: Context) -> None:
         # one draft for all tabs
-        self.context, self._lock = context, threading.Lock()
+        self.context = context
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
-        self._checking = threading.Lock()
+        self._checking, self._planning = threading.Lock(), threading.Lock()
         self._fields = {field.name: field for field in fields()}
-        self._question: _Question | None = None
+        #: The question about the newest draft, and the newest plan.
+        self._question = ("", False)
+        self._planned: _Planned | None = None
         self._measuring = Task(context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: Queue entry that was started here, and the stamp of its draft.
@@ -120,16 +104,15 @@ class NewRun:
         if not edited.model:
             return {"stamp": edited.stamp, "parts": {}}
         # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
-        question = self._question_of(edited)
-        is_complete = complete or question.complete.done()
         try:
-            plan = (question.complete if is_complete else question.first).result()
+            planned = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
             shown = views.trouble(problem_of(error), tr("Unknown: no plan"))
             parts = {"answer": shown, "plans": "", "settings": views.settings(edited, None)}
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
+        plan, is_complete = planned.plan, planned.is_complete
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
@@ -138,14 +121,19 @@ class NewRun:
         }  # fmt: skip
         return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": is_complete}
 
-    def _question_of(self, edited: Edited) -> _Question:
-        text, has_data = write_recipe(edited.recipe), bool(edited.data)
-        with self._lock:
-            question = self._question
-            if question is None or question.is_old or (question.recipe, question.has_data) != (text, has_data):
-                question = self._question = _Question(text, has_data)
-                threading.Thread(target=question.ask, args=(self.context,), daemon=True).start()
-        return question
+    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> _Planned:
+        planner = self.context.planner
+        if question != self._question:
+            self._question = question
+            planner.cancel("plan")  # of an earlier draft
+        with self._planning:  # all tabs share one plan
+            if question != self._question:
+                raise SupersededError
+            if self._planned is None or not self._planned.answers(question, complete=complete):
+                planner.cancel("badge")  # the plan goes before verdicts of models
+                answer = planner.call("plan", recipe=question[0], has_data=question[1], compare=complete)
+                self._planned = _Planned(question, Plan.from_json(answer), complete, time.monotonic())
+            return self._planned
 
     # -- edits
 
@@ -274,8 +262,7 @@ class NewRun:
             case "look":
                 return self._look(edited)
             case "settings":
-                asked = self._question.first if self._question else Future()
-                plan = asked.result() if asked.done() and not asked.exception() else None
+                plan = self._planned.plan if self._planned and self._planned.question == self._question else None
                 reasons = reasons_of(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, form=Safe(form()))
             case "measured":

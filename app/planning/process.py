@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
-from finetune.planner.plan import Plan, Verdict
+from finetune.planner.plan import Verdict
 from finetune.recipe import parse_recipe
 from finetune.settings import Recipe
 from finetune.settings.base_formats import base_format_of
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.data.preparation import EncodedRows, SelectedRows
     from finetune.planner.planning import RowsRead
 
-_DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
+_DATASETS, _LENGTHS_SENT = 2, 20_000
 #: Number of first rows shown, and characters of a cell.
 _ROWS_SHOWN, _CELL_CHARACTERS = 5, 160
 #: Settings applied after tokenising.
@@ -34,9 +33,7 @@ class Questions:
 
     def __init__(self) -> None:
         # data of the last few recipes stays in memory
-        self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
-        self._read: OrderedDict[str, RowsRead] = OrderedDict()
-        self._selected: tuple[str, SelectedRows] | None = None
+        self._encoded: dict[str, EncodedRows] = {}
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
         prepared = self._prepared(_completed(recipe), work.report)
@@ -78,11 +75,15 @@ class Questions:
         roles, is_guess = roles_of(rows, dataset)
         return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
 
-    def plan(self, work: Work, recipe: str, has_data: bool = True) -> dict[str, Any]:
+    def plan(self, work: Work, recipe: str, compare: bool = False, has_data: bool = True) -> dict[str, Any]:
+        from finetune.card import find_card
+        from finetune.planner.planning import plan_recipe, without_rows
+
         parsed = parse_recipe(recipe, "recipe")
-        # the alternatives take seconds: the page shows the plan first
-        work.report(self.make_plan(parsed, work.report, has_data=has_data).as_json())
-        return self.make_plan(parsed, work.report, compare=True, has_data=has_data).as_json()
+        card = find_card(parsed.gpu, processes=parsed.launch.processes_here)
+        # without data the plan is for full rows
+        rows = functools.partial(self._rows, report=work.report) if has_data else without_rows
+        return plan_recipe(parsed, card, rows, progress=work.report, compare=compare).as_json()
 
     def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
         from finetune.card import find_card
@@ -104,50 +105,24 @@ class Questions:
         bits = base.bits if base.setting else None
         return {"verdict": plan.verdict, "peak_bytes": peak, "bits": bits, "parameters": parameters}
 
-    def make_plan(
-        self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False, has_data: bool = True
-    ) -> Plan:
-        """Return the plan of a recipe. `report` may raise to cancel."""
-        from finetune.card import find_card
-        from finetune.planner.planning import plan_recipe, without_rows
-
-        card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
-        # without data the plan is for full rows
-        rows = functools.partial(self._rows, report=report) if has_data else without_rows
-        return plan_recipe(recipe, card, rows, progress=report, compare=compare)
-
     def _prepared(self, recipe: Recipe, report: Report) -> SelectedRows:
-        key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
-        # the next question is usually about the same rows
-        if self._selected is None or self._selected[0] != key:
-            self._selected = key, self._encode(recipe, report).select(recipe, None)
-        return self._selected[1]
+        return self._encode(recipe, report).select(recipe, None)
 
     def _rows(self, recipe: Recipe, report: Report) -> RowsRead:
         from finetune.planner.planning import read_rows
 
-        key = _data_key(recipe)
-        limited = f"{key} {recipe.max_length} {recipe.excess_length}"
-        # a slider of max_length asks again and again
-        if limited in self._read:
-            return self._read[limited]
-        read = read_rows(recipe, functools.partial(self._encode, report=report), downloaded=key in self._encoded)
-        if key in self._encoded:
-            self._read[limited] = read
-            while len(self._read) > _LIMITS:
-                self._read.popitem(last=False)
-        return read
+        is_downloaded = _data_key(recipe) in self._encoded
+        return read_rows(recipe, functools.partial(self._encode, report=report), downloaded=is_downloaded)
 
     def _encode(self, recipe: Recipe, report: Report) -> EncodedRows:
         from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
-        if key not in self._encoded:
-            self._encoded[key] = encode_rows(recipe, report)
-            while len(self._encoded) > _DATASETS:
-                self._encoded.popitem(last=False)
-        self._encoded.move_to_end(key)
-        return self._encoded[key]
+        # the newest last: the first leaves
+        rows = self._encoded[key] = self._encoded.pop(key, None) or encode_rows(recipe, report)
+        if len(self._encoded) > _DATASETS:
+            del self._encoded[next(iter(self._encoded))]
+        return rows
 
 
 @functools.lru_cache(maxsize=1)  # completing may read the rows' file

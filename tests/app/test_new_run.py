@@ -23,12 +23,9 @@ from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Alternative, LayerCopies, Plan, ResourceCheck, Suggestion, Verdict, verdict_of
-from finetune.recipe import find_recipe, load_recipe, recipe_from
+from finetune.recipe import find_recipe, load_recipe, recipe_from, write_recipe
 from finetune.settings.reference import settings_reference
 from finetune.units import GIB
-
-#: A plan that no test waits for any more is still made.
-ONE_AT_A_TIME = threading.Lock()
 
 
 @pytest.fixture
@@ -38,9 +35,8 @@ def page(context, tmp_path, monkeypatch):
     monkeypatch.setattr(context.queue, "ensure_starter", lambda: None)  # no run: only what is queued
     page, questions = NewRun(context), Questions()
 
-    def call(method, report=lambda _: None, newest=False, **values):
-        with ONE_AT_A_TIME:
-            return result_of(answer_of(questions, method, values, Work(report)))
+    def call(method, report=lambda _: None, **values):
+        return result_of(answer_of(questions, method, values, Work(report)))
 
     context.planner.call = call
     return page
@@ -240,10 +236,9 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(t
             asked.set()
             assert newer.wait(60)
             raise SupersededError
-        newer.set()
         return call(method, recipe=recipe, **values)
 
-    tiny.context.planner.call = slow
+    tiny.context.planner.call, tiny.context.planner.cancel = slow, lambda method: asked.is_set() and newer.set()
     with ThreadPoolExecutor() as pool:
         typed(tiny, "lora_r", "48")
         first = pool.submit(tiny.plan)
@@ -255,18 +250,8 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(t
 
 
 def test_a_plan_is_shown_before_its_alternatives_are_forecast(tiny):
-    call, shown = tiny.context.planner.call, threading.Event()
-
-    def slow(method, report, **values):
-        result = call(method, report=report, **values)
-        assert shown.wait(60)
-        return result
-
-    tiny.context.planner.call = slow
-    first = tiny.plan()
+    first, complete = tiny.plan(), tiny.plan(complete=True)
     assert "being planned" in first["parts"]["plans"] and not first["complete"]
-    shown.set()
-    complete = tiny.plan(complete=True)
     assert complete["stamp"] == first["stamp"] and "nr-plan" in complete["parts"]["plans"]
 
 
@@ -279,7 +264,7 @@ def test_an_error_leaves_only_its_sentence(page):
 
 def blocked(**values):
     wanted = recipe_from({"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "max_length": 256, **values})
-    return wanted, Questions().make_plan(wanted)
+    return wanted, Plan.from_json(Questions().plan(Work(), write_recipe(wanted)))
 
 
 def test_a_missing_file_blocks_run_though_its_plan_fits(page):

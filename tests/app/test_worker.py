@@ -1,4 +1,4 @@
-"""Calls of a worker: the newest wins, errors come back, a killed process is started again, and none is left behind."""
+"""Calls of a worker: they queue up, one can be cancelled, errors come back, and a killed process is started again."""
 
 import os
 import signal
@@ -75,32 +75,18 @@ def test_an_error_of_the_engine_comes_back_with_its_fix_and_the_next_call_is_ans
     assert worker.call("add", first="a", second="b") == "ab"
 
 
-def test_a_newer_call_ends_those_before_it_and_no_other(worker):
+def test_calls_queue_up_and_only_the_named_one_is_cancelled(worker):
     with ThreadPoolExecutor() as pool:
-        first = in_a_thread(pool, worker, "work", newest=True)
+        call = in_a_thread(pool, worker, "work")
         waiting = pool.submit(worker.call, "add", first=1, second=1)
-        assert worker.doing == "at work"
-        newest = in_a_thread(pool, worker, "work", newest=True)
-        with pytest.raises(SupersededError):
-            first.result(60)
         worker.cancel("add")
         with pytest.raises(TimeoutError):
-            newest.result(0.2)
+            call.result(0.2)
+        assert worker.doing == "at work"
         worker.cancel("work")
         with pytest.raises(SupersededError):
-            newest.result(60)
+            call.result(60)
         assert waiting.result(60) == 2 and worker.doing == ""
-
-
-def test_a_call_that_waited_is_not_made_when_a_newer_one_waits_too(worker):
-    with ThreadPoolExecutor() as pool, worker._calling:
-        calls = [pool.submit(worker.call, "add", first=number, second=0, newest=True) for number in range(3)]
-        while len(worker._newest) < 1 or worker._newest["add"] < 3:
-            pass
-        worker._calling.release()
-        outcomes = sorted(str(call.exception(60) or call.result()) for call in calls)
-        worker._calling.acquire()
-    assert outcomes.count("") == 2
 
 
 def test_a_cancelled_call_may_return_what_it_has(worker):
