@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
 from finetune.errors import FinetuneError, PackagesError
-from finetune.events import Event, EventWriter, event_json, read_events
+from finetune.events import Event, EventWriter, read_events
 from finetune.run.directory import RunDirectory
 
-from ..worker import SupersededError, Worker
+from ..worker import Worker
 from ..workspace import Workspace
 
 #: Seconds without a question after which the chat process ends and frees its memory.
@@ -42,17 +42,8 @@ class Question(Event, kind="question"):
     pictures: tuple[str, ...] = ()
 
 
-class Piece(Event, kind="piece"):
-    """Next piece of an answer."""
-
-    id: str
-    model: Model
-    text: str
-    thought: str = ""
-
-
 class Answer(Event, kind="answer"):
-    """Whole answer of a model."""
+    """Answer of a model."""
 
     id: str
     model: Model
@@ -72,7 +63,7 @@ class Done(Event, kind="done"):
     error: str = ""
 
 
-KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece, Answer, Done)}
+KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Answer, Done)}
 
 
 @dataclass
@@ -82,20 +73,21 @@ class Turn:
     question: Question
     answers: dict[Model, Answer] = field(default_factory=dict)
     #: Growing answers.
-    partial: dict[Model, Piece] = field(default_factory=dict)
+    partial: dict[Model, Answer] = field(default_factory=dict)
     done: Done | None = None
 
-    def add(self, event: Piece | Answer | Done) -> None:
-        match event:
-            case Piece():
-                before = self.partial.get(event.model, Piece(id=event.id, model=event.model, text=""))
-                text, thought = before.text + event.text, before.thought + event.thought
-                self.partial[event.model] = Piece(id=event.id, model=event.model, text=text, thought=thought)
-            case Answer():
-                self.answers[event.model] = event
-                self.partial.pop(event.model, None)
-            case Done():
-                self.done = event
+
+def read_turns(path: Path) -> list[Turn]:
+    """Return the turns in a conversation's file."""
+    turns: dict[str, Turn] = {}
+    for event in read_events(path, KINDS):
+        if isinstance(event, Question):
+            turns[event.id] = Turn(event)
+        elif isinstance(event, Answer) and event.id in turns:
+            turns[event.id].answers[event.model] = event
+        elif isinstance(event, Done) and event.id in turns:
+            turns[event.id].done = event
+    return list(turns.values())
 
 
 class Chats:
@@ -108,6 +100,9 @@ class Chats:
         self._name = ""
         self._asking = ThreadPoolExecutor(1)  # answers keep the order of questions
         self._newest: Future[None] | None = None
+        #: Text and thought so far of each model, by question.
+        self._growing: dict[str, dict[Model, list[str]]] = {}
+        self._is_stopped = False
 
     def ask(
         self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
@@ -118,34 +113,41 @@ class Chats:
         with self._lock:
             worker = self._worker_of(run)
         # in a file: all tabs show one conversation, and closing a tab loses nothing
-        EventWriter(self.path(run)).emit(question)
+        writer = EventWriter(self.path(run))
+        writer.emit(question)
         # `turns` shows the growing answers
-        self._newest = self._asking.submit(self._wait, worker, run, question, {"max_new_tokens": max_new_tokens, **how})
+        self._newest = self._asking.submit(self._wait, worker, writer, question, max_new_tokens=max_new_tokens, **how)
 
-    def _wait(self, worker: Worker, run: RunDirectory, question: Question, how: dict[str, Any]) -> None:
-        error = ""
-        try:
-            worker.call("answer", question=event_json(question), **how)
-        except FinetuneError as failure:
-            error = " ".join([*failure.problems, failure.fix])
-        except SupersededError:
-            pass
-        if self.path(run).exists():
-            EventWriter(self.path(run)).emit(Done(id=question.id, error=error))
+    def _wait(self, worker: Worker, writer: EventWriter, question: Question, **how: Any) -> None:
+        error, self._is_stopped = "", False
+        growing = self._growing[question.id] = {}
+        for model in question.models:
+            said = growing[model] = ["", ""]
+            how |= {"model": model, "text": question.text, "pictures": question.pictures}
+            try:
+                values = worker.call("answer", report=functools.partial(_add_piece, said), **how)
+            except FinetuneError as failure:
+                error = " ".join([*failure.problems, failure.fix])
+                values = {"text": said[0], "thought": said[1], "stopped": True}
+            if not error or any(said):  # the text so far stays
+                writer.emit(Answer(id=question.id, model=model, **values))
+            if error or self._is_stopped:
+                break
+        writer.emit(Done(id=question.id, error=error))
+        del self._growing[question.id]
 
     def stop(self, run: RunDirectory) -> None:
         if self._worker is not None and self.is_running(run):
-            # the text so far stays
+            self._is_stopped = True
             self._worker.cancel("answer")
 
     def turns(self, run: RunDirectory) -> list[Turn]:
-        turns: dict[str, Turn] = {}
-        for event in read_events(self.path(run), KINDS):
-            if isinstance(event, Question):
-                turns[event.id] = Turn(event)
-            elif isinstance(event, (Piece, Answer, Done)) and event.id in turns:
-                turns[event.id].add(event)
-        return list(turns.values())
+        turns = read_turns(self.path(run))
+        for turn in turns:
+            identity = turn.question.id
+            for model, (text, thought) in {**self._growing.get(identity, {})}.items():
+                turn.partial[model] = Answer(id=identity, model=model, text=text, thought=thought)
+        return turns
 
     def clear(self, run: RunDirectory) -> None:
         if self.path(run).exists():
@@ -180,6 +182,11 @@ class Chats:
             self._worker = Worker(self._workspace, ".chat.process", *arguments, log=log, tries=1)
             self._name = run.path.name
         return self._worker
+
+
+def _add_piece(said: list[str], piece: tuple[str, bool]) -> None:
+    text, is_thought = piece
+    said[is_thought] += text
 
 
 def keep_picture(folder: Path, upload: str) -> str:

@@ -182,7 +182,8 @@ def _environment() -> Any:
     environment.globals |= {name: value for name, value in vars(words).items() if not name.startswith("_")}
     environment.globals |= {
         "tr": tr, "tr_n": tr_n, "action": lambda **message: Safe(action(**message)), "as_on_page": as_on_page, "part": part,
-        "table": table, "problem": problem, "pixels": pixels, "gib": gib, "format_bytes": format_bytes, "format_count": format_count,
+        "table": table, "problem": problem, "pixels": pixels, "gib": gib, "format_count": format_count,
+        "format_bytes": format_bytes,
     }  # fmt: skip
     return environment
 

@@ -14,15 +14,15 @@ from picture_models import save_picture_model, save_picture_rows
 from PIL import Image
 from written_runs import make_run
 
-from app.chat.chats import Chats, Done, Question, Turn, _kept, keep_picture, kept_pictures
+from app.chat.chats import Answer, Chats, Done, Question, Turn, _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
 from app.pages import chat
 from app.pages.run import RunPage
 from app.worker import Work
 from app.workspace import Workspace
 from finetune.data.pictures.source import BadPicture
-from finetune.errors import CommandError
-from finetune.events import EventWriter, event_json
+from finetune.errors import CommandError, FinetuneError
+from finetune.events import EventWriter
 from finetune.recipe import recipe_from
 from finetune.run.directory import RunDirectory
 from finetune.run.prepare import create_run, prepare
@@ -68,28 +68,37 @@ def test_turns_have_the_answers_as_far_as_they_are(chats_with):
 
 def test_each_model_continues_with_its_own_answers(chats_with):
     chats, run = chats_with(question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"))
-    messages = Conversation(run, chats.path(run))._messages
-    assert [message["content"] for message in messages["tuned"]] == ["one?", "t1"]
-    assert [message["content"] for message in messages["base"]] == ["one?", "b1"]
+    conversation = Conversation(run, chats.path(run))
+    for model, said in (("tuned", "t1"), ("base", "b1")):
+        assert [message["content"] for message in conversation.history(model)[0]] == ["one?", said]
 
 
-def piece(identity, model, text):
-    return {"kind": "piece", "time_s": 1.0, "id": identity, "model": model, "text": text}
+def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said(chats_with):
+    chats, run = chats_with()
 
+    def call(method, report, **_):
+        for piece in ("It is ", False), ("<b>late", False):
+            report(piece)
+        [turn] = chats.turns(run)
+        assert (turn.partial["tuned"].text, turn.answers) == ("It is <b>late", {})
+        assert "It is &lt;b&gt;late" in shown_turns([turn]) and 'class="ft-turn base"' not in shown_turns([turn])
+        raise FinetuneError("the process was killed")
 
-def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_wrote(chats_with):
-    chats, run = chats_with(
-        {**question("a", "one?"), "models": ["tuned"]}, piece("a", "tuned", "It is "), piece("a", "tuned", "<b>late"),
-    )  # fmt: skip
+    chats._worker_of = lambda _: SimpleNamespace(call=call)
+    chats.ask(run, "one?", 9, models=["tuned"])
+    chats._newest.result(60)
     [turn] = chats.turns(run)
-    assert (turn.partial["tuned"].text, turn.answers) == ("It is <b>late", {})
-    assert "It is &lt;b&gt;late" in shown_turns([turn]) and 'class="ft-turn base"' not in shown_turns([turn])
-    chats, run = chats_with(
-        question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,
-                                                         "stopped": True}, {"kind": "done", "id": "a"},
-    )  # fmt: skip
-    [turn] = chats.turns(run)
-    assert turn.partial == {} and "2 tokens, 8.0 tokens/s, stopped" in shown_turns([turn])
+    assert (turn.partial, turn.answers["tuned"].text, turn.done.error.strip()) == (
+        {},
+        "It is <b>late",
+        "the process was killed",
+    )
+
+
+def test_an_answer_has_its_speed(chats_with):
+    speed = {"tokens": 2, "tokens_per_s": 8.0, "stopped": True}
+    chats, run = chats_with(question("a", "one?"), {**answer("a", "tuned", "It is"), **speed}, {"kind": "done", "id": "a"})
+    assert "2 tokens, 8.0 tokens/s, stopped" in shown_turns(chats.turns(run))
 
 
 def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
@@ -98,7 +107,7 @@ def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
     shown = shown_turns(chats.turns(run))
     assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
     assert "empty answer" not in shown
-    [message] = Conversation(run, chats.path(run))._messages["tuned"][1:]
+    [message] = Conversation(run, chats.path(run)).history("tuned")[0][1:]
     assert message["tool_calls"] == [call]
 
 
@@ -214,14 +223,16 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     def ask(conversation, identity, pictures):
         question = Question(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures))
         writer.emit(question)
-        conversation.answer(Work(), event_json(question), max_new_tokens=4)
+        answered = conversation.answer(Work(), "tuned", question.text, question.pictures, max_new_tokens=4)
+        writer.emit(Answer(id=identity, model="tuned", **answered))
 
     ask(Conversation(run, chats.path(run)), "first", names[:1])
     continued = Conversation(run, chats.path(run))
-    assert [source.digest for source in continued._pictures["tuned"]] == names[:1]
+    assert [source.digest for source in continued.history("tuned")[1]] == names[:1]
     ask(continued, "second", names[1:])
-    assert [source.digest for source in continued._pictures["tuned"]] == names
-    assert [message.get("pictures") for message in continued._messages["tuned"]] == [1, None, 1, None]
+    messages, shown = continued.history("tuned")
+    assert [source.digest for source in shown] == names
+    assert [message.get("pictures") for message in messages] == [1, None, 1, None]
     (chats.pictures / names[1]).unlink()
     _kept.cache_clear()
     with pytest.raises(CommandError, match="was removed"):
