@@ -43,10 +43,10 @@ def environment() -> dict[str, str]:
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 
 
-def detach(root: Path, module: str, *arguments: str, log: Path) -> int:
-    """Start a process that outlives the app; return its id."""
+def detach(root: Path, arguments: list[str], log: Path) -> int:
+    """Start a command that outlives the app; return its process id."""
     with log.open("ab") as file:
-        return start_detached(command(module, *arguments), file, cwd=root, env=environment()).pid
+        return start_detached(arguments, file, cwd=root, env=environment()).pid
 
 
 # Messages are lines of JSON. To the process: {"number", "method", "values"} and {"cancel": number}. From the process, per call:

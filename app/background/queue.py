@@ -1,26 +1,37 @@
-"""Queue of requested runs; one process starts the runs in order."""
+"""Queue of requested runs, and the process that starts them in order: `python -m app.background.queue RUNS [ENTRY]`"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.card.visible import hide_gpus
+from finetune.errors import FinetuneError
 from finetune.files import read_object, write_json
-from finetune.recipe import write_recipe
-from finetune.settings import Recipe
-from finetune.system import is_locked, rename
+from finetune.gc_settings import raise_gc_thresholds
+from finetune.privacy import keep_private
+from finetune.recipe import load_recipe, write_recipe
+from finetune.run import control
+from finetune.run.directory import RunDirectory
+from finetune.run.state import is_alive
+from finetune.settings import AUTO, Recipe
+from finetune.system import is_locked, rename, take_lock
 
-from ..worker import detach
+from ..worker import command, detach, environment
 from ..workspace import Workspace
 
 #: Open states; status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
 OPEN = ("waiting", "preparing")
 #: Number of started and failed entries to keep.
 _MOST_CLOSED = 8
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -33,17 +44,14 @@ class Entry:
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
 
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
     def status(self) -> dict[str, Any]:
         # a damaged entry must not block the queue
         unreadable = {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
         return read_object(self.path / "status.json") or unreadable
 
     def set_status(self, state: str, message: str = "", **values: Any) -> None:
-        write_json(self.path / "status.json", {"state": state, "message": message, **values})
+        earlier = read_object(self.path / "status.json") or {}
+        write_json(self.path / "status.json", {**earlier, "state": state, "message": message, **values})
 
 
 class Queue:
@@ -68,9 +76,11 @@ class Queue:
         building.mkdir(mode=0o700)
         entry = Entry(building)
         entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
-        entry.set_status("waiting", "in the queue", resume=resume, force=force, asked_s=time.time())
+        entry.set_status("waiting", "in the queue", resume=resume, force=force)
         entry = Entry(rename(building, self.folder / building.name[1:]))
-        self.remove_old()
+        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
+        for old in closed[:-_MOST_CLOSED]:
+            shutil.rmtree(old.path, ignore_errors=True)
         self.ensure_starter()
         return entry
 
@@ -85,9 +95,76 @@ class Queue:
     def ensure_starter(self) -> None:
         # detached: the queue goes on when the app ends; a second starter exits by itself
         if self.waiting() and not is_locked(self.folder / ".lock"):
-            detach(self.workspace.root, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
+            starter = command(".background.queue", str(self.workspace.runs))
+            detach(self.workspace.root, starter, self.folder / ".starter.txt")
 
-    def remove_old(self) -> None:
-        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
-        for entry in closed[:-_MOST_CLOSED]:
-            shutil.rmtree(entry.path, ignore_errors=True)
+    def start_all(self) -> None:
+        """Start runs until the queue is empty."""
+        lock = take_lock(self.folder / ".lock", wait_s=1)  # a process that tests the lock holds it for a moment
+        if lock is None:
+            return
+        with lock:
+            while waiting := self.waiting():
+                busy = next((run.path.name for run in self.workspace.list_runs() if is_alive(run)), None)
+                if busy is None:
+                    self._start_in_child(waiting[0])
+                    continue
+                message = f"starts when {busy} has ended"
+                if waiting[0].path.exists() and waiting[0].status()["message"] != message:
+                    waiting[0].set_status("waiting", message)
+                time.sleep(_POLL_S)
+
+    def _start_in_child(self, entry: Entry) -> None:
+        # the libraries' memory is free again while the run trains
+        entry.set_status("preparing", "loading libraries")
+        log = entry.path / "log.txt"
+        child = command(".background.queue", str(self.workspace.runs), str(entry.path))
+        with log.open("ab") as file:
+            code = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment()).returncode
+        if entry.status()["state"] == "preparing":  # the child died before it could write an error
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+            entry.set_status("failed", f"the preparation ended with status {code}", problems=[lines[-1][:500]], fix="")
+
+    def start(self, entry: Entry) -> None:
+        """Prepare and start one entry."""
+        status = entry.status()
+        try:
+            if resumed := status.get("resume"):
+                run = self.workspace.run(resumed) or RunDirectory(self.workspace.runs / resumed)
+                control.resume(run)
+            else:
+                run = self._prepared(entry, bool(status.get("force")))
+                control.start(run)
+        except FinetuneError as error:
+            # the page shows the error from the status
+            entry.set_status("failed", error.title, problems=error.problems, fix=error.fix)
+        else:
+            entry.set_status("started", "", run=run.path.name)
+
+    def _prepared(self, entry: Entry, force: bool) -> RunDirectory:
+        from finetune.run.prepare import create_run, prepare
+
+        recipe = load_recipe(entry.recipe)
+        prepared = prepare(recipe, force=force, progress=lambda text: entry.set_status("preparing", text))
+        if recipe.output_dir == AUTO:  # the plan chooses the name, the app the folder
+            name = Path(str(prepared.plan.settings.output_dir)).name
+            settings = prepared.plan.settings.model_copy(update={"output_dir": str(self.workspace.runs / name)})
+            prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
+        entry.set_status("preparing", "writing the run directory")
+        return create_run(prepared)
+
+
+def main() -> None:
+    """Start all entries; in a child process one."""
+    keep_private()
+    raise_gc_thresholds()
+    queue = Queue(Workspace(Path.cwd(), Path(sys.argv[1])))
+    if len(sys.argv) > 2:
+        hide_gpus()
+        queue.start(Entry(Path(sys.argv[2])))
+    else:
+        queue.start_all()
+
+
+if __name__ == "__main__":
+    main()

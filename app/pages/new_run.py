@@ -281,10 +281,10 @@ class NewRun:
             self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
-        status, task = self._measuring.status(), self._measuring
+        status, result = self._measuring.status(), self._measuring.result() or {}
         passed = format_seconds(time.time() - status["began_s"]) if status else ""
-        error = FinetuneError.written_by(task.output())
-        return render("measured", status=status, result=task.result() or {}, error=error and problem_of(error), passed=passed)
+        error = problem_of(FinetuneError.from_json(result)) if "error" in result else ""
+        return render("measured", status=status, result=result, error=error, passed=passed)
 
     def _model_panel(self, edited: Edited, query: str, *, check: bool) -> str:
         looked_s, models = self._models

@@ -153,8 +153,6 @@ def _gguf_files(run: RunDirectory) -> list[str]:
 
 
 def _task(verb: str, task: Task) -> Safe:
-    result, status = task.result(), task.status()
-    return render(
-        "task", verb=verb, status=status, lines=task.log().strip().splitlines(),
-        is_done=status is not None and status["state"] == "done", result=result if isinstance(result, dict) else {},
-    )  # fmt: skip
+    status, lines = task.status(), task.output().strip().splitlines()
+    is_done = status is not None and status["state"] == "done"
+    return render("task", verb=verb, status=status, lines=lines, is_done=is_done, result=task.result() or {})

@@ -33,7 +33,7 @@ class SettingsPage(FollowedPage):
         status = self._doctor.status()
         if status is None or status["state"] == "running":
             return {"machine": render("machine", findings=None, is_running=status is not None)}
-        silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.log()[-400:]}", "fix": ""}]
+        silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.output()[-400:]}", "fix": ""}]
         moment = time.localtime(status["began_s"])
         return {
             "machine": render(
