@@ -210,19 +210,13 @@ class LiveRun:
 
 
 class LiveRuns:
-    """Followed runs by path."""
+    """Followed runs by path: one reader per run, however many tabs are open."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # one reader per run, however many tabs are open
         self._runs: dict[Path, LiveRun] = {}
 
     def of(self, run: RunDirectory) -> LiveRun:
-        with self._lock:
-            if run.path not in self._runs:
-                self._runs[run.path] = LiveRun(run)
-            return self._runs[run.path]
+        return self._runs.get(run.path) or self._runs.setdefault(run.path, LiveRun(run))
 
     def forget(self, run: RunDirectory) -> None:
-        with self._lock:
-            self._runs.pop(run.path, None)
+        self._runs.pop(run.path, None)

@@ -7,13 +7,17 @@ from typing import Any
 
 import gradio as gr
 
+from finetune import __version__
+
 from .context import Context
+from .language import LANGUAGES, current
 from .pages.models import ModelsPage
 from .pages.new_run import NewRun
-from .pages.rail import Rail, foot, rail
+from .pages.rail import Rail
 from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .pages.settings import SettingsPage
+from .views.markup import render
 from .web.page_filter import FIRST_HTML, MakeHtml
 
 #: Address, navigation name and class of each page; the first page is at the root.
@@ -44,9 +48,9 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
     # Gradio always adds a navigation bar: it can only be hidden
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
-        _show(lambda query: rail(address))
+        _show(lambda query: render("rail", address=address))
         _show(rail_page.html, "ft-rail-now")
-        _show(lambda query: foot())
+        _show(lambda query: render("rail_foot", languages=LANGUAGES, current=current(), version=__version__))
     _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
     _show(page.html)
 

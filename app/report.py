@@ -25,11 +25,10 @@ from finetune.run.directory import RunDirectory, open_run
 from .live import LiveRun
 from .views import run_page
 from .views.answers import answers
-from .views.choices import chosen
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
 from .views.run import curves, measured_peak, messages, pill
-from .views.run_figures import figures, memory
+from .views.run_figures import chosen, figures, memory
 from .views.runs import comparison
 from .views.scores import evaluations
 from .workspace import JOURNAL

@@ -31,9 +31,9 @@ from ..planning.draft import FIRST, Edited, command_line
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
-from ..views.choices import chosen as reasons_of
 from ..views.markup import Safe, note, problem_of, render
 from ..views.recipe_form import as_settings, changed_values, fields, form
+from ..views.run_figures import chosen as reasons_of
 from ..web.followed import as_json, attempted
 from ..worker import SupersededError
 

@@ -16,7 +16,7 @@ from finetune.errors import RecipeError
 from finetune.files import read_object, write_json
 from finetune.recipe import load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe.yaml import dump
-from finetune.settings import DatasetRecipe, Recipe
+from finetune.settings import Recipe
 from finetune.system import shell_join
 
 from ..workspace import Workspace
@@ -162,38 +162,29 @@ def _without_remote_code(recipe: Recipe) -> Recipe:
 
 
 def command_line(recipe: Recipe) -> str:
-    """Return the equivalent command."""
-    wanted = _values(recipe)
-    # the shipped recipe with the fewest overrides, else a file to save first
-    best: list[str] | None = None
-    for name, base in _shipped().items():
+    """Return the equivalent command: a shipped recipe with at most seven overrides, else a file to save first."""
+    wanted = _flat(recipe.model_dump(mode="json"))
+    calls = [
+        [name, *(f"{key}={as_text(value)}" for key, value in wanted.items() if value != base[key])]
+        for name, base in _shipped().items()
+    ]
+    for call in sorted(calls, key=len):
         with contextlib.suppress(RecipeError):
-            call = [name, *_differences(base, wanted)]
-            if (best is None or len(call) < len(best)) and load_recipe(name, call[1:]).model_dump() == recipe.model_dump():
-                best = call
-    if best is None or len(best) > 8:
-        return "finetune run recipe.yaml"
-    return "finetune run " + shell_join(best)
+            if len(call) <= 8 and load_recipe(call[0], call[1:]).model_dump() == recipe.model_dump():
+                return f"finetune run {shell_join(call)}"
+    return "finetune run recipe.yaml"
 
 
 @functools.cache
 def _shipped() -> dict[str, dict[str, Any]]:
-    return {name: _values(load_recipe(name)) for name in shipped_recipes()}
+    return {name: _flat(load_recipe(name).model_dump(mode="json")) for name in shipped_recipes()}
 
 
-def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
-    overrides = []
-    for key in [*wanted, *(key for key in base if key not in wanted)]:
-        if key in wanted and wanted[key] == base.get(key):
-            continue
-        if isinstance(wanted.get(key), dict) and isinstance(base.get(key), dict) and key != "columns":
-            overrides += _differences(base[key], wanted[key], f"{prefix}{key}.")
-            continue
-        model: Any = DatasetRecipe if prefix == "dataset." else Recipe
-        # a key that only `base` has gets the schema's default
-        value = wanted[key] if key in wanted else model.model_fields[key].get_default(call_default_factory=True)
-        overrides.append(f"{prefix}{key}={as_text(value)}")
-    return overrides
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    # settings by dotted name
+    nested = {group: values[group] for group in ("dataset", "launch")}
+    inner = {f"{group}.{key}": value for group, settings in nested.items() for key, value in settings.items()}
+    return {key: value for key, value in values.items() if key not in nested} | inner
 
 
 def as_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from finetune.run.state import RunState
 from finetune.units import format_bytes
 
 from ..language import mark, tr
-from .markup import Safe, as_on_page, inert, note, render, table
+from .markup import Safe, as_on_page, inert, render
 from .series import smoothed
 from .svg_charts import Line, picture
 from .words import STATES, state_name
@@ -38,7 +38,6 @@ _CURVES = (
 MEMORY = ("peak_allocated_bytes", _HOST)
 _SMOOTHING = 0.8
 LOG_BYTES = 16 * 2**10
-_TABLE_ROWS = 12
 _loss = "{:.4f}".format
 
 
@@ -123,24 +122,6 @@ def log_tail(live: LiveRun) -> str:
             return file.read(LOG_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-
-
-def numbers(digest: Digest) -> str:
-    """Return loss and memory at evenly spaced steps as a table."""
-    loss = digest.series.get("loss")
-    if loss is None:
-        return note(tr("No step yet."))
-    memory_at = next((dict(digest.series[name].points(highest=True)) for name in MEMORY if name in digest.series), {})
-    points = loss.points()
-    chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
-    if points[-1] not in chosen:
-        chosen.append(points[-1])
-    rows = [
-        [f"{step:,.0f}", tr("not a number") if value is None else _loss(value), format_bytes(memory_at.get(step))]
-        for step, value in chosen
-    ]
-    columns = [f">{tr('step')}", f">{tr('loss')}", f">{tr('memory')}"]
-    return table(columns, rows, tr("Loss and memory by step"), hidden_caption=True)
 
 
 def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:

@@ -1,16 +1,15 @@
-"""Figures and memory of a run, measured beside forecast, as HTML."""
+"""Figures, memory and settings of a run or plan as HTML, measured beside forecast."""
 
 from __future__ import annotations
 
 import math
 
 from finetune.events import Evaluation
-from finetune.planner.plan import Plan
+from finetune.planner.plan import AS_SET, Plan
 
 from ..language import mark, tr
 from ..live import Digest
-from .markup import as_on_page, render
-from .memory_parts import parts_of
+from .markup import Safe, as_on_page, render
 from .run import measured_peak
 from .series import smoothed
 
@@ -64,3 +63,29 @@ def memory(digest: Digest, plan: Plan) -> str:
         "memory", plan=plan, measured=measured, pairs=pairs, parts=parts, share=lambda size: f"{100 * size / scale:.2f}%",
         percent=_percent,
     )  # fmt: skip
+
+
+def parts_of(plan: Plan) -> tuple[dict[str, int], int]:
+    """Return the bytes of the parts, which sum to the GPU's memory, and the excess bytes; memory_parts.html names the parts."""
+    forecast, total = plan.forecast, plan.card.total_bytes
+    assert forecast is not None
+
+    def of(*names: str) -> int:
+        return sum(forecast.parts.get(name, 0) for name in names)
+
+    parts = {
+        "weights": of("weights"), "gathered": of("gathered"), "adapters": of("adapters", "gradients", "optimizer"),
+        "activations": of("activations", "recomputed"), "loss": of("loss", "workspace"),
+        # the CUDA context, and memory that the allocator holds
+        "overhead": max(0, forecast.peak_bytes - forecast.allocated_bytes),
+        # the plan must fit with the whole margin
+        "spread": max(0, forecast.peak_high_bytes - forecast.peak_bytes),
+    }  # fmt: skip
+    used, budget = sum(parts.values()), min(plan.usable_bytes, total)
+    parts |= {"free": max(0, budget - used), "held": total - budget}
+    return {key: size for key, size in parts.items() if size > 0}, max(0, used - budget)
+
+
+def chosen(plan: Plan) -> Safe:
+    """Return six settings with their reasons, then all settings."""
+    return render("choices", plan=plan, settings=plan.settings, as_set=AS_SET)

@@ -20,9 +20,8 @@ from ..live import LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
-from .choices import chosen
 from .markup import Safe, as_on_page, inert, note, render
-from .run_figures import figures, memory
+from .run_figures import chosen, figures, memory
 from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
@@ -75,7 +74,7 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         shown["answers"] = render("run_answers", run=name, table=Safe(answers(digest.samples, _PROMPTS_SHOWN)))
         if not has_charts():
             how = tr("Charts need uPlot, which the build could not fetch. Build again with a network connection.")
-            shown["curves"] = note(how) + run_view.numbers(digest)
+            shown["curves"] = note(how) + run_view.curves(live)
     elif tab == "samples":
         none = note(tr("At each evaluation the model answers held-out prompts. The answers appear here side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)

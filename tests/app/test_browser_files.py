@@ -1,4 +1,4 @@
-"""uPlot and the font come from a registry by their hashes; without them the build says so, and tables replace charts."""
+"""uPlot and the font come from a registry by their hashes; without them the build says so, and pictures replace charts."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_without_npm_one_line_says_so(script, tmp_path):
     command = [sys.executable, "-S", script]
     process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert process.returncode == 1
-    assert process.stderr == "The page will have tables instead of charts: uPlot could not be fetched (there is no npm).\n"
+    assert process.stderr == "The page will have pictures instead of charts: uPlot could not be fetched (there is no npm).\n"
 
 
 @pytest.mark.npm
@@ -54,11 +54,11 @@ def test_the_files_are_fetched_with_their_licences(script, tmp_path):
     assert "uPlot" in files["uplot.js"].read_text() and files["inter.woff2"].read_bytes()[:4] == b"wOF2"
 
 
-def test_where_nothing_was_fetched_the_curves_are_a_table_and_how_to_get_them(tmp_path, kept_run, monkeypatch):
+def test_where_nothing_was_fetched_the_curves_are_pictures_and_how_to_get_charts(tmp_path, kept_run, monkeypatch):
     live = LiveRun(RunDirectory(kept_run(tmp_path)))
     monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
     curves = run_page.page(live, "overview", {}, run_page.texts(live, "overview"))
-    assert "Charts need uPlot" in curves and "<td" in curves and "ft-chart data-runs" not in curves
+    assert "Charts need uPlot" in curves and "<polyline" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")
     assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.page(live, "overview", {}, {})
 

@@ -11,8 +11,8 @@ from test_rail_settings_models import GPU, live_run
 from app import language
 from app.language import catalogue, preferred, spoken, tr, tr_n
 from app.page import PAGES
-from app.pages import rail
 from app.views import recipe_form
+from app.views.markup import render
 from app.views.words import setting_name
 from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
@@ -95,8 +95,10 @@ def test_styles_have_no_texts():
 
 def test_the_rail_is_chinese():
     with spoken("zh"):
-        parts = [rail.rail(address) for address, _, _ in PAGES]
-        parts += [rail.status(live_run("1", 60, 960, 20 * 2**30), [GPU]), rail.status(None, []), rail.foot()]
+        parts = [render("rail", address=address) for address, _, _ in PAGES]
+        parts += [render("rail_status", live=live, gpus=[GPU]) for live in (None, live_run("1", 60, 960, 20 * 2**30))]
+        parts.append(render("rail_status", live=None, gpus=[]))
+        parts.append(render("rail_foot", languages=language.LANGUAGES, current="zh", version="1"))
     assert english_in("".join(parts)) == []
 
 
@@ -105,8 +107,6 @@ WITHOUT_TEXTS = {
     "pages/__init__.py",
     "pages/rail.py",
     "views/__init__.py",
-    "views/choices.py",
-    "views/memory_parts.py",
     "views/svg_charts.py",
 }
 

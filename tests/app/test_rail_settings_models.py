@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from app.page import PAGES
-from app.pages import rail
 from app.pages.models import ModelsPage, models_of
 from app.pages.settings import SettingsPage
+from app.views.markup import render
 from app.web.guard import READ
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
@@ -28,7 +28,7 @@ def live_run(name, step, left_s=None, own_bytes=None):
 
 @pytest.mark.parametrize("address", [address for address, _, _ in PAGES])
 def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(address):
-    html = rail.rail(address)
+    html = render("rail", address=address)
     assert html.count('aria-current="page"') == 1
     links = re.findall(r'href="(/[^"]*)"', html)
     assert all(READ.fullmatch(link) for link in links)
@@ -36,15 +36,15 @@ def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(
 
 
 def test_memory_in_use_is_the_runs_and_that_of_others_and_what_nobody_measured_is_not_said_to_be_the_runs():
-    html = rail.status(live_run("support", 61, 960, 20 * GIB), [GPU])
+    html = render("rail_status", live=live_run("support", 61, 960, 20 * GIB), gpus=[GPU])
     assert "this run 20.0 · others 1.0 · free 3.0 GiB" in html
     assert "21.0 of 24.0 GiB" in html and "61%" in html and "16 min left" in html
-    html = rail.status(live_run("support", 0), [GPU])
+    html = render("rail_status", live=live_run("support", 0), gpus=[GPU])
     assert "in use 21.0 · free 3.0 GiB" in html and "this run" not in html and "starting" in html
 
 
 def test_a_name_of_a_run_is_inert_and_no_gpu_is_said():
-    html = rail.status(live_run("<b>x<b>", 50), [])
+    html = render("rail_status", live=live_run("<b>x<b>", 50), gpus=[])
     assert "<b>x" not in html and "No GPU here" in html
 
 
