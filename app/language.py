@@ -16,7 +16,8 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 # Texts stand in English where they are used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has the Chinese.
 # A module's constant exists before a request: `mark` adds it to the catalogue, `tr` translates it where it is shown.
 COOKIE = "ft_language"
-_ENTRY = re.compile(r'^(msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
+#: Text and translation of an entry, each as Python's adjacent strings.
+_ENTRY = re.compile(r'^msgid ((?:".*"\n)+)(?:msgid_plural (?:".*"\n)+)?msgstr(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
 #: Part of an accept-language header: language without region, and weight.
 _PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
@@ -73,21 +74,7 @@ def preferred(cookie: str, accepted: str) -> str:
 def catalogue(code: str) -> Mapping[str, str]:
     """Return translations by English text."""
     path = Path(__file__).parent / "languages" / f"{code}.po"
-    texts: dict[str, str] = {}
     # gettext's format: every translation editor opens the file
-    for entry in path.read_text(encoding="utf-8").split("\n\n") if path.is_file() else ():
-        parts = _parts(entry)
-        translation = parts.get("msgstr") or parts.get("msgstr[0]", "")
-        if parts.get("msgid") and translation:
-            texts[parts["msgid"]] = translation
-    return texts
-
-
-def _parts(entry: str) -> dict[str, str]:
-    parts: dict[str, str] = {}
-    keyword = ""
-    for line in entry.splitlines():
-        if match := _ENTRY.match(line):
-            keyword = match[1] or keyword
-            parts[keyword] = parts.get(keyword, "") + ast.literal_eval(match[2] or match[3])
-    return parts
+    entries = _ENTRY.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
+    texts = {ast.literal_eval(f"({text})"): ast.literal_eval(f"({translation})") for text, translation in entries}
+    return {text: translation for text, translation in texts.items() if text and translation}

@@ -198,47 +198,31 @@ def answer_of(target: object, method: str, values: dict[str, Any], work: Work) -
         return {"error": {"title": "Internal error", "problems": problems, "fix": "", "exit_code": 1}}
 
 
-class _Inbox:
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._cancelled, self._is_closed = 0, False
-        # a thread, so that a running call can be cancelled
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in sys.stdin:
-            message = json.loads(line)
-            if "cancel" in message:
-                self._cancelled = message["cancel"]
-            else:
-                self._calls.put(message)
-        self._is_closed = True
-        self._calls.put(None)
-
-    def next(self, wait_s: float | None) -> dict[str, Any] | None:
-        try:
-            # None ends the worker: the app ended, or no call came for `wait_s`
-            return self._calls.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-
-    def is_cancelled(self, number: int) -> bool:
-        # nobody waits after the app has ended
-        return self._is_closed or self._cancelled == number
-
-
 def serve(target: object, idle_s: float | None = None) -> None:
     """Answer calls with the methods of `target`, until the app ends or for `idle_s` nobody calls."""
     keep_private()
     raise_gc_thresholds()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)  # stdout carries answers, and libraries print
+    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    cancelled = set[int]()
+
+    def read() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "cancel" in message:
+                cancelled.add(message["cancel"])
+            else:
+                calls.put(message)
+        os._exit(0)  # the app has ended, and nobody waits for the running call
 
     def send(message: dict[str, Any]) -> None:
         out.write(json.dumps(message, default=str) + "\n")
 
-    inbox = _Inbox()
-    while call := inbox.next(idle_s):
-        number = call["number"]
-        work = Work(lambda value: send({"report": value}), lambda: inbox.is_cancelled(number))  # noqa: B023
-        send(answer_of(target, call["method"], call["values"], work))
+    # a thread, so that a running call can be cancelled
+    threading.Thread(target=read, daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        while call := calls.get(timeout=idle_s):
+            number = call["number"]
+            work = Work(lambda value: send({"report": value}), lambda: number in cancelled)  # noqa: B023
+            send(answer_of(target, call["method"], call["values"], work))

@@ -72,7 +72,7 @@ def setting_name(name: str) -> str:
 
 def in_words(override: str) -> str:
     """Return the effect of `key=value key=value` as a phrase for a button."""
-    settings = override_values(override)
+    settings = dict(item.partition("=")[::2] for item in shlex.split(override))
     phrases = [phrase for name, value in settings.items() if (phrase := _phrase(name, value, settings))]
     return tr("; ").join(phrases) or tr("Change the recipe")
 
@@ -140,11 +140,6 @@ def optimizer(settings: Settings) -> str:
     return tr(name) if name else settings.optim.replace("_", " ")
 
 
-def rows(count: int) -> str:
-    """Return `1 row` or `564 rows`."""
-    return tr_n("{n} row", "{n} rows", count)
-
-
 def loss_text(value: float) -> str:
     """Return a loss with three decimals, below 0.1 with four."""
     return f"{value:.{4 if abs(value) < 0.1 else 3}f}"
@@ -177,11 +172,6 @@ def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
     change = round(100 * (tokens_per_s / own - 1))
     template = mark("{n} % slower") if change < 0 else mark("{n} % faster")
     return tr(template, n=abs(change)) if change else tr("same speed")
-
-
-def override_values(override: str) -> dict[str, str]:
-    """Return the names in an override with their values as text."""
-    return dict(item.partition("=")[::2] for item in shlex.split(override))
 
 
 def value_text(value: Any) -> str:

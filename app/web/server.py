@@ -8,9 +8,6 @@ import os
 import secrets
 import socket
 import tempfile
-import threading
-import time
-import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any
@@ -137,22 +134,14 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
     workspace = Workspace(Path.cwd(), runs.absolute())
     application, context = build(workspace, make_access(host, port, token, allowed))
     in_link = "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
-    threading.Thread(target=_announce, args=(in_link, port, token, workspace), daemon=True).start()
+    bound.listen()  # the link works when it is printed: connections wait for the server
+    print(f"finetune ui: http://{in_link}:{port}/?token={token}", flush=True)  # noqa: T201
+    print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
     try:
         _serve_until_interrupted(application, bound)
     finally:
         context.close()
     return 0
-
-
-def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
-    # the link must work when it is printed
-    for _ in range(600):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{host}:{port}/healthz", timeout=1):
-            print(f"finetune ui: http://{host}:{port}/?token={token}", flush=True)  # noqa: T201
-            print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
-            return
-        time.sleep(0.05)
 
 
 def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:

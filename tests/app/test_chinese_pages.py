@@ -13,8 +13,9 @@ from app.language import spoken
 from app.pages.new_run import NewRun
 from app.planning.blocker import Blocker
 from app.planning.refused_rows import Problem
-from app.views import choices, data, new_run
+from app.views import data, new_run
 from app.views.markup import as_on_page, render
+from app.views.run_figures import chosen
 from app.views.words import in_words
 from finetune.errors import DataError
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
@@ -58,7 +59,7 @@ def new_run_of(verdict):
         new_run.answer(planned), new_run.answer(planned, refused), new_run.plans(planned, is_complete=True),
         new_run.plans(replace(planned, alternatives=()), is_complete=False), new_run.settings(edited, planned),
         new_run.ready(edited, planned, None)[0], new_run.ready(edited, planned, refused)[0], new_run.sentence(edited),
-        choices.chosen(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),
+        chosen(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),
         new_run.model_panel([], edited, {}, "31", ""), render("new_run"),
     ]  # fmt: skip
 
@@ -122,7 +123,7 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(contex
     monkeypatch.setattr(context.planner, "call", lambda *_, **__: asked.append(1) or answer)
     page = NewRun(context)
     context.draft.change(model_name_or_path="tiny")
-    assert ">Fits</h2>" in page.plan()["parts"]["answer"]
+    assert ">Fits</h2>" in page.plan(complete=True)["parts"]["answer"]
     with spoken("zh"):
         shown = page.plan(complete=True)["parts"]
     assert ">放得下</h2>" in shown["answer"] and len(asked) == 1
