@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from finetune import __version__
+from finetune.card.visible import usable_devices
+from finetune.errors import FinetuneError
+from finetune.run.state import is_alive
 
 from .context import Context
 from .language import LANGUAGES, current
 from .pages.models import ModelsPage
 from .pages.new_run import NewRun
-from .pages.rail import Rail
 from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .pages.settings import SettingsPage
 from .views.markup import render
+from .web.followed import FollowedPage
 from .web.page_filter import FIRST_HTML, MakeHtml
 
 #: Address, navigation name and class of each page; the first page is at the root.
@@ -25,6 +29,20 @@ PAGES = (
     ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
     ("settings", "Settings", SettingsPage),
 )  # fmt: skip
+
+
+class Rail(FollowedPage):
+    """Running job and GPU memory, beside every page."""
+
+    name, part_names, every_ms = "rail", ("now",), 3000
+
+    def parts(self) -> dict[str, str]:
+        run, live = next((run for run in self.context.workspace.list_runs() if is_alive(run)), None), None
+        with contextlib.suppress(FinetuneError, OSError, ValueError):  # a damaged run
+            if run is not None:
+                self.context.lives.of(run).refresh()
+                live = self.context.lives.of(run)
+        return {"now": render("rail_status", live=live, gpus=usable_devices())}
 
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:

@@ -109,24 +109,23 @@ class Worker:
 
     def _answer(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
         for _ in range(self._tries):
-            if not self._is_closed and (answer := self._ask(message, report)):
-                return answer
+            # an error: the process closed a pipe, perhaps within a line
+            with contextlib.suppress(OSError, ValueError):
+                if not self._is_closed and (answer := self._ask(message, report)):
+                    return answer
             self._end()
             self.doing = "the process was killed and is started again"
         values = {"title": "The process has ended", "problems": ["the process was killed, perhaps because memory is short"]}
         return {"error": {**values, "fix": f"Try again; a new process is started. Its output: {self._log}", "exit_code": 1}}
 
     def _ask(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
-        try:
-            process = self._started()
-            self._send(process, message)
-            while "report" in (answer := self._read(process)):
-                if isinstance(answer["report"], str):
-                    self.doing = answer["report"]
-                report(answer["report"])
-            return answer
-        except (OSError, ValueError):  # the process closed a pipe, perhaps within a line: no answer
-            return {}
+        process = self._started()
+        self._send(process, message)
+        while "report" in (answer := self._read(process)):
+            if isinstance(answer["report"], str):
+                self.doing = answer["report"]
+            report(answer["report"])
+        return answer
 
     def _started(self) -> subprocess.Popen[str]:
         # at the first call, and after the process has ended

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.data.pictures.display import small_copy
-from finetune.data.pictures.source import MAX_PICTURES, BadPicture, PictureSource
+from finetune.data.pictures.source import MAX_PICTURES, BadPicture
 from finetune.errors import CommandError, PackagesError
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
@@ -18,7 +17,8 @@ from finetune.run.state import is_alive
 from ..chat.chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
-from ..views.markup import Safe, inert, render, small_pictures
+from ..views.answers import pictures_of
+from ..views.markup import Safe, inert, render
 
 _QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
 _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {
@@ -95,13 +95,8 @@ def _warning(context: Context, run: RunDirectory) -> Safe:
     return render("chat_warning", plan=plan, busy=busy, training=training)
 
 
-@functools.lru_cache(maxsize=256)
-def _small_copy(picture: PictureSource) -> dict[str, Any]:
-    return small_copy(picture)
-
-
 def _pictures(folder: Path, names: Sequence[str]) -> Safe:
-    return Safe(small_pictures([_small_copy(picture) for picture in kept_pictures(folder, names)]))
+    return pictures_of(folder / picture.digest for picture in kept_pictures(folder, names))
 
 
 def _calls(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import shutil
 import threading
@@ -67,7 +66,7 @@ class NewRun:
         # one draft for all tabs
         self.context = context
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
-        self._checking, self._planning = threading.Lock(), threading.Lock()
+        self._planning = threading.Lock()
         self._fields = {field.name: field for field in fields()}
         #: The question about the newest draft, and the newest plan.
         self._question = ("", False)
@@ -221,10 +220,10 @@ class NewRun:
         suffix = source.suffix.lower()
         if suffix not in DATA_ENDINGS:
             raise CommandError("this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
-        stem = _NO_NAME.sub("-", source.stem)[:60].strip("-. ") or "data"
-        stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        folder = self.context.workspace.folder("uploads")
-        target = next(free for name in stems if not (free := folder / f"{name}{suffix}").exists())
+        stem, number = _NO_NAME.sub("-", source.stem)[:60].strip("-. ") or "data", 1
+        target = first = self.context.workspace.folder("uploads") / f"{stem}{suffix}"
+        while target.exists():
+            target = first.with_stem(f"{stem}-{(number := number + 1)}")
         shutil.move(source, target)
         return self.context.workspace.shown(target)
 
@@ -307,16 +306,14 @@ class NewRun:
         missing = [name for name in names if (key, name) not in self._verdicts]
         until_s = time.monotonic() + _CHECKED_S
         while check and missing and time.monotonic() < until_s:
-            with self._checking:
-                if (key, name := missing.pop(0)) in self._verdicts:  # another tab looks too
-                    continue
-                try:
-                    verdict = self.context.planner.call("badge", recipe=write_recipe(recipe), model=name)
-                except SupersededError:  # the draft's plan goes first
-                    break
-                except FinetuneError as error:
-                    verdict = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-                self._verdicts[key, name] = verdict
+            name = missing.pop(0)
+            try:
+                verdict = self.context.planner.call("badge", recipe=write_recipe(recipe), model=name)
+            except SupersededError:  # the draft's plan goes first
+                break
+            except FinetuneError as error:
+                verdict = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+            self._verdicts[key, name] = verdict
         return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
 
     def _look(self, edited: Edited) -> str:

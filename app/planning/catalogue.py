@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.data.readers import READERS
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
 
 from ..language import mark
@@ -35,10 +36,7 @@ def local_models(workspace: Workspace) -> list[Model]:
     models += [Model(path.as_posix(), mark("folder")) for path in _folders(workspace)]
     models += [Model(name, mark("downloaded")) for name in _cached()]
     for recipe in shipped_recipes():
-        try:
-            models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
-        except FinetuneError:
-            continue
+        models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
     # the first entry of a name wins
     return list({model.name: model for model in reversed(models)}.values())[::-1]
 
@@ -57,29 +55,19 @@ def search_models(query: str) -> list[Model]:
     """Return the hub's text-generation models by downloads. Raises RecipeError."""
     import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    wanted = {"search": query[:100], "pipeline_tag": "text-generation", "sort": "downloads", "limit": _MOST}
     try:
-        infos = list(
-            HfApi().list_models(
-                search=query[:100],
-                pipeline_tag="text-generation",
-                sort="downloads",
-                limit=_MOST,
-                expand=["safetensors", "cardData", "downloads"],
-            )
-        )
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        infos = list(HfApi().list_models(**wanted, expand=["safetensors", "cardData", "downloads"]))
+    except (httpx.HTTPError, OSError) as error:
         raise RecipeError(
             f"the hub can't be reached: {type(error).__name__}", "Choose a local model, or give the path of a model folder."
         ) from None
     models = []
     for info in infos:
-        card = info.card_data.to_dict() if info.card_data else {}
-        licence = card.get("license")
-        models.append(
-            Model(info.id, mark("hub"), info.safetensors.total if info.safetensors else None, str(licence) if licence else None)
-        )
+        licence = (info.card_data.to_dict() if info.card_data else {}).get("license")
+        size = info.safetensors.total if info.safetensors else None
+        models.append(Model(info.id, mark("hub"), size, str(licence) if licence else None))
     return models
 
 
@@ -91,20 +79,14 @@ def card_label(name: str) -> str:
 
 
 def _folders(workspace: Workspace) -> list[Path]:
-    folders: list[Path] = []
-    for parent in (workspace.root, workspace.root / "models"):
-        if parent.is_dir():
-            for path in sorted(parent.iterdir()):
-                if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-                    folders.append(path.relative_to(workspace.root))
-    return folders
+    configs = [path for pattern in ("*/config.json", "models/*/config.json") for path in sorted(workspace.root.glob(pattern))]
+    return [path.parent.relative_to(workspace.root) for path in configs if any(path.parent.glob("*.safetensors"))]
 
 
 def _cached() -> list[str]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    try:
+    with contextlib.suppress(CacheNotFound):
         return sorted(repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model")
-    except CacheNotFound:
-        return []
+    return []

@@ -86,18 +86,14 @@ class Draft:
                 values = {name: value for name, value in values.items() if name in typed or name in _KEPT}
                 values.pop("model_revision", None)
             for dotted, value in settings.items():
-                # a click must not allow a model's own code
-                if dotted != "trust_remote_code":
-                    path = dotted.split("__")
-                    _set_nested(values, path, value)
-                    typed.add(path[0]) if value is not None else typed.discard(path[0])
+                path = dotted.split("__")
+                _set_nested(values, path, value)
+                typed.add(path[0]) if value is not None else typed.discard(path[0])
             return self._store(values, typed)
 
     def apply(self, override: str) -> Edited:
         overrides = shlex.split(override)
         changed = {part.partition("=")[0].strip().split(".")[0] for part in overrides}
-        if "trust_remote_code" in changed:
-            return self.read()
         with self._lock:
             now = self.read()
             recipe = parse_recipe(write_recipe(now.recipe), "recipe", overrides)
@@ -110,7 +106,7 @@ class Draft:
         """Replace the settings by a recipe, except chosen settings in `keep`."""
         with self._lock:
             now = self.read()
-            values = _values(_without_remote_code(parse_recipe(text, "recipe")))
+            values = _values(parse_recipe(text, "recipe"))
             if not is_typed:
                 values.pop("output_dir", None)  # the copied run's folder
             values |= {name: now.values[name] for name in keep if name in now.values}
@@ -144,21 +140,17 @@ class Draft:
 def _edited(values: dict[str, Any], typed: Any, stamp: int) -> Edited:
     dataset = {**_NOT_CHOSEN["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
     here = {} if usable_devices() else {"gpu": "cpu"}  # without a GPU the default is the CPU
-    recipe = _without_remote_code(recipe_from({**_NOT_CHOSEN, **here, **values, "dataset": dataset}))
-    return Edited(values, tuple(sorted(typed)), recipe, stamp)
-
-
-def _values(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(exclude_unset=True, mode="json")
-
-
-def _without_remote_code(recipe: Recipe) -> Recipe:
+    recipe = recipe_from({**_NOT_CHOSEN, **here, **values, "dataset": dataset})
     if recipe.trust_remote_code:
         raise RecipeError(
             "trust_remote_code: the page does not run a model's own code",
             "Allow it on the command line: finetune run RECIPE.yaml",
         )
-    return recipe
+    return Edited(values, tuple(sorted(typed)), recipe, stamp)
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(exclude_unset=True, mode="json")
 
 
 def command_line(recipe: Recipe) -> str:

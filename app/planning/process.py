@@ -118,8 +118,8 @@ class Questions:
         from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
-        # the newest last: the first leaves
-        rows = self._encoded[key] = self._encoded.pop(key, None) or encode_rows(recipe, report)
+        rows = self._encoded.pop(key) if key in self._encoded else encode_rows(recipe, report)
+        self._encoded[key] = rows  # the newest last: the first leaves
         if len(self._encoded) > _DATASETS:
             del self._encoded[next(iter(self._encoded))]
         return rows

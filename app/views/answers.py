@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ def answers(
     return render("answers", names=names, rows=[_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]])
 
 
+def pictures_of(paths: Iterable[str | Path]) -> Safe:
+    """Return small copies of image files."""
+    return small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)])
+
+
 @lru_cache(256)
 def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     # cached: each tick shows the copy; `stat` differs when another file has this name
@@ -58,7 +63,7 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> t
         shown.append(None if answer is None else Safe(marked(answer, expected, earlier)))
         earlier = answer if answer is not None else earlier
     text, paths = prompt
-    return small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)]), text, expected, shown
+    return pictures_of(paths), text, expected, shown
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:

@@ -32,11 +32,7 @@ def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
         for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
         if name in digest.series
     ]
-    return [
-        {"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []},
-        _memory(digest, plan),
-        *_small_panels(digest),
-    ]
+    return [{"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []}, _memory(digest, plan), *_small_panels(digest)]
 
 
 def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:

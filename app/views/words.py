@@ -35,10 +35,6 @@ _NUMBERS = {
 _SWITCHES = {
     ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
     ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
-    ("activation_checkpointing", "true"): mark("Gradient checkpointing"),
-    ("activation_checkpointing", "false"): mark("No gradient checkpointing"),
-    ("activation_checkpointing", "selective"): mark("Gradient checkpointing except attention"),
-    ("activation_checkpointing", "offload"): mark("Gradient checkpointing, inputs offloaded to CPU"),
     ("adapter_dtype", "bfloat16"): mark("16-bit adapters"),
     ("layer_offloading", "cpu"): mark("Offload layers to CPU"),
     ("layer_offloading", "nvme"): mark("Offload layers to disk"),
@@ -56,6 +52,12 @@ STATES = {
 }  # fmt: skip
 #: Displayed states of the queue.
 QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
+_EVERY_N = "activation_checkpointing_every_n_layers"
+#: Ways of gradient checkpointing that are not every nth layer.
+_RECOMPUTATION = {
+    "false": mark("no gradient checkpointing"), "selective": mark("gradient checkpointing except attention"),
+    "offload": mark("gradient checkpointing, inputs offloaded to CPU"),
+}  # fmt: skip
 #: Settings that follow from other settings.
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
 
@@ -80,15 +82,13 @@ def in_words(override: str) -> str:
 def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     if name == "per_device_train_batch_size":
         return tr_n("{n} row at a time", "{n} rows at a time", int(value))
-    if name == "activation_checkpointing_every_n_layers":
-        return "" if "activation_checkpointing" in settings else capital(_every(int(value)))
-    if (name, value) == ("activation_checkpointing", "true") and "activation_checkpointing_every_n_layers" in settings:
-        return capital(_every(int(settings["activation_checkpointing_every_n_layers"])))
+    if name == "activation_checkpointing" or (name == _EVERY_N and "activation_checkpointing" not in settings):
+        return capital(_recomputation(settings.get("activation_checkpointing", "true"), int(settings.get(_EVERY_N, 1))))
     if name in SWITCHES and value == "false":
         return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
     if name in _NUMBERS:
         return tr(_NUMBERS[name], n=f"{int(value):,}")
-    if name in _IMPLIED:
+    if name in _IMPLIED or name == _EVERY_N:
         return ""
     if name == "dataset.ignore_columns":
         return tr("Leave out {columns}", columns=value.strip("[]"))
@@ -96,7 +96,9 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 
 
-def _every(count: int) -> str:
+def _recomputation(kind: str, count: int) -> str:
+    if kind in _RECOMPUTATION:
+        return tr(_RECOMPUTATION[kind])
     return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
 
 
@@ -105,10 +107,8 @@ def plan_in_words(settings: Settings) -> str:
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
-        is_disk = settings.layer_offloading == "nvme"
-        ways.append(
-            tr("{n} layers offloaded to disk" if is_disk else "{n} layers offloaded to CPU", n=settings.offloaded_layers)
-        )
+        where = "{n} layers offloaded to disk" if settings.layer_offloading == "nvme" else "{n} layers offloaded to CPU"
+        ways.append(tr(where, n=settings.offloaded_layers))
     return tr(", ").join(ways)
 
 
@@ -124,14 +124,7 @@ def precision(settings: Settings) -> str:
 
 def recomputation(settings: Settings) -> str:
     """Return which layers use gradient checkpointing."""
-    kind, count = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
-    if kind is False:
-        return tr("no gradient checkpointing")
-    if kind == "selective":
-        return tr("gradient checkpointing except attention")
-    if kind == "offload":
-        return tr("gradient checkpointing, inputs offloaded to CPU")
-    return _every(count)
+    return _recomputation(str(settings.activation_checkpointing).lower(), settings.activation_checkpointing_every_n_layers)
 
 
 def optimizer(settings: Settings) -> str:

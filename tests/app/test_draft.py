@@ -56,11 +56,15 @@ def test_a_draft_of_another_version_is_none(draft, workspace):
 def test_remote_code_can_not_be_switched_on_in_any_way(draft):
     text = draft.write(find_recipe("tiny-cpu").read_text()).text
     pinned = f"trust_remote_code: true\nmodel_revision: {'a' * 40}\n"
-    assert draft.change(trust_remote_code=True).recipe.trust_remote_code is False
-    assert draft.apply("trust_remote_code=true").recipe.trust_remote_code is False
-    assert draft.apply(f"model_revision={'a' * 40} trust_remote_code=true").recipe.trust_remote_code is False
+    with pytest.raises(RecipeError):
+        draft.change(trust_remote_code=True)
+    with pytest.raises(RecipeError, match="own code"):
+        draft.change(model_revision="a" * 40, trust_remote_code=True)
+    with pytest.raises(RecipeError, match="own code"):
+        draft.apply(f"model_revision={'a' * 40} trust_remote_code=true")
     with pytest.raises(RecipeError, match="own code"):
         draft.write(text + pinned)
+    assert draft.read().recipe.trust_remote_code is False
 
 
 @pytest.mark.parametrize("name", list(shipped_recipes()))
