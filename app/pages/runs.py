@@ -9,9 +9,8 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, restore_run
 
-from ..browser_files import chart_element, has_charts
 from ..language import tr
-from ..views.markup import note, problem, problem_of, render, to_new_run
+from ..views.markup import chart_element, has_charts, note, problem, problem_of, render, to_new_run
 from ..views.run import pill
 from ..views.runs import comparison, row_of
 from ..views.sweep import sentence, state_of

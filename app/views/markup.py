@@ -17,6 +17,10 @@ from finetune.units import format_bytes, format_count, gib
 
 from ..language import mark, tr, tr_n
 
+#: Folder of uPlot and Inter, if the build could fetch them.
+FETCHED = Path(__file__).parents[1] / "fetched"
+#: By suffix of a file.
+MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
@@ -136,6 +140,23 @@ def problem_of(error: Exception) -> Safe:
     if isinstance(error, FinetuneError):
         return problem(error.title, error.problems, error.fix)
     return problem(FinetuneError.title, [str(error)])
+
+
+def fetched_files() -> list[Path]:
+    """Return the files to serve."""
+    return sorted(path for path in FETCHED.glob("*") if path.suffix in MEDIA_TYPES)
+
+
+def has_charts() -> bool:
+    """Return whether `<ft-chart>` can draw."""
+    return (FETCHED / "uplot.js").is_file()
+
+
+def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> str:
+    """Return the chart of one run, or of several to compare."""
+    called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
+    # the element fetches its points: this text stays equal while a run goes on
+    return f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>'
 
 
 #: Errors in handling a message that the page never sends.

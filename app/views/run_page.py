@@ -14,13 +14,12 @@ from finetune.recipe import parse_recipe
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
-from ..browser_files import chart_element, has_charts
 from ..language import mark, tr, tr_n
 from ..live import LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
-from .markup import Safe, as_on_page, inert, note, render
+from .markup import Safe, as_on_page, chart_element, has_charts, inert, note, render
 from .run_figures import chosen, figures, memory
 from .words import STATES, clock, in_words, precision, state_name
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..browser_files import chart_element, has_charts
 from ..language import tr
-from .markup import Safe, as_on_page, render
+from .markup import Safe, as_on_page, chart_element, has_charts, render
 from .svg_charts import Line, picture
 from .words import setting_name, value_text
 

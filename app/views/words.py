@@ -107,8 +107,8 @@ def plan_in_words(settings: Settings) -> str:
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
-        where = "{n} layers offloaded to disk" if settings.layer_offloading == "nvme" else "{n} layers offloaded to CPU"
-        ways.append(tr(where, n=settings.offloaded_layers))
+        count, is_disk = settings.offloaded_layers, settings.layer_offloading == "nvme"
+        ways.append(tr("{n} layers offloaded to disk" if is_disk else "{n} layers offloaded to CPU", n=count))
     return tr(", ").join(ways)
 
 

@@ -17,11 +17,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 
 from .. import language
-from ..browser_files import FOLDER, MEDIA_TYPES, fetched_files, has_charts
-from ..views.markup import problem_of
+from ..views.markup import FETCHED, MEDIA_TYPES, fetched_files, has_charts, problem_of
 
 #: Files of the page itself.
-OWN_FILES = sorted(path for path in FOLDER.parent.glob("*") if path.suffix in MEDIA_TYPES)
+OWN_FILES = sorted(path for path in FETCHED.parent.glob("*") if path.suffix in MEDIA_TYPES)
 _NAMES_AND_BODIES = [(path.name.encode(), path.read_bytes()) for path in [*OWN_FILES, *fetched_files()]]
 #: Folder of the page's files and of fetched files: another address after any change.
 OWN_FOLDER = f"/ft/v{zlib.crc32(repr(_NAMES_AND_BODIES).encode()):08x}"
@@ -36,7 +35,7 @@ _OF_PAGE: dict[str, tuple[str, ...]] = {
     "run": (*_OF_CHARTS, "run.css", "run.js"),
 }
 _OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
-if (FOLDER / "inter.css").is_file():
+if (FETCHED / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: Text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')

@@ -17,13 +17,12 @@ from finetune.privacy import SETTINGS
 from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
-from ..browser_files import fetched_files
+from ..views.markup import fetched_files
 from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
 from .page_filter import OWN_FILES, PageFilter, own_file
 
 _LEAST_TOKEN = 16
-_REQUEST_HEAD_S = 10.0
 #: More connections get 503, before file descriptors run out.
 _MOST_CONNECTIONS = 512
 #: All addresses of this machine.
@@ -128,6 +127,8 @@ def _report(workspace: Workspace, name: str, file: str) -> Any:
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
     """Serve until Ctrl-C; runs continue."""
+    import uvicorn
+
     token = page_token()
     bound = listen(host, port)
     port = bound.getsockname()[1]
@@ -137,37 +138,10 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
     bound.listen()  # the link works when it is printed: connections wait for the server
     print(f"finetune ui: http://{in_link}:{port}/?token={token}", flush=True)  # noqa: T201
     print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
-    try:
-        _serve_until_interrupted(application, bound)
-    finally:
-        context.close()
-    return 0
-
-
-def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class ImpatientProtocol(H11Protocol):
-        """Closes connections without a complete request head."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            # slow senders could take all connections, also after a first request
-            self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent, True, None)
-
-        def close_if_silent(self, was_idle: bool, earlier_request: Any) -> None:
-            if self.transport.is_closing():
-                return
-            is_idle = self.cycle is None or self.cycle.response_complete
-            if is_idle and was_idle and self.cycle is earlier_request:
-                self.transport.close()
-            else:
-                self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent, is_idle, self.cycle)
-
     config = uvicorn.Config(
-        application, http=ImpatientProtocol, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-        ws="none", timeout_graceful_shutdown=2, limit_concurrency=_MOST_CONNECTIONS,
+        application, http="h11", log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
+        timeout_graceful_shutdown=2, limit_concurrency=_MOST_CONNECTIONS,
     )  # fmt: skip
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.closing(context), contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[bound])
+    return 0

@@ -12,9 +12,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app import browser_files
 from app.live import LiveRun
-from app.views import run_page
+from app.views import markup, run_page
 from app.web.page_filter import OWN_FILES, OWN_FOLDER, own_file
 from finetune.run.directory import RunDirectory
 
@@ -56,7 +55,7 @@ def test_the_files_are_fetched_with_their_licences(script, tmp_path):
 
 def test_where_nothing_was_fetched_the_curves_are_pictures_and_how_to_get_charts(tmp_path, kept_run, monkeypatch):
     live = LiveRun(RunDirectory(kept_run(tmp_path)))
-    monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(markup, "FETCHED", tmp_path)
     curves = run_page.page(live, "overview", {}, run_page.texts(live, "overview"))
     assert "Charts need uPlot" in curves and "<polyline" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")

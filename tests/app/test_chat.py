@@ -56,7 +56,8 @@ def shown_turns(turns):
 
 def test_turns_have_the_answers_as_far_as_they_are(chats_with):
     chats, run = chats_with(
-        question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"), {"kind": "done", "id": "a"},
+        question("a", "one?"), answer("a", "base", "b1"),
+        {**answer("a", "tuned", "t1"), "tokens": 2, "tokens_per_s": 8.0, "stopped": True}, {"kind": "done", "id": "a"},
         question("b", "two?"), {"kind": "done", "id": "b", "error": "no memory"},
         question("c", "three?"), answer("c", "base", "b3"), answer("unasked", "base", "x"),
     )  # fmt: skip
@@ -64,6 +65,7 @@ def test_turns_have_the_answers_as_far_as_they_are(chats_with):
     answers = [{model: sample.text for model, sample in turn.answers.items()} for turn in turns]
     assert answers == [{"base": "b1", "tuned": "t1"}, {}, {"base": "b3"}]
     assert [turn.done and turn.done.error for turn in turns] == ["", "no memory", None]
+    assert "2 tokens, 8.0 tokens/s, stopped" in shown_turns(turns)
 
 
 def test_each_model_continues_with_its_own_answers(chats_with):
@@ -93,12 +95,6 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
         "It is <b>late",
         "the process was killed",
     )
-
-
-def test_an_answer_has_its_speed(chats_with):
-    speed = {"tokens": 2, "tokens_per_s": 8.0, "stopped": True}
-    chats, run = chats_with(question("a", "one?"), {**answer("a", "tuned", "It is"), **speed}, {"kind": "done", "id": "a"})
-    assert "2 tokens, 8.0 tokens/s, stopped" in shown_turns(chats.turns(run))
 
 
 def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):

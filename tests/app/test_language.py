@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import NAMES
+from browser import NAMES, OPTION
 from test_rail_settings_models import GPU, live_run
 
 from app import language
 from app.language import catalogue, preferred, spoken, tr, tr_n
 from app.page import PAGES
 from app.views import recipe_form
-from app.views.markup import render
+from app.views.markup import as_on_page, render
 from app.views.words import setting_name
 from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
@@ -110,3 +110,19 @@ def test_every_module_of_the_page_has_its_texts_translated():
     paths = [path for folder in ("pages", "views") for path in (APP / folder).glob("*.py")]
     untranslated = {path.relative_to(APP).as_posix() for path in paths if not re.search(r"\btr\(", path.read_text("utf-8"))}
     assert untranslated == WITHOUT_TEXTS
+
+
+def test_no_text_of_the_catalogue_has_option_syntax():
+    assert [text for text in marked() if OPTION.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Use --score loss.", "Use “Score: Loss only, no answers”."), ("Give rows: --data FILE.", "Give rows: “Rows”."),
+        ("Set max_length=512, or dataset.on_bad_rows=skip.", "Set max_length: 512, or dataset.on_bad_rows: skip."),
+        ("the row says a=b", "the row says a=b"),
+    ],
+)  # fmt: skip
+def test_messages_of_the_engine_have_labels_in_place_of_options_and_settings_as_in_a_recipe(text, shown):
+    assert as_on_page(text) == shown

@@ -12,7 +12,7 @@ from app.live import LiveRun
 from app.views.run import _memory_lines, measured_peak, summary_of
 from app.views.run_figures import figures, memory
 from finetune.card import find_card
-from finetune.events import Checkpoint, Evaluation, Phase, Retry, Sample, Start, Step
+from finetune.events import Phase, Retry, Sample, Step
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
@@ -122,21 +122,6 @@ def test_a_long_history_is_read_in_the_background(run):
     assert live.refresh() is False
     live.wait()
     assert live.digest.step == 5000
-
-
-def test_marks_say_what_happened_when(run):
-    live = followed(
-        run,
-        Start(resumed_from=None, step=0),
-        Step(step=1, total_steps=4, loss=1.0),
-        Evaluation(step=2, eval_loss=0.9, eval_s=1.0),
-        Checkpoint(step=2, path="x", bytes=1, save_s=0.1, seal_s=0.1),
-        Retry(attempt=2, reason="out of memory", changes={}),
-        Start(resumed_from="checkpoint-2", step=2),
-    )
-    assert [(mark["name"], mark["step"]) for mark in live.digest.marks] == [
-        ("evaluation", 2), ("save", 2), ("retry", 1), ("resume", 2),
-    ]  # fmt: skip
 
 
 def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is_of(run):

@@ -3,10 +3,10 @@
 import pytest
 from written_runs import make_sweep
 
-from app.browser_files import has_charts
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.report import main as report_main
+from app.views.markup import has_charts
 
 
 @pytest.fixture
