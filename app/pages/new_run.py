@@ -14,6 +14,8 @@ from typing import Any
 
 from fastapi import Response
 
+from finetune.card.find import catalogue_sizes
+from finetune.card.visible import usable_devices
 from finetune.errors import CommandError, FinetuneError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
@@ -25,7 +27,7 @@ from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
 from ..planning.blocker import blocker_of
-from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
+from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited, command_line
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
@@ -88,7 +90,9 @@ class NewRun:
         asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
-        parts = {"sentence": views.sentence(edited), "progress": views.progress(asked[mine]) if mine in asked else ""}
+        status = {"problems": [], "fix": "", "run": "", **asked.get(mine, {})}
+        progress = render("started", status=status) if mine in asked else ""
+        parts: dict[str, str] = {"sentence": views.sentence(edited), "progress": progress}
         if not edited.model:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
         return {
@@ -108,15 +112,18 @@ class NewRun:
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
-            shown = views.trouble(problem_of(error), tr("Unknown: no plan"))
-            parts = {"answer": shown, "plans": "", "settings": views.settings(edited, None)}
+            shown = {"note": problem_of(error), "level": "unknown", "title": tr("Unknown: no plan"), "text": "", "bar": None}
+            parts = {
+                "answer": render("answer", plan=None, **shown), "plans": "",
+                "settings": render("settings", edited=edited, plan=None),
+            }  # fmt: skip
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
         plan, is_complete = planned.plan, planned.is_complete
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
             "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=is_complete),
-            "settings": views.settings(edited, plan), "ready": ready,
+            "settings": render("settings", edited=edited, plan=plan), "ready": ready,
         }  # fmt: skip
         return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": is_complete}
 
@@ -255,9 +262,13 @@ class NewRun:
             case "model":
                 return self._model_panel(edited, query.strip()[:200], check=check)
             case "gpu":
-                return views.gpu_panel(edited)
+                sizes, chosen = catalogue_sizes(), edited.recipe.gpu
+                return render("panel_gpu", here=usable_devices(), sizes=sizes, chosen=chosen, card_label=card_label)
             case "data":
-                return views.data_panel(edited, local_datasets(self.context.workspace))
+                # without rows: reading takes time, and the browser fetches the rows afterwards
+                path = edited.data if isinstance(edited.data, str) else ", ".join(edited.data)
+                names = local_datasets(self.context.workspace)
+                return render("panel_data", path=path, names=names, kinds=", ".join(DATA_ENDINGS))
             case "look":
                 return self._look(edited)
             case "settings":
@@ -328,11 +339,7 @@ class NewRun:
             answer = self.context.planner.call("look", recipe=text)
         except FinetuneError as error:
             return shown + problem_of(error)
-        edited = self.context.draft.read()
-        return (
-            data_views.head(answer, edited.recipe) + data_views.problems(problems_of(answer), answer, edited.recipe) + shown
-            + f'<div data-part="row">{data_views.marked(answer)}</div>' + data_views.lengths(answer, edited.recipe)
-        )  # fmt: skip
+        return data_views.look(answer, self.context.draft.read().recipe, shown)
 
     # -- routes
 

@@ -14,7 +14,7 @@ from ..views.markup import chart_element, has_charts, note, problem, problem_of,
 from ..views.run import pill
 from ..views.runs import comparison, row_of
 from ..views.sweep import sentence, state_of
-from ..views.words import QUEUE_STATES, clock
+from ..views.words import clock
 from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
@@ -42,7 +42,7 @@ class RunsPage(FollowedPage):
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of, sentence=sentence),
-            "queue": render("queue", entries=self._entries(), states=QUEUE_STATES),
+            "queue": render("queue", entries=self._entries()),
             "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_LISTED]),
         }
 

@@ -11,29 +11,25 @@ from finetune.settings import AUTO, Recipe
 from finetune.settings.schema import DEFAULT_SHARE
 
 from ..language import tr, tr_n
-from ..planning.refused_rows import Problem
+from ..planning.refused_rows import Problem, problems_of
 from .markup import Safe, inert, render, small_pictures
 from .svg_charts import histogram
 
 _MARKED_CHARACTERS = 6000
 
 
-def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Return row counts, the held-out share and the template."""
-    counts, share = answer["report"], recipe.dataset.test_split_size
+def look(answer: Mapping[str, Any], recipe: Recipe, columns: Safe) -> Safe:
+    """Return row counts, problems with their remedies, columns, the first row and a histogram of tokens per row."""
+    counts, kinds, share = answer["report"], problems_of(answer), recipe.dataset.test_split_size
     if share is None:
         share = DEFAULT_SHARE if counts.get("rows_held_out") else 0
+    limit = None if recipe.max_length == AUTO else recipe.max_length
     return render(
-        "data_head", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share,
-        shown_share=f"{share:g}", template=recipe.chat_template or "",
-    )  # fmt: skip
-
-
-def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Return reasons that keep rows from training, each with a count and a remedy, then warnings."""
-    return render(
-        "data_problems", problems=kinds, total=sum(len(problem.rows) for problem in kinds),
-        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=answer["report"]["warnings"],
+        "look", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share, shown_share=f"{share:g}",
+        template=recipe.chat_template or "", problems=kinds, total=sum(len(problem.rows) for problem in kinds),
+        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=counts["warnings"], columns=columns, row=marked(answer),
+        bars=histogram(answer["lengths"], limit), limit=limit, percentiles=counts.get("lengths"),
+        over=sum(length > limit for length in answer["lengths"]) if limit else 0,
     )  # fmt: skip
 
 
@@ -47,10 +43,10 @@ def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
     )  # fmt: skip
 
 
-def marked(answer: Mapping[str, Any]) -> str:
+def marked(answer: Mapping[str, Any]) -> Safe:
     """Return a row as the model sees the row, with trained tokens marked."""
     if not answer["sequences"]:
-        return f"<h2>{tr('No valid row')}</h2>"
+        return Safe(f"<h2>{tr('No valid row')}</h2>")
     pieces, left = [], _MARKED_CHARACTERS
     for text, is_trained in answer["marked"]:
         pieces.append((Safe(inert(text[:left], left + 1)), is_trained))
@@ -63,15 +59,6 @@ def marked(answer: Mapping[str, Any]) -> str:
         count=answer["sequences"], name="row", steps=lambda index: {"row": index}, reason="", pieces=pieces,
         pictures=Safe(small_pictures(answer["pictures"])), tokens=tr_n("{n} token", "{n} tokens", answer["tokens"]),
         trained=tr("{n} trained", n=f"{answer['trained_tokens']:,}"),
-    )  # fmt: skip
-
-
-def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """Return a histogram of tokens per row with the limit, also as text."""
-    limit = None if recipe.max_length == AUTO else recipe.max_length
-    return render(
-        "lengths", bars=histogram(answer["lengths"], limit), limit=limit, percentiles=answer["report"].get("lengths"),
-        over=sum(length > limit for length in answer["lengths"]) if limit else 0,
     )  # fmt: skip
 
 

@@ -18,11 +18,11 @@ from finetune.units import gib
 
 from ..language import mark, tr
 from ..planning.blocker import Blocker
-from ..planning.catalogue import DATA_ENDINGS, Model, card_label
+from ..planning.catalogue import Model, card_label
 from ..planning.draft import Edited
 from .markup import Safe, problem, render
 from .run_figures import parts_of
-from .words import QUEUE_STATES, capital, short_name
+from .words import capital, short_name
 
 #: Roles of data columns, by field of `dataset.columns`.
 ROLES = {
@@ -52,11 +52,6 @@ def gpu_name(gpu: str) -> str:
     return f"{card_label(gpu)} · {sizes[gpu]} GB" if gpu in sizes else gpu
 
 
-def settings(edited: Edited, plan: Plan | None) -> str:
-    """Return the fields with value, recommendation and cost."""
-    return render("settings", edited=edited, plan=plan)
-
-
 def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) -> str:
     """Return the verdict, its figures, and the memory bar."""
     level, is_ready = plan.verdict.level, not _failed(plan) and (blocked is None or blocked.elsewhere)
@@ -77,11 +72,6 @@ def _because(plan: Plan) -> str:
     # the title shows the verdict already
     template, values = plan.verdict_sentence()
     return capital(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
-
-
-def trouble(note: Safe, title: str) -> str:
-    """Return an error in place of the verdict."""
-    return render("answer", note=note, level="unknown", title=title, text="", plan=None, bar=None)
 
 
 def _trust(plan: Plan) -> str:
@@ -143,11 +133,6 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
     return shown, can_start
 
 
-def progress(status: Mapping[str, Any]) -> str:
-    """Return the progress of a start; the page opens a started run."""
-    return render("started", status={"problems": [], "fix": "", "run": "", **status}, states=QUEUE_STATES)
-
-
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
     """Return the models by verdict, larger models first."""
 
@@ -164,18 +149,3 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
         "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=gpu_name(edited.recipe.gpu),
         parameters=parameters, trouble=Safe(note),
     )  # fmt: skip
-
-
-def gpu_panel(edited: Edited) -> str:
-    """Return this machine's GPUs, then the catalogue by memory."""
-    return render(
-        "panel_gpu", here=usable_devices(), sizes=catalogue_sizes(), chosen=edited.recipe.gpu,
-        card_label=card_label,
-    )  # fmt: skip
-
-
-def data_panel(edited: Edited, names: Sequence[str]) -> str:
-    """Return the choice of data."""
-    # without rows: reading takes time, and the browser fetches the rows afterwards
-    path = edited.data if isinstance(edited.data, str) else ", ".join(edited.data)
-    return render("panel_data", path=path, names=names, kinds=", ".join(DATA_ENDINGS))

@@ -7,12 +7,12 @@ import pytest
 from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
 from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
-from app.views.data import as_csv, problems
+from app.views.data import as_csv
+from app.views.markup import render
 from app.worker import SupersededError
 from app.workspace import Workspace
 from finetune.data.report import Refused
 from finetune.errors import RecipeError
-from finetune.recipe import load_recipe
 
 ROWS = [
     {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]} for role in ("usr", "user", "usr")
@@ -36,7 +36,7 @@ def answer(refused=REFUSED):
 def test_problems_are_counted_by_kind_and_offer_what_was_meant():
     first, second = problems_of(answer())
     assert (len(first.rows), first.correction, second.correction) == (2, ("usr", "user"), None)
-    html = problems(problems_of(answer()), answer(), load_recipe("tiny-cpu"))
+    html = render("data_problems", problems=[first, second], total=3, are_left_out=False, warnings=[])
     assert "<b>2</b><span>role &#x27;usr&#x27;: did you mean user?" in html
     assert "Leave all 3 out" in html and html.count(">Walk<") == 2
 
