@@ -123,9 +123,9 @@ def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> lis
     require_repo(repo)
     # only files that the last dry run listed are pushed
     if how == "--yes":
-        listed, named = context.tasks.of(run, "push").result(), kind if kind in _KINDS else "gguf"
+        listed, named = context.tasks.of(run, "push").result() or {}, kind if kind in _KINDS else "gguf"
         wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}
-        is_listed = isinstance(listed, dict) and {key: listed.get(key) for key in wanted} == wanted
+        is_listed = {key: listed.get(key) for key in wanted} == wanted
         if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):
             raise CommandError(tr("Press Dry run first to see the files."))
     chosen = f"--{kind}" if kind in _KINDS else f"--gguf={run.path / kind}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.data.readers import READERS
 from finetune.errors import RecipeError
@@ -56,7 +57,7 @@ def search_models(query: str) -> list[Model]:
     import httpx
     from huggingface_hub import HfApi
 
-    wanted = {"search": query[:100], "pipeline_tag": "text-generation", "sort": "downloads", "limit": _MOST}
+    wanted: dict[str, Any] = {"search": query[:100], "pipeline_tag": "text-generation", "sort": "downloads", "limit": _MOST}
     try:
         infos = list(HfApi().list_models(**wanted, expand=["safetensors", "cardData", "downloads"]))
     except (httpx.HTTPError, OSError) as error:

@@ -18,7 +18,7 @@ from .svg_charts import histogram
 _MARKED_CHARACTERS = 6000
 
 
-def look(answer: Mapping[str, Any], recipe: Recipe, columns: Safe) -> Safe:
+def look(answer: dict[str, Any], recipe: Recipe, columns: Safe) -> Safe:
     """Return row counts, problems with their remedies, columns, the first row and a histogram of tokens per row."""
     counts, kinds, share = answer["report"], problems_of(answer), recipe.dataset.test_split_size
     if share is None:
