@@ -18,7 +18,6 @@ from finetune.files import read_object, write_json
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.privacy import keep_private
 from finetune.recipe import load_recipe, write_recipe
-from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.settings import AUTO, Recipe
@@ -127,6 +126,8 @@ class Queue:
 
     def start(self, entry: Entry) -> None:
         """Prepare and start one entry."""
+        from finetune.run import control  # here: imports stay at most ten deep
+
         status = entry.status()
         try:
             if resumed := status.get("resume"):
