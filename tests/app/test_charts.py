@@ -126,13 +126,6 @@ def test_the_order_in_which_steps_come_does_not_matter(order):
     assert {**series.bins} == straight.bins
 
 
-def test_a_single_spike_in_a_long_run_is_kept_in_bounded_memory():
-    values = [1.0] * 50_000
-    values[31_415] = 99.0
-    series = filled(values)
-    assert 8 <= len(series.bins) <= 16 and series.bins[31_416 // series.width].high == 99.0
-
-
 def test_smoothing_begins_at_the_first_value_and_keeps_gaps():
     points = [(1.0, 4.0), (2.0, None), (3.0, 4.0)]
     assert smoothed(points, 0.9) == [(1.0, pytest.approx(4.0)), (2.0, None), (3.0, pytest.approx(4.0))]

@@ -70,13 +70,6 @@ def routes(app):
     return sorted(pairs)
 
 
-def configs(app):
-    """What each page tells a browser of its components and handlers."""
-    for address in ("/", "/run", "/runs", "/models", "/settings"):
-        page = send(app, "GET", address)[2]
-        yield json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
-
-
 def test_every_route_but_healthz_refuses_without_the_token(app):
     for method, path in routes(app):
         status, _, body = send(
@@ -145,7 +138,9 @@ def test_other_kinds_of_content_are_refused(app, kind):
 
 
 def test_gradio_handles_no_event_and_each_page_has_only_its_own_html(app):
-    for config in configs(app):
+    for address in ("/", "/run", "/runs", "/models", "/settings"):
+        page = send(app, "GET", address)[2]
+        config = json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
         assert config["dependencies"] == []
         values = [item["props"]["value"] for item in config["components"] if item["type"] == "html"]
         assert len(values) == 5 and sum("ft-page" in value or "new-run" in value for value in values) <= 2
