@@ -122,14 +122,14 @@ class Chats:
         error, self._is_stopped = "", False
         growing = self._growing[question.id] = {}
         for model in question.models:
-            said = growing[model] = ["", ""]
+            pieces = growing[model] = ["", ""]
             how |= {"model": model, "text": question.text, "pictures": question.pictures}
             try:
-                values = worker.call("answer", report=functools.partial(_add_piece, said), **how)
+                values = worker.call("answer", report=functools.partial(_add_piece, pieces), **how)
             except FinetuneError as failure:
                 error = " ".join([*failure.problems, failure.fix])
-                values = {"text": said[0], "thought": said[1], "stopped": True}
-            if not error or any(said):  # the text so far stays
+                values = {"text": pieces[0], "thought": pieces[1], "stopped": True}
+            if not error or any(pieces):  # the text so far stays
                 writer.emit(Answer(id=question.id, model=model, **values))
             if error or self._is_stopped:
                 break
@@ -184,9 +184,9 @@ class Chats:
         return self._worker
 
 
-def _add_piece(said: list[str], piece: tuple[str, bool]) -> None:
+def _add_piece(pieces: list[str], piece: tuple[str, bool]) -> None:
     text, is_thought = piece
-    said[is_thought] += text
+    pieces[is_thought] += text
 
 
 def keep_picture(folder: Path, upload: str) -> str:

@@ -71,8 +71,8 @@ def test_turns_have_the_answers_as_far_as_they_are(chats_with):
 def test_each_model_continues_with_its_own_answers(chats_with):
     chats, run = chats_with(question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"))
     conversation = Conversation(run, chats.path(run))
-    for model, said in (("tuned", "t1"), ("base", "b1")):
-        assert [message["content"] for message in conversation.history(model)[0]] == ["one?", said]
+    for model, last in (("tuned", "t1"), ("base", "b1")):
+        assert [message["content"] for message in conversation.history(model)[0]] == ["one?", last]
 
 
 def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said(chats_with):

@@ -106,7 +106,7 @@ def test_recipes_get_one_answer_from_every_door(workspace, page, monkeypatch, re
         Path("recipe").write_text(text)
         code, output, _ = run("plan", "recipe", "--json")
         answer = json.loads(output)
-        asked = answer_of(page, "plan", {"recipe": text}, Work())
+        asked = answer_of(page, "plan", {"recipe": text, "compare": True}, Work())
         shown_code, shown, wrong = run("plan", "recipe")
         assert shown_code == code, text
         if "verdict" in answer:
