@@ -76,9 +76,8 @@ def _because(plan: Plan) -> str:
 
 def _trust(plan: Plan) -> str:
     how = tr("Forecast from a dry run of this training step, on tensors without data.")
-    history = read_history(plan.card.name)
     # on a CPU only the whole process can be measured
-    errors = history.process_errors if plan.card.is_cpu else history.allocated_errors
+    errors = read_history(plan.card.name).errors("process" if plan.card.is_cpu else "allocated")
     if not errors:
         return how
     off = f"{100 * statistics.median(map(abs, errors)):.1f}"

@@ -134,9 +134,9 @@ def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, flo
     return 0.0, size / width - pair * width, pair
 
 
-def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:
+def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int) -> list[int]:
     """Return the widths of the first micro-batches, each padded to its longest row."""
-    rng, padded_lengths = random.Random(seed), sorted(min(length, longest) for length in lengths)
+    rng, padded_lengths = random.Random(0), sorted(min(length, longest) for length in lengths)
     count, batch = min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES), rows * accumulation
     widths: list[int] = []
     for step in range(-(-count // accumulation)):

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 PAGES = 40 * MIB
 #: Largest share that torch reserved beyond the replay with expandable segments (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
-_SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than allocated"
 #: Share that malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695
 #: MiB.
 MALLOC = (0.0, 0.16, 0.25)
@@ -49,8 +48,6 @@ print(psutil.Process().memory_info().rss)
 """
 #: Growth worth a note, and rows too short to be halved.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
-#: Seeds of further row orders: where uneven rows reserve more, the upper end is the most over all orders.
-OTHER_ORDERS = (1, 2)
 #: Step between the limits at which a run is tried, down from what it reserves without a limit.
 LIMIT_STEP = 0.01
 
@@ -63,8 +60,6 @@ def make_forecast(
     rows: RowShape,
     # GPU memory the run may take; within the interval, the allocator is replayed with this limit
     budget_bytes: int | None = None,
-    # skip the replay where only every n-th layer is checkpointed, as it takes a second dry run
-    quick: bool = False,
 ) -> Forecast:
     """Forecast a run of `settings` on `card` with these longest rows.
 
@@ -85,8 +80,7 @@ def make_forecast(
     highest = max(run.peaks.values())
     # A replay can't help a run that does not fit anyway, nor show when several processes allocate their gradient copies.
     is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
-    is_quick = quick and settings.activation_checkpointing_every_n_layers > 1
-    can_replay = is_alone and highest <= card.total_bytes and not is_quick
+    can_replay = is_alone and highest <= card.total_bytes
     replay = step.replayed(expandable=expandable_segments()) if can_replay else None
     if replay is not None and replay.segments:  # empty where segments can expand
         # torch counts whole blocks as allocated, which are larger than their tensors there
@@ -163,62 +157,33 @@ def with_row_lengths(
     *,
     rows: RowShape,
     lengths: Sequence[int],
-    # take the upper end from these steps alone; with no `lengths` (rows not read), from rows of every length
-    lowers: bool = False,
 ) -> Forecast:
     """Raise the forecast to what torch reserves over steps of rows of uneven length, with a note.
 
     Return it unchanged for packed rows, rows of one length, or where the allocator was not replayed.
     """
-    expandable, read = expandable_segments(), bool(lengths)
-    if lowers and not read:
-        lengths = range(LEAST_WIDTH, rows.tokens + 1)
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
         return forecast
-    step = _largest_step(config, settings, card, rows)
-    reserved_bytes = step.reserved_over(lengths, expandable=expandable)
+    expandable = expandable_segments()
+    reserved_bytes = _largest_step(config, settings, card, rows).reserved_over(lengths, expandable=expandable)
     if reserved_bytes is None:
         return forecast
+    growth = reserved_bytes / forecast.reserved_bytes - 1
     likely = max(forecast.reserved_bytes, reserved_bytes)
-    more = likely - forecast.reserved_bytes
-    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
-    most = [likely]
-    if lowers and reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
-        other_orders = (step.reserved_over(lengths, expandable=expandable, seed=seed) for seed in OTHER_ORDERS)
-        most += [other for other in other_orders if other is not None]
-    high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + context
-    if not lowers:
-        high = max(forecast.peak_high_bytes, high)
-    share = max(most) / max(forecast.peaks.values()) - 1 if lowers else None
-    notes = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
+    high = round(_with_replay_error(likely) * (1 + DRY_RUN_ERROR)) + (card.context_bytes or 0) + card.context_uncertainty_bytes
+    more, end = (f"{growth:.1%} more", "; packing=true would avoid that") if growth > SMALL_GROWTH else ("no more", "")
+    note = (
+        "rows of uneven length, the longest in the first two steps: in a replay of more steps, torch's allocator reserves "
+        f"{more} than for the longest row alone{', with expandable segments' if expandable else end}"
+    )
     return dataclasses.replace(
-        forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
+        forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + likely - forecast.reserved_bytes,
+        peak_high_bytes=max(forecast.peak_high_bytes, high), notes=(*forecast.notes, note),
         reserved_peaks={  # torch keeps what the steps reserved
             phase: reserved if phase == "load" else max(reserved, reserved_bytes)
             for phase, reserved in forecast.reserved_peaks.items()
         },
-        notes=(*notes, _growth_note(reserved_bytes / forecast.reserved_bytes - 1, share, expandable=expandable, read=read)),
     )  # fmt: skip
-
-
-def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
-    """Lower the upper end to the margin above allocated memory of `other`."""
-    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
-    share = (other.peak_high_bytes - context) / max(other.peaks.values())
-    least = forecast.reserved_bytes * (1 + DRY_RUN_ERROR) if forecast.reserved_peaks else 0.0
-    high = round(max(least, share * max(forecast.peaks.values()))) + context
-    return dataclasses.replace(forecast, peak_high_bytes=min(high, forecast.peak_high_bytes))
-
-
-def _growth_note(growth: float, share: float | None, *, expandable: bool, read: bool) -> str:
-    over = "rows of uneven length, the longest in the first two steps: in a replay of more steps, torch's allocator reserves"
-    more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
-    if expandable:
-        return f"{over} {more} than for the longest row alone, with expandable segments"
-    packing = "; packing=true would avoid that" if growth > SMALL_GROWTH else ""
-    end = "" if share is None else f"; at most {share:.1%} more than allocated, the upper end where segments can't expand"
-    unread = "" if read else "; the rows were not read, so rows of every length were replayed"
-    return f"{over} {more} than for the longest row alone{packing}{end}{unread}"
 
 
 def _at_limit(run: LargestStep, unlimited: Replay, limit: int) -> bool:
@@ -283,6 +248,6 @@ def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, 
         return ()
     # the replay repeats one micro-batch: it describes a run only if packing makes all rows equally long
     if replay is None or settings.packing is not True:
-        return (_SEGMENTED_NOTE,)
+        return ("no expandable segments on this platform: fragmentation may reserve up to 14 % more than allocated",)
     share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than allocated"
     return (f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from finetune.settings.vision import Sizes
 
@@ -92,9 +92,3 @@ class RowShape:
 def why_not_compiled(forecast: Forecast) -> str:
     """Return why the forecast is not for compiled layers; empty if it is, or need not be."""
     return next((note for note in forecast.notes if note.startswith(UNCOMPILABLE)), "")
-
-
-def with_margin_above(forecast: Forecast, other: Forecast) -> Forecast:
-    """Raise the upper end to at least the margin above allocated memory of `other`."""
-    least = forecast.allocated_bytes + other.peak_high_bytes - other.allocated_bytes
-    return replace(forecast, peak_high_bytes=max(forecast.peak_high_bytes, least))

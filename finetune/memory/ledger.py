@@ -120,20 +120,18 @@ class LargestStep:
         def replayed_peaks() -> dict[str, Any] | None:
             from finetune.memory.step import garbage_collection_paused
 
-            # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end.
-            simulation, _ = self.simulated(mixes=expandable)
             with garbage_collection_paused(), suppress(OutOfMemory):
-                trace = simulation.trace()
+                trace = self.simulated()[0].trace()
                 return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
             return None
 
         cached = cache.cached(self._key("replay", expandable=expandable, limit=limit), replayed_peaks)
         return Replay(**cached) if cached else None
 
-    def reserved_over(self, lengths: Sequence[int], *, expandable: bool, seed: int = 0) -> int | None:
-        """Return the peak reserved bytes over steps of rows of these lengths, or None; `seed` decides the row order."""
+    def reserved_over(self, lengths: Sequence[int], *, expandable: bool) -> int | None:
+        """Return the peak reserved bytes over steps of rows of these lengths, or None."""
         micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
-        widths = micro_batch_widths(lengths, micro, self.rows.tokens, accumulation, seed)
+        widths = micro_batch_widths(lengths, micro, self.rows.tokens, accumulation)
 
         def reserved_by_steps() -> int | None:
             from finetune.memory.step import garbage_collection_paused
@@ -142,7 +140,7 @@ class LargestStep:
             tokens, narrow = self.rows.tokens, self.rows.tokens // 2
             steps = self, replace(self, rows=replace(self.rows, tokens=narrow))
             with garbage_collection_paused(), suppress(NotRepeated):
-                wide, other = (step.simulated(mixes=False)[0].trace() for step in steps)
+                wide, other = (step.simulated()[0].trace() for step in steps)
                 if wide and other:
                     micro_batches = MicroBatchEvents(wide, tokens, other, narrow)
                     return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
@@ -169,15 +167,16 @@ class LargestStep:
     def _with(self, **changes: Any) -> LargestStep:
         return replace(self, settings=resolved(self.settings, **changes))
 
-    def simulated(self, *, mixes: bool = True) -> tuple[Simulation, str]:
-        """Return the simulation, and its method; `mixes`: it may be mixed from others."""
+    def simulated(self) -> tuple[Simulation, str]:
+        """Return the simulation, and its method."""
         from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
         from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
         from finetune.memory.simulate import Batch, simulate
 
-        # mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events
+        # Mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events,
+        # which can't be replayed.
         config, settings, every = self._model_config, self.settings, self.settings.activation_checkpointing_every_n_layers
-        if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
+        if every > 1 and can_mix(settings, has_identical_layers(config)):
             (recomputed, method), (uncheckpointed, _) = (
                 self._with(activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1).simulated()
                 for all_layers in (True, False)

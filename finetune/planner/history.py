@@ -24,8 +24,8 @@ KEPT = 20
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Figures of a row as forecast and as measured.
 _COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Memory whose errors change later plans: allocated and reserved on a GPU, the process on a CPU.
-_ERRORS = ("allocated", "reserved", "process")
+#: Columns of an uninterrupted run; `workload_s` in seconds of the speed model.
+_WHOLE_RUN = ("workload_s", "train_s", "load_s")
 #: Columns that may leave this machine: no name of a model, file or person.
 _SHARED = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
@@ -34,41 +34,45 @@ _SHARED = (
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
-    """A finished run: workload in seconds of the speed model, and measured seconds."""
-
-    model: str
-    workload_s: float
-    train_s: float
-    load_s: float
-
-
-@dataclass(frozen=True)
 class History:
-    """Measurements of earlier runs on one GPU."""
+    """Measurements of earlier runs on one GPU, oldest first."""
 
-    runs: int = 0
-    #: Median of measured / modelled step time; None if never measured.
-    speed_factor: float | None = None
-    #: Measured / forecast bytes - 1 of each run, oldest first; `process_errors` of a CPU's process.
-    allocated_errors: tuple[float, ...] = ()
-    process_errors: tuple[float, ...] = ()
-    reserved_errors: tuple[float, ...] = ()
-    #: Runs measured from start to end.
-    measured_runs: tuple[MeasuredRun, ...] = ()
+    rows: Sequence[dict[str, Any]]
+    #: Of these, the rows modelled with today's rates: only their times count.
+    timed: Sequence[dict[str, Any]]
+
+    def errors(self, name: str) -> list[float]:
+        """Return measured / forecast bytes - 1 of each run: `allocated` or `reserved` on a GPU, `process` on a CPU."""
+        return [ratio - 1 for ratio in _ratios(self.rows, f"measured_{name}_bytes", f"forecast_{name}_bytes")]
 
     @property
-    def worst_excess(self) -> float:
-        return max((*self.allocated_errors, 0.0))
+    def speed_factor(self) -> float | None:
+        """Median of measured / modelled step time; None if never measured."""
+        factors = _ratios(self.timed, "measured_step_s", "modelled_step_s")
+        return min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
+
+    def run_time(self, workload_s: float | None, model: str) -> RunTime | None:
+        """Return the expected time of a run, None before the first uninterrupted run."""
+        whole_runs = [row for row in self.timed if all(map(row.get, _WHOLE_RUN))]
+        # other models' runs are better than none: workloads scale
+        runs = [row for row in whole_runs if row.get("model") == model] or whole_runs
+        if not workload_s or not runs:
+            return None
+        factor = statistics.median(_ratios(runs, "train_s", "workload_s"))
+        return RunTime(statistics.median(row["load_s"] for row in runs), workload_s * factor, len(runs))
 
     def summary(self, card_name: str) -> str:
-        notes = [f"{self.runs} earlier run{'s' * (self.runs != 1)} on {card_name}"]
+        notes = [f"{len(self.rows)} earlier run{'s' * (len(self.rows) != 1)} on {card_name}"]
         if self.speed_factor is not None:
             notes.append(f"steps took {self.speed_factor:.2f} times the modelled time")
-        for name in _ERRORS:
-            if errors := getattr(self, f"{name}_errors"):
+        for name in ("allocated", "reserved", "process"):
+            if errors := self.errors(name):
                 notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
         return "; ".join(notes)
+
+
+def _ratios(rows: Sequence[dict[str, Any]], measured: str, expected: str) -> list[float]:
+    return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
 
 
 def record_run(
@@ -106,23 +110,7 @@ def record_run(
 def read_history(card_name: str, rates_measured_at: str = "") -> History:
     """Return earlier runs' measurements on this GPU."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
-    # times count only with the same rates
-    timed = [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at]
-
-    def ratios(rows: list[dict[str, Any]], measured: str, expected: str) -> list[float]:
-        return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
-
-    errors = {
-        f"{name}_errors": tuple(ratio - 1 for ratio in ratios(rows, f"measured_{name}_bytes", f"forecast_{name}_bytes"))
-        for name in _ERRORS
-    }
-    factors, runs = ratios(timed, "measured_step_s", "modelled_step_s"), []
-    factor = min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
-    for row in timed:
-        seconds: list[Any] = [row.get(name) for name in ("workload_s", "train_s", "load_s")]
-        if all(isinstance(value, float) and value > 0 for value in seconds):
-            runs.append(MeasuredRun(str(row.get("model")), *seconds))
-    return History(len(rows), factor, measured_runs=tuple(runs), **errors)
+    return History(rows, [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at])
 
 
 def shared_rows() -> list[dict[str, Any]]:
@@ -144,18 +132,8 @@ def _rows() -> list[dict[str, Any]]:
 
 def _is_figure(entry: tuple[str, Any]) -> bool:
     name, value = entry
-    is_measured = name.startswith(("measured_", "forecast_", "modelled_"))
+    is_measured = name.startswith(("measured_", "forecast_", "modelled_")) or name in _WHOLE_RUN
     return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
-
-
-def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:
-    """Return the expected time of a run, None before the first measured run."""
-    # other models' runs are better than none: workloads scale
-    runs = [run for run in measured if run.model == model] or measured
-    if not workload or not runs:
-        return None
-    factor = statistics.median(run.train_s / run.workload_s for run in runs)
-    return RunTime(statistics.median(run.load_s for run in runs), workload * factor, len(runs))
 
 
 def cost_of(seconds: float | None, price_per_hour: float | None) -> float | None:

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
 from finetune.card.host import PROCESS_BYTES
 from finetune.errors import RecipeError
-from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
-from finetune.memory.forecast import Forecast, RowShape, why_not_compiled, with_margin_above
+from finetune.memory.device_peak import make_forecast, with_row_lengths
+from finetune.memory.forecast import Forecast, RowShape, why_not_compiled
 from finetune.model.configuration import read_config
 from finetune.model.hybrid import FLA, MAMBA, kernel_problem
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner import defaults, resources
 from finetune.planner.explain import alternatives, describe, explain_strategy
-from finetune.planner.history import cost_of, read_history, run_time
+from finetune.planner.history import cost_of, read_history
 from finetune.planner.plan import Choices, DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, VisionWork, shape_of, vision_work
@@ -203,32 +202,21 @@ class _Planner:
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
-        if self.forecaster or self.card.is_cpu or not (self.data and self.data.lengths) or not expandable_segments():
+        if self.forecaster or self.card.is_cpu or not (self.data and self.data.lengths):
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
-        forecast = self._replay_rows(candidate.forecast, self.config, settings, self._rows(settings, candidate.width))
+        rows, lengths = self._rows(settings, candidate.width), self.data.lengths
+        forecast = with_row_lengths(candidate.forecast, self.config, settings, self.card, rows=rows, lengths=lengths)
         raised = dataclasses.replace(candidate, forecast=forecast)
         search.evaluated[search.evaluated.index(candidate)] = raised
         return raised
 
-    def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, rows: RowShape) -> Forecast:
-        return with_row_lengths(
-            forecast, config, settings, self.card, rows=rows, lengths=self.data.lengths if self.data else (),
-            lowers=not expandable_segments(),
-        )  # fmt: skip
-
     def compare(self, attempt: _Attempt) -> None:
         if attempt.verdict != Verdict.NO_FIT:
-            search = self._quick_search(attempt)
-            options = search.within_budget(self._open_strategies(attempt))
+            options = attempt.search.within_budget(self._open_strategies(attempt))
             for strategy in neighbours(attempt.evaluated.strategy, options):
-                search.forecast(strategy)
-
-    def _quick_search(self, attempt: _Attempt) -> Search:
-        reference = self._with_excess(attempt.evaluated.forecast, -1)
-        forecaster = self._forecasts(attempt.choices, attempt.search.job, reference)
-        return dataclasses.replace(attempt.search, forecaster=forecaster)
+                attempt.search.forecast(strategy)
 
     def method_price(self, attempt: _Attempt) -> str:
         """Return a method's price relative to SFT; empty for methods on SFT's rows."""
@@ -251,13 +239,16 @@ class _Planner:
         self.report_progress("forecasting compiled layers")
         settings = self._settings_of(compiled, chosen.strategy)
         try:
-            forecast = with_margin_above(self._forecast(self.config, settings, search.job.batches.longest), chosen.forecast)
+            forecast = self._forecast(self.config, settings, search.job.batches.longest)
             reason = why_not_compiled(forecast)
         except RecipeError as error:
             reason = error.problems[0]
         if reason:
             search.rule_out_compiling(options, reason)
             return None
+        # compiled layers are not replayed over rows of uneven length: the margin is at least that of lean layers
+        least = forecast.allocated_bytes + chosen.forecast.peak_high_bytes - chosen.forecast.allocated_bytes
+        forecast = dataclasses.replace(forecast, peak_high_bytes=max(forecast.peak_high_bytes, least))
         search.note_compiled(chosen, forecast)
         if forecast.peak_high_bytes > self.budget:
             return None
@@ -281,7 +272,7 @@ class _Planner:
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         workload = workload_s(timing.step_s, steps, settings, self.data)
-        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs)
+        length = self.history.run_time(workload, settings.model_name_or_path)
         modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
@@ -298,7 +289,7 @@ class _Planner:
 
     def with_fastest(self, attempt: _Attempt) -> _Attempt:
         """Add the fastest strategy that fits, if preferences chose a slower one."""
-        search, options = self._quick_search(attempt), self._open_strategies(attempt)
+        search, options = attempt.search, self._open_strategies(attempt)
         if not attempt.verdict.fits or self.card.is_cpu:
             return attempt
         if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
@@ -311,7 +302,7 @@ class _Planner:
                 break
             search.forecast(fastest)
             if (evaluated := search.lookup(fastest)) and search.fits(evaluated):
-                other = dataclasses.replace(attempt, search=search, chosen=evaluated)
+                other = dataclasses.replace(attempt, chosen=evaluated)
                 if search.lean_because(fastest) or self._compiled(other, [fastest]):
                     return dataclasses.replace(attempt, fastest=evaluated)
         return attempt
@@ -321,7 +312,7 @@ class _Planner:
         notes: list[str] = []
         if strategy.offload_target == "nvme":
             notes.append(f"assumes a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s; a run measures the drive first")
-        if self.history.runs:
+        if self.history.rows:
             notes.append(self.history.summary(self.card.name))
         if attempt.evaluated.forecast.at_limit:
             notes.append(AT_LIMIT)
@@ -368,11 +359,11 @@ class _Planner:
         # plan what the recipe sets, even if host memory is too small: the plan says so
         return holdable if attempt.offload_target else holdable or options
 
-    def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
+    def _forecasts(self, choices: Choices, job: Job) -> Callable[[Strategy], Forecast]:
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
             self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
-            return self._forecast(self.config, self._settings_of(choices, strategy), width, reference)
+            return self._forecast(self.config, self._settings_of(choices, strategy), width)
 
         return forecast
 
@@ -382,31 +373,16 @@ class _Planner:
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 
-    def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        rows = self._rows(settings, width)
-        in_segments = not self.forecaster and not self.card.is_cpu and not expandable_segments()
-        # Without expandable segments, uneven rows decide the upper end: each strategy simulates them, which is slow.
-        # A strategy that is only compared is scaled from `reference` instead.
-        if in_segments and reference is not None:
-            forecast = self.make_forecast(config, settings, self.card, rows=rows, quick=True)
-            return self._with_excess(with_margin_of(forecast, reference, self.card))
-        forecast = self.make_forecast(config, settings, self.card, rows=rows)
-        return self._with_excess(self._replay_rows(forecast, config, settings, rows) if in_segments else forecast)
+    def _forecast(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
+        forecast = self.make_forecast(config, settings, self.card, rows=self._rows(settings, width))
+        # no dry run includes the worst excess of earlier runs here
+        errors = self.history.errors("process" if self.card.is_cpu else "allocated")
+        more = round(max((*errors, 0.0)) * (forecast.peak_bytes if self.card.is_cpu else forecast.allocated_bytes))
+        high = forecast.peak_high_bytes + more
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not more)
 
     def _rows(self, settings: Settings, width: int) -> RowShape:
         return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
-
-    def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
-        if self.card.is_cpu:
-            # on the CPU, widen the interval by the errors of earlier runs
-            seen = (round(forecast.peak_bytes * (1 + error)) for error in self.history.process_errors)
-            ends = forecast.peak_low_bytes, forecast.peak_high_bytes, *seen
-            return dataclasses.replace(forecast, peak_low_bytes=min(ends), peak_high_bytes=max(ends))
-        # no replay includes the worst excess of earlier runs on this GPU; sign -1 lowers the upper end again
-        more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
-        return dataclasses.replace(
-            forecast, peak_high_bytes=forecast.peak_high_bytes + more, at_limit=forecast.at_limit and not more
-        )
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         launch, verdict = settings.launch, attempt.verdict

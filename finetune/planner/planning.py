@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.card.allocator import expandable_segments
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.model.configuration import read_config, vocabulary_size
@@ -152,8 +151,6 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
     forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
-    if card.is_cpu or not expandable_segments():
-        return forecast
     return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths)
 
 

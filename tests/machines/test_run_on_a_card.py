@@ -184,7 +184,7 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     phases = {event.phase: event for event in read_events(run.events) if isinstance(event, Phase)}
     assert phases.keys() == {"load"}  # with neither evaluations nor checkpoints
     assert all((event.peak_reserved_bytes, event.peak_segments) == (RESERVED, SEGMENTS + 1) for event in phases.values())
-    (measured,) = read_history(plan.card.name).reserved_errors
+    (measured,) = read_history(plan.card.name).errors("reserved")
     assert measured == end.reserved_error
 
 

@@ -1,4 +1,4 @@
-"""Tight: the allocator, replayed with the budget as its limit, returns cached blocks and continues."""
+"""What torch reserves at most, and a budget below that: the replayed allocator returns cached blocks and continues."""
 
 import dataclasses
 
@@ -7,11 +7,12 @@ from tiny_models import config_values, settings
 
 from finetune.card import find_card
 from finetune.memory import device_peak
+from finetune.memory.allocator_replay import Replay
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import LargestStep
 from finetune.planner.plan import verdict_of
-from finetune.units import MIB
+from finetune.units import GIB, MIB
 
 #: From nothing that could fit to what surely does.
 ORDER = ["does not fit", "tight", "fits"]
@@ -57,3 +58,16 @@ def test_whole_blocks_count_as_forecast_where_segments_are_fixed_so_that_no_run_
     forecast = make_forecast(values, settings(), CARD, rows=RowShape(1000))
     tensors = LargestStep(values, settings(), RowShape(1000)).dry_run().allocated_bytes
     assert forecast.allocated_bytes == forecast.peaks["train"] == replays[-1].allocated["train"] > tensors
+
+
+@pytest.mark.parametrize(
+    ("expandable", "even", "most_gib"), [(False, True, 20.6), (False, False, 22.8), (True, True, 21.012), (True, False, 21.012)]
+)
+def test_the_most_is_the_replays_and_for_uneven_rows_in_fixed_segments_at_least_the_interval(
+    monkeypatch, expandable, even, most_gib
+):
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
+    replay = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
+    _, likely, most = device_peak._reserved(20 * GIB, find_card("rtx-4090"), replay, even=even)
+    assert likely == replay.reserved_bytes
+    assert most == pytest.approx(most_gib * GIB * (1 + device_peak.DRY_RUN_ERROR))

@@ -107,25 +107,3 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
     packed = recipe.model_copy(update={"packing": True})
     assert with_row_lengths(before, VALUES, packed, CARD, rows=RowShape(2048), lengths=LENGTHS) is before
     assert with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=[7, 7]) is before
-
-
-@pytest.mark.slow
-def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_covers_other_orders(monkeypatch, tmp_path):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: False)
-    recipe = settings(per_device_train_batch_size=1)
-    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
-    after, unread = (
-        with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=lengths, lowers=True)
-        for lengths in (LENGTHS, ())
-    )
-    assert "up to 14 %" in str(before.notes) and "14 %" not in str(after.notes) + str(unread.notes)
-    assert "rows were not read" in unread.notes[-1] and "rows were not read" not in after.notes[-1]
-    for forecast, lengths in ((after, LENGTHS), (unread, range(64, 2049))):
-        least = before.reserved_bytes * (1 + device_peak.DRY_RUN_ERROR) + CARD.context_bytes
-        assert least - 1 <= forecast.peak_high_bytes and "the upper end where segments can't expand" in forecast.notes[-1]
-        wide, steps = traced(2048), recipe.gradient_accumulation_steps
-        batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
-        for seed in (3, 4):
-            reserved = replay_widths(wide, batches, micro_batch_widths(lengths, 1, 2048, steps, seed), steps, expandable=False)
-            assert reserved + CARD.context_bytes <= forecast.peak_high_bytes
