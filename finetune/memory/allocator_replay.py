@@ -21,17 +21,18 @@ _FEW_TOKENS = 0.02
 
 @dataclass(frozen=True)
 class Replay:
-    """Peaks of a replayed run, in bytes; by phase: load, train, save, eval."""
+    """Peaks of a replayed run by phase: load, train, save, eval."""
 
-    allocated_bytes: int
-    reserved_bytes: int
-    #: How often cached blocks had to be freed to stay within the limit.
-    retries: int
-    reserved: dict[str, int] = field(default_factory=dict)
-    #: Empty where segments are expandable.
+    #: Bytes of whole blocks: torch splits no rest below 1 MiB off a block of a segment that can't expand.
+    allocated: dict[str, int]
+    #: Bytes.
+    reserved: dict[str, int]
+    #: Number of segments; empty where they are expandable.
     segments: dict[str, int] = field(default_factory=dict)
-    #: Whole blocks: torch splits no rest below 1 MiB off a block of a segment that can't expand.
-    allocated: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(self.reserved.values())
 
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
@@ -59,10 +60,7 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     allocated, reserved, segments = (
         {phase: max(part[index] for part in parts) for phase, parts in peaks.items()} for index in range(3)
     )
-    return Replay(
-        max(allocated.values()), max(reserved.values()), allocator.retries, reserved, {} if expandable else segments,
-        allocated,
-    )  # fmt: skip
+    return Replay(allocated, reserved, {} if expandable else segments)
 
 
 def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]]]:

@@ -60,12 +60,14 @@ def make_forecast(
     rows: RowShape,
     # GPU memory the run may take; within the interval, the allocator is replayed with this limit
     budget_bytes: int | None = None,
+    # of all rows: the allocator is also replayed over steps of rows of uneven length, which can only raise the forecast
+    lengths: Sequence[int] = (),
 ) -> Forecast:
     """Forecast a run of `settings` on `card` with these longest rows.
 
     Raises RecipeError for a model that can't be built.
     """
-    step = _largest_step(config, settings, card, rows)
+    step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
     one_gpu = step.dry_run()
     is_sharded = settings.launch.strategy != "ddp"
     # DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)
@@ -104,15 +106,11 @@ def make_forecast(
         disk_bytes=_disk_bytes(one_gpu, settings),
         notes=run.notes + _notes(settings, card, replay),
     )
-    least, most = forecast.peak_low_bytes, forecast.peak_high_bytes
-    if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments()):
-        return forecast
-    limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
-    return dataclasses.replace(forecast, at_limit=_at_limit(step, replay, limit))
-
-
-def _largest_step(config: dict[str, Any], settings: Settings, card: Card, rows: RowShape) -> LargestStep:
-    return LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
+    if replay is not None and budget_bytes is not None and (even or expandable_segments()):
+        limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
+        is_uncertain = forecast.peak_low_bytes <= budget_bytes < forecast.peak_high_bytes
+        forecast = dataclasses.replace(forecast, at_limit=is_uncertain and _at_limit(step, replay, limit))
+    return _over_row_lengths(forecast, step, lengths, card)
 
 
 def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
@@ -149,23 +147,13 @@ def process_bytes() -> int:
         return LOADED_LATER + PROCESS_BYTES
 
 
-def with_row_lengths(
-    forecast: Forecast,
-    config: dict[str, Any],
-    settings: Settings,
-    card: Card,
-    *,
-    rows: RowShape,
-    lengths: Sequence[int],
-) -> Forecast:
-    """Raise the forecast to what torch reserves over steps of rows of uneven length, with a note.
-
-    Return it unchanged for packed rows, rows of one length, or where the allocator was not replayed.
-    """
-    if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
+def _over_row_lengths(forecast: Forecast, step: LargestStep, lengths: Sequence[int], card: Card) -> Forecast:
+    """Raise the forecast to what torch reserves over steps of rows of these lengths, with a note."""
+    # packed rows have one length
+    if not forecast.reserved_peaks or step.settings.packing is True or len(set(lengths)) < 2 or step.rows.tokens < LEAST_WIDTH:
         return forecast
     expandable = expandable_segments()
-    reserved_bytes = _largest_step(config, settings, card, rows).reserved_over(lengths, expandable=expandable)
+    reserved_bytes = step.reserved_over(lengths, expandable=expandable)
     if reserved_bytes is None:
         return forecast
     growth = reserved_bytes / forecast.reserved_bytes - 1
@@ -194,7 +182,7 @@ def _at_limit(run: LargestStep, unlimited: Replay, limit: int) -> bool:
     share = 1 - limit / (1 + DRY_RUN_ERROR) / unlimited.reserved_bytes
     steps = max(0, math.ceil(share / LIMIT_STEP - 1e-3))  # a byte is no step
     limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
-    if limits[-1] < unlimited.allocated_bytes:
+    if limits[-1] < max(unlimited.allocated.values()):
         return False
     return all(run.replayed(expandable=expandable_segments(), limit=lower_limit) is not None for lower_limit in limits[1:])
 
@@ -249,5 +237,5 @@ def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, 
     # the replay repeats one micro-batch: it describes a run only if packing makes all rows equally long
     if replay is None or settings.packing is not True:
         return ("no expandable segments on this platform: fragmentation may reserve up to 14 % more than allocated",)
-    share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than allocated"
+    share = f"{replay.reserved_bytes / max(replay.allocated.values()) - 1:.1%} more than allocated"
     return (f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator",)

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.card.card import Card
 from finetune.card.host import PROCESS_BYTES
 from finetune.errors import RecipeError
-from finetune.memory.device_peak import make_forecast, with_row_lengths
+from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import Forecast, RowShape, why_not_compiled
 from finetune.model.configuration import read_config
 from finetune.model.hybrid import FLA, MAMBA, kernel_problem
@@ -206,8 +206,7 @@ class _Planner:
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
-        rows, lengths = self._rows(settings, candidate.width), self.data.lengths
-        forecast = with_row_lengths(candidate.forecast, self.config, settings, self.card, rows=rows, lengths=lengths)
+        forecast = self._forecast(self.config, settings, candidate.width, lengths=self.data.lengths)
         raised = dataclasses.replace(candidate, forecast=forecast)
         search.evaluated[search.evaluated.index(candidate)] = raised
         return raised
@@ -373,16 +372,14 @@ class _Planner:
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 
-    def _forecast(self, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
-        forecast = self.make_forecast(config, settings, self.card, rows=self._rows(settings, width))
+    def _forecast(self, config: dict[str, Any], settings: Settings, width: int, **more: Any) -> Forecast:
+        rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
+        forecast = self.make_forecast(config, settings, self.card, rows=rows, **more)
         # no dry run includes the worst excess of earlier runs here
         errors = self.history.errors("process" if self.card.is_cpu else "allocated")
         more = round(max((*errors, 0.0)) * (forecast.peak_bytes if self.card.is_cpu else forecast.allocated_bytes))
         high = forecast.peak_high_bytes + more
         return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not more)
-
-    def _rows(self, settings: Settings, width: int) -> RowShape:
-        return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         launch, verdict = settings.launch, attempt.verdict

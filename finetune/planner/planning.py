@@ -146,12 +146,11 @@ def _picture_note(plan: Plan) -> str:
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """Forecast a plan with changed settings for these rows. Raises RecipeError."""
-    from finetune.memory.device_peak import make_forecast, with_row_lengths
+    from finetune.memory.device_peak import make_forecast
 
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
-    forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
-    return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths)
+    return make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes, lengths=data.lengths)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:

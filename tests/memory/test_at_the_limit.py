@@ -67,7 +67,7 @@ def test_the_most_is_the_replays_and_for_uneven_rows_in_fixed_segments_at_least_
     monkeypatch, expandable, even, most_gib
 ):
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
-    replay = Replay(reserved_bytes=round(20.6 * GIB), allocated_bytes=20 * GIB, retries=0)
+    replay = Replay({"train": 20 * GIB}, {"train": round(20.6 * GIB)})
     _, likely, most = device_peak._reserved(20 * GIB, find_card("rtx-4090"), replay, even=even)
     assert likely == replay.reserved_bytes
     assert most == pytest.approx(most_gib * GIB * (1 + device_peak.DRY_RUN_ERROR))

@@ -9,7 +9,7 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.memory import device_peak
 from finetune.memory.allocator_replay import MicroBatchEvents, micro_batch_widths, replay, replay_widths
-from finetune.memory.device_peak import make_forecast, with_row_lengths
+from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import shape_of
 from finetune.memory.simulate import Batch, simulate
@@ -98,12 +98,15 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
     recipe = settings(per_device_train_batch_size=1)
-    before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
+
+    def forecast_of(recipe, *lengths):
+        return make_forecast(VALUES, recipe, CARD, rows=RowShape(2048), lengths=lengths)
+
+    before = forecast_of(recipe)
     for _ in range(2):  # then from the cache
-        after = with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=LENGTHS)
+        after = forecast_of(recipe, *LENGTHS)
         assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
         (note,) = set(after.notes) - set(before.notes)
         assert note.startswith("rows of uneven length") and ("expandable segments" in note) is expandable
     packed = recipe.model_copy(update={"packing": True})
-    assert with_row_lengths(before, VALUES, packed, CARD, rows=RowShape(2048), lengths=LENGTHS) is before
-    assert with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=[7, 7]) is before
+    assert forecast_of(packed, *LENGTHS) == forecast_of(packed) and forecast_of(recipe, 7, 7) == before
