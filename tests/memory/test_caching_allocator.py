@@ -73,17 +73,19 @@ def random_requests(allocator, seed, count=600, streams=(0, 0, 0, 1)):
     return live
 
 
-@BOTH
 @pytest.mark.parametrize("seed", range(8))
-def test_blocks_tile_their_segments_and_sums_agree(expandable, seed):
-    allocator = CachingAllocator(expandable=expandable)
-    for name in random_requests(allocator, seed):
-        allocator.release(name)
-    assert_sound(allocator)
-    assert allocator.allocated == 0
-    assert expandable or all(len(chain) == 1 for chain in chains(allocator))  # every segment is one free block again
-    allocator.empty_cache()
-    assert allocator.reserved == 0
+def test_blocks_tile_their_segments_and_sums_agree(seed):
+    fixed, growing = allocators = [CachingAllocator(expandable=expandable) for expandable in (False, True)]
+    for allocator in allocators:
+        for name in random_requests(allocator, seed):
+            allocator.release(name)
+        assert_sound(allocator)
+        assert allocator.allocated == 0 and allocator.peak_reserved >= allocator.peak_allocated
+        assert allocator is growing or all(len(chain) == 1 for chain in chains(allocator))  # each segment is one free block
+        allocator.empty_cache()
+        assert allocator.reserved == 0
+    # a large block with at most 1 MiB to spare is not split, except in an expandable segment
+    assert growing.peak_allocated <= fixed.peak_allocated
 
 
 @BOTH
@@ -100,16 +102,6 @@ def test_with_a_limit_never_more_is_reserved(expandable, seed):
     assert capped.peak_reserved <= limit
     assert capped.retries > 0
     assert_sound(capped)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_reserved_is_never_less_than_allocated(seed):
-    allocators = [CachingAllocator(expandable=expandable) for expandable in (False, True)]
-    for allocator in allocators:
-        random_requests(allocator, seed)
-        assert allocator.peak_reserved >= allocator.peak_allocated
-    # A large block with at most 1 MiB to spare is not split, except in an expandable segment.
-    assert allocators[1].peak_allocated <= allocators[0].peak_allocated
 
 
 def test_sizes_of_segments():
@@ -216,22 +208,6 @@ def recorded_run(expandable, monkeypatch):
     )
     allocator_replay.replay(traces()[0], expandable=expandable)
     return allocators[0]
-
-
-@pytest.mark.slow
-@BOTH
-def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
-    noted = recorded_run(expandable, monkeypatch)
-    second = CachingAllocator(expandable=expandable)
-    for event, sums in zip(noted.asked, noted.sums, strict=True):
-        if event is None:
-            second.empty_cache()
-        elif event[1] < 0:
-            second.release(event[0])
-        else:
-            second.allocate(*event)
-        assert [second.allocated, second.reserved] == sums
-    assert len(noted.asked) > 1000 and sum(size for run in noted.segments_as_torch_shows_them() for size, _ in run) == sums[1]
 
 
 def at_random_addresses(seed):

@@ -75,8 +75,3 @@ def test_what_would_not_be_exact_is_not_mixed(more):
     recipe = settings(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
     assert can_mix(recipe, identical=True) and not can_mix(recipe, identical=False)
     assert not can_mix(resolved(recipe, **more), identical=True)
-
-
-def test_layers_of_sliding_and_full_attention_differ():
-    assert has_identical_layers(config_from(config_values("llama"), settings()))
-    assert not has_identical_layers(config_from(config_values("gemma2"), settings()))
