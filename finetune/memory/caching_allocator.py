@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-from finetune.units import GIB, MIB
+from finetune.units import MIB
 
 #: kMinBlockSize: requests are rounded up to multiples of this (`round_size`).
 MIN_BLOCK = 512
@@ -28,11 +28,7 @@ Stream = int
 
 
 class OutOfMemory(Exception):
-    """A request fails even after freeing every cached block."""
-
-    def __init__(self, requested: int, allocated: int, reserved: int) -> None:
-        super().__init__(f"{requested / GIB:.2f} GiB requested, {allocated / GIB:.2f} allocated, {reserved / GIB:.2f} reserved")
-        self.requested, self.allocated, self.reserved = requested, allocated, reserved
+    """A request for these bytes fails even after freeing every cached block."""
 
 
 class Ties(Enum):
@@ -180,7 +176,7 @@ class CachingAllocator:
             self.empty_cache()
             block = self._new_block(pool, size)
         if block is None:
-            raise OutOfMemory(size, self.allocated, self.reserved)
+            raise OutOfMemory(size)
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:

@@ -19,7 +19,7 @@ from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
     from finetune.memory.step import Simulation
-    from finetune.memory.tracker import PhaseKey
+    from finetune.memory.tracker import PhaseKey, Tag
 
 #: Allocated once, in the first layer, for all layers: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024
@@ -83,10 +83,10 @@ def simulate_deep(
             peaks = _peaks_at_full_depth(shallow.peaks, depth)
             # optimizer states without a layer grow like the adapters
             growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
-            host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
             peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
+            host = _with_more_layers(shallow.host, depth, depth.middle.stop, shallow.host, -depth.period)
             lean = tuple(shallow.lean[depth.shallow_index(layer)] for layer in range(depth.full)) if shallow.lean else ()
-            deep = dataclasses.replace(shallow, peaks=peaks, host=host, depth=depth, lean=lean)
+            deep = dataclasses.replace(shallow, peaks=peaks, host=_with_more_states(host, growth), depth=depth, lean=lean)
             return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 
@@ -177,13 +177,12 @@ def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[Phas
             # in other phases, peaks of middle layers lie between the peaks of the first and the last layers
             if phase in ("forward", "backward"):
                 # the running layer stands for the last repetition, so the other repetitions come before
-                index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
-                deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
+                last, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period), peak)
+                deepened[(phase, last)] = _with_more_layers(peak, depth, depth.start, later, 0)
         else:
-            at_start = layer is not None and layer < depth.start
-            deepened[(phase, None if layer is None else depth.full_index(layer))] = _with_more_layers(
-                peak, depth, at_start=at_start
-            )
+            shift = depth.period if layer is not None and layer < depth.start else -depth.period
+            index = None if layer is None else depth.full_index(layer)
+            deepened[(phase, index)] = _with_more_layers(peak, depth, depth.middle.stop, peak, shift)
     return deepened
 
 
@@ -198,29 +197,15 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
     return Peak(by_tag)
 
 
-def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """Insert the repeated layers after the middle layers."""
-    by_tag = {(part, None if layer is None else depth.full_index(layer)): size for (part, layer), size in peak.by_tag.items()}
-    other = depth.period if at_start else -depth.period
-    for (part, layer), size in peak.by_tag.items():
-        if layer is not None and layer in depth.middle:
-            # drop bytes kept only while the neighbour runs: the layer one period away lacks them
-            lasting = min(size, peak.by_tag.get((part, layer + other), 0))
-            for time in range(1, depth.times + 1):
-                by_tag[(part, layer + time * depth.period)] = lasting
-    return Peak(by_tag)
-
-
-def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
-    """Insert the repeated layers before the middle layers."""
+def _with_more_layers(peak: Peak, depth: Depth, at: int, neighbour: Peak, shift: int) -> Peak:
+    """Insert the repeated layers before layer `at`."""
     more = depth.times * depth.period
-    by_tag = {
-        (part, layer if layer is None or layer < depth.start else layer + more): size
-        for (part, layer), size in peak.by_tag.items()
-    }
+    by_tag: dict[Tag, int] = {}
     for (part, layer), size in peak.by_tag.items():
-        if layer is not None and depth.start - depth.period <= layer < depth.start:
-            # drop bytes kept only while the neighbour runs: the peak one period later lacks them
-            lasting = min(size, later.by_tag.get((part, layer), 0))
+        by_tag[(part, layer if layer is None or layer < at else layer + more)] = size
+    for (part, layer), size in peak.by_tag.items():
+        if layer is not None and at - depth.period <= layer < at:
+            # drop bytes kept only while the next layers run: the layer `shift` further lacks them in `neighbour`
+            lasting = min(size, neighbour.by_tag.get((part, layer + shift), 0))
             by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
     return Peak(by_tag)

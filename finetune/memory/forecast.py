@@ -79,14 +79,32 @@ class RowShape:
     tokens: int
     #: Largest share of a micro-batch's positions that count in the loss.
     trained_share: float = 1.0
-    #: Of the held-out rows; None: as in training.
-    eval_tokens: int | None = None
-    eval_trained_share: float | None = None
     #: Width of a KL batch, whose rows have a prompt and another row's answer; None: `tokens`.
     mismatched_tokens: int | None = None
     #: Width and height of each image of the row with most pixels, after `max_pixels`.
     pictures: Sizes = ()
-    eval_pictures: Sizes = ()
+    #: Of the held-out rows; None: as in training.
+    held_out: RowShape | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest micro-batch of a run."""
+
+    rows: int
+    #: Width of each row.
+    tokens: int
+    #: Tokens that count in the loss, over all rows.
+    trained_tokens: int
+    #: Rows differ in length, so a model that needs a mask reads one.
+    padded: bool = False
+    #: Examples packed into each row.
+    documents: int = 1
+    #: As in RowShape.
+    mismatched_tokens: int | None = None
+    pictures: Sizes = ()
+    #: The largest micro-batch of an evaluation.
+    held_out: Batch | None = None
 
 
 def why_not_compiled(forecast: Forecast) -> str:

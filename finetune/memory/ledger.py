@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.memory import cache
 from finetune.memory.allocator_replay import MicroBatchEvents, Replay, micro_batch_widths, replay, replay_widths
 from finetune.memory.caching_allocator import OutOfMemory
-from finetune.memory.forecast import LEAN, PARTS
+from finetune.memory.forecast import LEAN, PARTS, Batch
 from finetune.memory.trace import NotRepeated
 from finetune.settings import resolved
 from finetune.settings.compatibility import is_zero3, padding_multiple
@@ -154,7 +154,7 @@ class LargestStep:
         reduced = {name: _REDUCED.get(name, attrgetter(name)) for name in settings_that_decide(Decides.BYTES)}
         settings = {name: reduce(self.settings) for name, reduce in reduced.items() if reduce is not None}
         return cache.key_of(
-            kind=kind, config=self.config, settings=settings, shape=shape_of(self.settings, self.rows),
+            kind=kind, config=self.config, settings=settings, batch=asdict(batch_of(self.settings, self.rows)),
             capability=self.capability, **more,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ class LargestStep:
         """Return the simulation, and its method."""
         from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
         from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
-        from finetune.memory.simulate import Batch, simulate
+        from finetune.memory.simulate import simulate
 
         # Mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events,
         # which can't be replayed.
@@ -192,7 +192,7 @@ class LargestStep:
             return mix_resident(offloaded, resident, offloaded_numbers(layers, settings.offloaded_layers)), method
         key = self._key("simulation")
         if key not in _SIMULATED:
-            batch = Batch(**shape_of(settings, self.rows))
+            batch = batch_of(settings, self.rows)
             _SIMULATED[key] = simulate_deep(
                 config,
                 lambda shallow: simulate(shallow, settings, batch, self.capability),
@@ -205,31 +205,23 @@ class LargestStep:
         return _SIMULATED[key]
 
 
-def shape_of(settings: Settings, rows: RowShape) -> dict[str, Any]:
-    """Return the fields of `simulate.Batch` for the largest micro-batches."""
-    method, micro_batch, is_packed = METHODS[settings.method], settings.per_device_train_batch_size, settings.packing is True
-    train_rows = method.sequences * micro_batch
-    eval_rows = 0 if settings.eval_steps == 0 else method.sequences * settings.per_device_eval_batch_size
-    eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
-    eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
-    shape: dict[str, Any] = {
-        "rows": train_rows, "tokens": _padded(settings, micro_batch, rows.tokens),
-        "trained_tokens": round(rows.trained_share * train_rows * (rows.tokens - 1)),
-        "padded": train_rows > 1 and not is_packed,
-        "documents": max(1, rows.tokens // 256) if is_packed else 1,
-        "eval_rows": eval_rows, "eval_tokens": _padded(settings, eval_rows, eval_tokens) if eval_rows else 0,
-        "eval_trained_tokens": round(eval_share * eval_rows * (eval_tokens - 1)),
-    }  # fmt: skip
-    if has_kl(settings.method, settings.loss_type):
-        shape["mismatched_tokens"] = rows.mismatched_tokens
-    if settings.vision is True:
-        shape |= {"pictures": rows.pictures, "eval_pictures": rows.eval_pictures or rows.pictures}
-    return shape
+def batch_of(settings: Settings, rows: RowShape) -> Batch:
+    """Return the largest micro-batches of training and evaluation."""
+    is_packed, train_micro = settings.packing is True, settings.per_device_train_batch_size
+    sequences = METHODS[settings.method].sequences
+    padded, documents = sequences * train_micro > 1 and not is_packed, max(1, rows.tokens // 256) if is_packed else 1
+    mismatched_tokens = rows.mismatched_tokens if has_kl(settings.method, settings.loss_type) else None
 
+    def batch(shape: RowShape, micro: int) -> Batch:
+        count, multiple = sequences * micro, padding_multiple(settings, micro)
+        tokens, trained = -(-shape.tokens // multiple) * multiple, round(shape.trained_share * count * (shape.tokens - 1))
+        pictures = shape.pictures if settings.vision is True else ()
+        return Batch(count, tokens, trained, padded, documents, mismatched_tokens, pictures)
 
-def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
-    multiple = padding_multiple(settings, micro_batch)
-    return -(-tokens // multiple) * multiple
+    training = batch(rows, train_micro)
+    if settings.eval_steps == 0:
+        return training
+    return replace(training, held_out=batch(rows.held_out or rows, settings.per_device_eval_batch_size))
 
 
 def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from logging import ERROR, getLogger
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import cast_adapters_in_turn, layer_number, materialise
 from finetune.memory.fake_tensors import fake_tensors
+from finetune.memory.forecast import Batch
 from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability
 from finetune.memory.small_values import SmallValues
@@ -41,36 +42,6 @@ from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
-from finetune.settings.vision import Sizes
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The largest micro-batch of a run."""
-
-    rows: int
-    #: Width of each row.
-    tokens: int
-    #: Tokens that count in the loss, over all rows.
-    trained_tokens: int
-    #: Rows differ in length, so a model that needs a mask reads one.
-    padded: bool = False
-    #: Examples packed into each row.
-    documents: int = 1
-    eval_rows: int = 0
-    #: Default to the training figures.
-    eval_tokens: int | None = None
-    eval_trained_tokens: int | None = None
-    #: Width of a KL batch; None: `tokens`.
-    mismatched_tokens: int | None = None
-    #: Width and height of each image of a row.
-    pictures: Sizes = ()
-    eval_pictures: Sizes = ()
-
-    def for_evaluation(self) -> Batch:
-        tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
-        trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
-        return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained, pictures=self.eval_pictures)
 
 
 def _adapter_casts(settings: Settings) -> list[torch.dtype]:
@@ -83,7 +54,8 @@ def _adapter_casts(settings: Settings) -> list[torch.dtype]:
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """Simulate a run on a GPU of this compute capability, or on the CPU when None."""
     with _quiet(), step_tracker(capability) as tracker, narrow_tiles(config, on_cpu=capability is None):
-        batch = replace(batch, padded=batch.padded and (loads_vision(config) or needs_padding_mask(config)))
+        padded = batch.padded and (loads_vision(config) or needs_padding_mask(config))
+        batch = replace(batch, padded=padded, held_out=batch.held_out and replace(batch.held_out, padded=padded))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
         cast_trainable(model, torch.float32)  # as PEFT makes them
@@ -162,10 +134,9 @@ def _run(
         batches.clear()
     save(model, tracker)
     tracker.record()
-    if batch.eval_rows:
+    if held_out := batch.held_out:
         tracker.recording.begin("eval")
         model.eval()
-        held_out = batch.for_evaluation()
         if semantics is not None:
             semantics.trained_tokens = held_out.trained_tokens
         with torch.no_grad():
@@ -215,16 +186,10 @@ class _AutocastModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    quantiser = getLogger("bitsandbytes")
-    level = quantiser.level
-    quantiser.setLevel(ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.set_verbosity(before)
-        quantiser.setLevel(level)
+        logging.disable(disabled)

@@ -19,7 +19,6 @@ from finetune.files import read_json
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.serialise import from_json, to_json
 from finetune.settings import AUTO, Recipe, Settings, resolve
-from finetune.settings.methods import has_kl
 from finetune.settings.vision import Sizes
 from finetune.units import format_bytes, format_seconds, gib
 
@@ -117,16 +116,15 @@ class DataStatistics:
         """Return the largest micro-batches, with `tokens` tokens in the longest row."""
         packed = settings.packing
         share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
-        shape = RowShape(tokens, share, pictures=self.pictures, eval_pictures=self.eval_pictures if self.pictures else ())
-        if has_kl(settings.method, settings.loss_type):
-            shape = replace(shape, mismatched_tokens=min(settings.max_length, self.longest_mismatched or 2 * tokens))
-        if not self.eval_longest:
-            return shape
-        longest = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
-        if self.eval_most_trained and not packed:
-            rows = min(settings.per_device_eval_batch_size, self.eval_rows)
-            share = _share(self.eval_most_trained, self.eval_rows, rows, longest)
-        return replace(shape, eval_tokens=longest, eval_trained_share=share)
+        eval_tokens, eval_share = tokens, share
+        if self.eval_longest:
+            eval_tokens = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
+            if self.eval_most_trained and not packed:
+                rows = min(settings.per_device_eval_batch_size, self.eval_rows)
+                eval_share = _share(self.eval_most_trained, self.eval_rows, rows, eval_tokens)
+        held_out = RowShape(eval_tokens, eval_share, pictures=self.pictures and (self.eval_pictures or self.pictures))
+        mismatched = min(settings.max_length, self.longest_mismatched or 2 * tokens)
+        return RowShape(tokens, share, mismatched, self.pictures, held_out)
 
     def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
         """Return the largest share of `rows` x (`tokens` - 1) positions that count in the loss."""

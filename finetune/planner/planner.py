@@ -377,9 +377,9 @@ class _Planner:
         forecast = self.make_forecast(config, settings, self.card, rows=rows, **more)
         # no dry run includes the worst excess of earlier runs here
         errors = self.history.errors("process" if self.card.is_cpu else "allocated")
-        more = round(max((*errors, 0.0)) * (forecast.peak_bytes if self.card.is_cpu else forecast.allocated_bytes))
-        high = forecast.peak_high_bytes + more
-        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not more)
+        excess = round(max((*errors, 0.0)) * (forecast.peak_bytes if self.card.is_cpu else forecast.allocated_bytes))
+        high = forecast.peak_high_bytes + excess
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not excess)
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         launch, verdict = settings.launch, attempt.verdict

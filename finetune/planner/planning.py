@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
+from finetune.memory.device_peak import make_forecast
 from finetune.model.configuration import read_config, vocabulary_size
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
 from finetune.planner.planner import MakeForecast, make_plan, plan_if_fits
@@ -146,11 +147,9 @@ def _picture_note(plan: Plan) -> str:
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """Forecast a plan with changed settings for these rows. Raises RecipeError."""
-    from finetune.memory.device_peak import make_forecast
-
-    settings, card, config = plan.settings, plan.card, read_config(plan.settings)
+    settings, budget = plan.settings, plan.budget_bytes
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
-    return make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes, lengths=data.lengths)
+    return make_forecast(read_config(settings), settings, plan.card, rows=rows, budget_bytes=budget, lengths=data.lengths)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:

@@ -151,13 +151,8 @@ def needs_of_each_card(
         typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
         row = CardNeeds(name, as_overrides(typed))
         try:
-            changed = resolved(settings, **changes)
-        except ValueError as error:  # e.g. a method that can't be sharded
-            rows.append(replace(row, cost=str(error)))
-            continue
-        try:
-            forecast = forecasts(changed)
-        except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
+            forecast = forecasts(resolved(settings, **changes))
+        except (ValueError, FinetuneError) as error:  # e.g. a method, or the checkpoint's format, that can't be sharded
             rows.append(replace(row, cost=str(error)))
             continue
         # other strategies' host_bytes count all ranks

@@ -3,6 +3,7 @@
 import json
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -22,12 +23,13 @@ import finetune.model.cpu_adamw
 import finetune.run.reference
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.forecast import RowShape
+from finetune.memory.ledger import batch_of
+from finetune.memory.simulate import simulate
 from finetune.memory.step import AUXILIARY, garbage_collection_paused, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
-from finetune.settings.methods import METHODS
 
 PHASES = ("load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval")
 #: Tensors that the run holds and the dry run does not: micro-batches that wait for their turn (24 bytes a token), step counts,
@@ -103,12 +105,9 @@ def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS
 def forecast(plan) -> dict[str, int]:
     """Peak bytes of each phase of the plan's dry run at full depth."""
     settings = plan.settings
-    micro, tokens = settings.per_device_train_batch_size, settings.max_length
-    sequences = METHODS[settings.method].sequences
-    batch = Batch(
-        rows=sequences * micro, tokens=tokens, trained_tokens=sequences * micro * (tokens - 1), padded=sequences * micro > 1,
-        documents=2 if settings.packing else 1, eval_rows=sequences * settings.per_device_eval_batch_size,
-    )  # fmt: skip
+    batch = batch_of(settings, RowShape(settings.max_length))
+    if settings.packing:
+        batch = replace(batch, documents=2, held_out=replace(batch.held_out, documents=2))
     return by_phase(simulate(load_config(settings), settings, batch, None))
 
 

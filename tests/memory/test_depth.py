@@ -7,14 +7,15 @@ import pytest
 from tiny_models import TYPES, config_values, settings
 
 from finetune.memory.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
+from finetune.memory.forecast import Batch
 from finetune.memory.ledger import first_layer_saves_less
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.simulate import simulate
 from finetune.memory.step import AUXILIARY
 from finetune.model.transformers_config import config_from
 from finetune.settings.optimizers import OPTIMIZERS
 
 AMPERE = (8, 6)
-ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100, eval_rows=1)
+ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100, held_out=Batch(1, 192, 100))
 #: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.
 FEW = [("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
 
@@ -113,7 +114,7 @@ def test_every_phase_layer_and_part_is_as_in_the_full_model(checkpointing):
 )
 def test_every_model_type_few_layers_and_all(kind, checkpointing):
     layers = {"gemma2": 8, "gpt_oss": 8, "smollm3": 8, "gemma3_text": 4}.get(kind, 5) + (not checkpointing)
-    batch = replace(ONE_ROW, eval_rows=int(checkpointing))
+    batch = ONE_ROW if checkpointing else replace(ONE_ROW, held_out=None)
     deep, full, method = both_ways(kind, layers, batch=batch, activation_checkpointing=checkpointing)
     assert f"of {layers} layers" in method
     assert_same_peaks(deep, full)

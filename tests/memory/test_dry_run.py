@@ -23,9 +23,9 @@ from finetune.memory import cache
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.device_peak import make_forecast, process_bytes
 from finetune.memory.fake_model import _packed_8bit
-from finetune.memory.forecast import PARTS, RowShape
+from finetune.memory.forecast import PARTS, Batch, RowShape
 from finetune.memory.ledger import LargestStep
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.simulate import simulate
 from finetune.memory.step import step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import config_from
@@ -82,7 +82,7 @@ def test_a_fake_weight_is_quantised_into_the_tensors_of_a_real_one(double):
 @pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fake_and_real_tensors_have_the_same_peaks(monkeypatch, checkpointing):
     wanted = settings(**ON_CPU, gradient_accumulation_steps=2, activation_checkpointing=checkpointing)
-    config, batch = config_from(config_values(num_hidden_layers=2), wanted), Batch(1, 128, 127, eval_rows=1)
+    config, batch = config_from(config_values(num_hidden_layers=2), wanted), Batch(1, 128, 127, held_out=Batch(1, 128, 127))
     without_data = simulate(config, wanted, batch, None)
     monkeypatch.setattr("finetune.memory.fake_tensors.fake_tensor_mode", nullcontext)
     assert simulate(config, wanted, batch, None).peaks == without_data.peaks

@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.memory import fake_operators
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.forecast import Batch
+from finetune.memory.simulate import simulate
 from finetune.model.transformers_config import config_from
 
 TECHNIQUES = [{}, {"use_dora": True}, {"load_in_4bit": False, "load_in_8bit": True}, {"optim": "adafactor"}]
@@ -131,7 +132,7 @@ def test_the_memo_is_bounded(fake, monkeypatch):
 def test_a_memoised_dry_run_equals_one_without(monkeypatch, kind, more):
     recipe = settings(kind, **more)
     config = config_from(config_values(kind, num_hidden_layers=3), recipe)
-    batch = Batch(rows=2, tokens=64, trained_tokens=100, padded=True, eval_rows=1)
+    batch = Batch(rows=2, tokens=64, trained_tokens=100, padded=True, held_out=Batch(1, 64, 100, padded=True))
     remembered = [simulate(config, recipe, batch, (8, 6)) for _ in range(2)][1]
     monkeypatch.setattr(fake_operators, "call", lambda func, args, kwargs: func(*args, **kwargs))
     assert simulate(config, recipe, batch, (8, 6)) == remembered

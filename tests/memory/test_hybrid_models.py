@@ -13,7 +13,8 @@ from finetune.compat.torch import fake_tensor_mode
 from finetune.compat.triton import _unless_fake
 from finetune.doctor.packages import architecture_finding
 from finetune.memory import fake_tensors
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.forecast import Batch
+from finetune.memory.simulate import simulate
 from finetune.model import hybrid
 from finetune.model.catalogue import catalogue
 from finetune.model.transformers_config import config_from

@@ -9,12 +9,11 @@ from finetune.card import find_card
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.caching_allocator import MIN_BLOCK
 from finetune.memory.device_peak import make_forecast
-from finetune.memory.forecast import RowShape
+from finetune.memory.forecast import Batch, RowShape
 from finetune.memory.ledger import LargestStep
-from finetune.memory.simulate import Batch
 from finetune.settings.compatibility import BUFFERS
 
-ONE_ROW = Batch(1, 64, 63, eval_rows=1)
+ONE_ROW = Batch(1, 64, 63, held_out=Batch(1, 64, 63))
 KINDS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
 #: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.
 MOST_TENSORS = 4 * 7

@@ -3,16 +3,12 @@
 import pytest
 from tiny_models import config_values, settings
 
-from finetune.card import find_card
-from finetune.errors import RecipeError
 from finetune.memory.depth import at_depth
-from finetune.memory.forecast import RowShape
+from finetune.memory.forecast import Batch, RowShape
 from finetune.memory.ledger import LargestStep
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.simulate import simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
-from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from
 
 TOKENS = 2048
 #: Bytes kept for backward per hidden element, token and layer, NF4 with rank 16 (45 to 59 with ordinary layers).
@@ -46,33 +42,3 @@ def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):
     assert lean_note in dry.notes and "repeated" in dry.method
     ordinary = LargestStep(config_values(kind), settings(kind), RowShape(64)).dry_run()
     assert not any("lean" in note for note in ordinary.notes)
-
-
-RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_length": 512}
-WITHOUT = {
-    "torch_compile": {"torch_compile": True},
-    "use_dora": {"use_dora": True},
-    "lora_dropout": {"lora_dropout": 0.1, "torch_compile": False},
-    "ZeRO-3": {"launch": {"num_processes": 2, "strategy": "deepspeed", "zero_stage": 3}},
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_they_are_off_where_they_do_not_work_with_the_reason(name, new_plan):
-    plan = new_plan(WITHOUT[name])
-    assert plan.settings.lean_layers is False and name in plan.reasons["lean_layers"]
-    with pytest.raises(RecipeError, match=f"lean_layers does not work with .*{name}"):
-        recipe_from({**RECIPE, **WITHOUT[name], "lean_layers": True})
-
-
-@pytest.fixture
-def new_plan():
-    """new_plan(changes) -> the plan of a recipe with these, by a forecaster that finds that all fits."""
-    dry = LargestStep(config_values(), settings(), RowShape(64)).dry_run()
-
-    def forecaster(_config, _settings, _card, *, rows):
-        from finetune.memory.forecast import Forecast
-
-        return Forecast(2**30, 2**30, 2**30, 2**30, 2**30, parts=dry.parts, peaks=dry.peaks)
-
-    return lambda changes: make_plan(recipe_from({**RECIPE, **changes}), find_card("rtx-4090"), None, forecaster=forecaster)

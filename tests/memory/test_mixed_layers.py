@@ -5,13 +5,14 @@ from test_depth import AMPERE, phase_peaks
 from tiny_models import config_values, settings
 
 from finetune.memory.depth import has_identical_layers, simulate_deep
+from finetune.memory.forecast import Batch
 from finetune.memory.mixed_layers import can_mix, mix_layers
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.simulate import simulate
 from finetune.model.transformers_config import config_from
 from finetune.settings import resolved
 
 ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100)
-PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, eval_rows=2)
+PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, held_out=Batch(2, 192, 400, padded=True))
 PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4)
 
 

@@ -4,8 +4,8 @@ import pytest
 from picture_models import kinds, picture_run, save_picture_rows
 from real_run import assert_close, by_phase, measured
 
-from finetune.memory.ledger import shape_of
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.ledger import batch_of
+from finetune.memory.simulate import simulate
 from finetune.model.transformers_config import load_config
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (140, 110), (84, 28)]
@@ -42,5 +42,5 @@ def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_
     eval_path = save_picture_rows(tmp_path / "rows", SIZES[1:3], "held-out")
     run, plan = picture_run(picture_model(kind), tmp_path, SIZES, eval_path, **USUAL_SETTINGS | TECHNIQUES[name])
     settings = plan.settings
-    batch = Batch(**shape_of(settings, plan.data.row_shape(settings, plan.data.longest)))
+    batch = batch_of(settings, plan.data.row_shape(settings, plan.data.longest))
     assert_close(by_phase(simulate(load_config(settings), settings, batch, None)), measured(run))

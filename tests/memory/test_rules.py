@@ -95,24 +95,20 @@ def test_a_4bit_matmul_dequantises_the_whole_weight():
     assert peak_of(work).total_bytes - work.before == 1024 * 512 * 2 + 600 * 1024 * 2
 
 
-def test_softmax_to_fp32_reads_16_bit_directly():
+@pytest.mark.parametrize(
+    ("function", "dtype", "element_bytes"),
+    [
+        (lambda x: F.softmax(x, dim=-1, dtype=torch.float32), torch.bfloat16, 2 + 4),  # reads 16 bit directly
+        (lambda x: F.dropout(x, 0.1), torch.float32, 4 + 4 + 1),  # keeps a mask of one byte
+    ],
+)
+def test_softmax_and_dropout_take_what_they_do_on_cuda(function, dtype, element_bytes):
     def work(tracker):
-        values = torch.empty(64, 64, dtype=torch.bfloat16)
+        values = torch.empty(64, 64, dtype=dtype, requires_grad=True)
         tracker.phase = "backward"
-        return F.softmax(values, dim=-1, dtype=torch.float32)
+        return function(values)
 
-    assert peak_of(work).total_bytes == 64 * 64 * (2 + 4)
-
-
-def test_dropout_keeps_a_mask_of_one_byte():
-    def work(tracker):
-        values = torch.empty(64, 64, requires_grad=True)
-        out = F.dropout(values, 0.1)
-        tracker.phase = "backward"
-        tracker.record()
-        return out
-
-    assert peak_of(work).total_bytes == 64 * 64 * (4 + 4 + 1)
+    assert peak_of(work).total_bytes == 64 * 64 * element_bytes
 
 
 def test_a_backward_pass_has_the_autocast_of_cuda_that_it_asks_for():

@@ -11,8 +11,8 @@ from finetune.memory import device_peak
 from finetune.memory.allocator_replay import MicroBatchEvents, micro_batch_widths, replay, replay_widths
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import shape_of
-from finetune.memory.simulate import Batch, simulate
+from finetune.memory.ledger import batch_of
+from finetune.memory.simulate import simulate
 from finetune.memory.trace import RELEASED, NotRepeated, Trace
 from finetune.model.transformers_config import config_from
 from finetune.units import MIB
@@ -26,7 +26,7 @@ LENGTHS = [60 + 11 * number % 1300 for number in range(0, 2000, 7)] + [1900, 204
 def _cached(key):
     width, rows, more = key
     recipe = settings(per_device_train_batch_size=rows, **dict(more))
-    return simulate(config_from(VALUES, recipe), recipe, Batch(**shape_of(recipe, RowShape(width))), (8, 6)).trace()
+    return simulate(config_from(VALUES, recipe), recipe, batch_of(recipe, RowShape(width)), (8, 6)).trace()
 
 
 def traced(width, rows=1, **more):

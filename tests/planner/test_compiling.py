@@ -1,4 +1,4 @@
-"""When a plan compiles the layers, and what it says of that."""
+"""When a plan compiles the layers, makes them lean or computes them in tiles, and what it says of that."""
 
 import dataclasses
 
@@ -66,3 +66,28 @@ def test_compiled_layers_that_do_not_fit_are_left_out(new_forecaster):
 def test_a_recipe_can_not_compile_what_breaks_graphs(planned, more):
     with pytest.raises(RecipeError, match="torch_compile does not work with .*; set torch_compile to auto or false"):
         planned(torch_compile=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("torch_compile", {"torch_compile": True}), ("use_dora", {"use_dora": True}),
+        ("lora_dropout", {"lora_dropout": 0.1, "torch_compile": False}),
+        ("ZeRO-3", {"launch": {"num_processes": 2, "strategy": "deepspeed", "zero_stage": 3}}),
+    ],
+)  # fmt: skip
+def test_lean_layers_are_off_where_they_do_not_work_with_the_reason(planned, name, more):
+    plan = planned(**more)
+    assert plan.settings.lean_layers is False and name in plan.reasons["lean_layers"]
+    with pytest.raises(RecipeError, match=f"lean_layers does not work with .*{name}"):
+        recipe_from({**RECIPE, **more, "lean_layers": True})
+
+
+@pytest.mark.parametrize(
+    ("more", "tile"),
+    [({"max_length": 8192}, 0), ({"max_length": 8193}, 4096), ({"max_length": 8193, "lora_dropout": 0.1}, 0)],
+)
+def test_long_rows_of_lean_layers_have_tiles(planned, more, tile):
+    assert planned(torch_compile=False, **more).settings.mlp_tile_tokens == tile
+    with pytest.raises(RecipeError, match="mlp_tile_tokens needs lean layers, which do not work with lora_dropout"):
+        recipe_from({**RECIPE, "mlp_tile_tokens": 64, "lora_dropout": 0.1})
