@@ -220,18 +220,13 @@ def test_without_rows_a_limit_that_nobody_set_is_lowered_until_it_fits(planned):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_fit_is_lowered_and_a_rank_that_is_set_is_not(planned):
+def test_a_rank_that_does_not_fit_is_lowered_unless_set_or_in_vain(planned):
     many = DataStatistics(100_000, 0, 10**9, 10**9)
     assert planned(QWEN_8B, "rtx-4090", data=many).settings.lora_r == 256
     lowered = planned(QWEN_8B, "rtx-4090", data=many, free_bytes=10 * GIB)
     assert lowered.verdict == "fits" and lowered.settings.lora_r < 256 and "rank 256" in lowered.reasons["lora_r"]
     assert planned(QWEN_8B, "rtx-4090", "lora_r=256", data=many, free_bytes=8 * GIB).settings.lora_r == 256
-
-
-@pytest.mark.slow
-def test_ranks_that_were_tried_in_vain_leave_no_reason_behind(planned):
-    """The advised rank is planned when none fits, and its reason is the advice."""
-    many = DataStatistics(100_000, 0, 10**9, 10**9)
+    # the advised rank is planned when none fits, and its reason is the advice
     plan = planned(LLAMA_70B, "rtx-4090", data=many)
     assert plan.verdict == "does not fit" and plan.settings.lora_r == 64
     assert "does not fit" not in plan.reasons["lora_r"] and "LoRA Without Regret" in plan.reasons["lora_r"]
@@ -258,12 +253,6 @@ def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say
     assert four_bit.forecast.peak_high_bytes == offered["load_in_4bit=true"].peak_bytes  # what the verdict compares
 
 
-def test_turing_trains_in_float16_and_ampere_in_bfloat16(planned):
-    turing = planned(LLAMA_1B, "t4")
-    assert turing.settings.dtype == "float16" and "7.5" in turing.reasons["dtype"]
-    assert planned(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("model", "gpu"),
     [("google/gemma-3-4b-it", "t4"), ("google/gemma-3-12b-it", "v100-32gb"), ("google/gemma-4-E4B-it", "rtx-2080-ti"),
@@ -285,7 +274,11 @@ def test_a_float32_plan_on_a_gpu_takes_4_bit_weights_where_plain_ones_do_not_fit
     assert planned(QWEN_8B, "t4", "load_in_4bit=false", "dtype=float32").settings.load_in_8bit is False
 
 
-def test_float16_is_said_to_be_a_risk_and_an_explicit_dtype_stays(planned):
+def test_turing_trains_in_float16_said_to_be_a_risk_and_an_explicit_dtype_stays(planned):
+    turing = planned(LLAMA_1B, "t4")
+    assert turing.settings.dtype == "float16" and "7.5" in turing.reasons["dtype"]
+    assert planned(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
+
     def note(*inputs):
         (remark,) = (note for note in planned(*inputs).forecast.notes if "float16" in note)
         return remark
@@ -298,13 +291,10 @@ def test_float16_is_said_to_be_a_risk_and_an_explicit_dtype_stays(planned):
     assert not any("float16" in remark for remark in planned(LLAMA_1B, "rtx-4090").forecast.notes)
 
 
-def test_only_a_model_published_in_bfloat16_or_unknown_may_exceed_float16():
+def test_only_a_model_published_in_bfloat16_or_unknown_or_of_a_named_type_may_exceed_float16():
     for config in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}, {}):
         assert float16_risk({"model_type": "llama", **config}) == (False, "models published in bfloat16 may exceed its range")
         assert float16_risk({"model_type": "llama", **config, "torch_dtype": "float16"}) == (False, "")
-
-
-def test_the_types_that_exceed_float16_are_transformers_own_and_found_inside_other_models():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     assert set(EXCEEDS_FLOAT16) <= set(CONFIG_MAPPING_NAMES) and all(EXCEEDS_FLOAT16.values())
@@ -347,23 +337,16 @@ def test_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
     assert planned(LLAMA_1B, "rtx-4090", data=rows(*[100] * 330)).settings.eval_steps == 0
 
 
-def test_the_same_inputs_give_the_same_plan_and_it_survives_json(planned):
-    first, second = planned(QWEN_8B), planned(QWEN_8B)
-    assert first == second
-    assert Plan.from_json(json.loads(json.dumps(first.as_json()))) == first
-
-
-def test_a_recipe_with_other_settings_gets_another_directory(planned):
+def test_the_same_inputs_give_the_same_plan_which_survives_json_and_other_settings_another_directory(planned):
+    first = planned(QWEN_8B)
+    assert planned(QWEN_8B) == first == Plan.from_json(json.loads(json.dumps(first.as_json())))
     names = {planned(LLAMA_1B, "rtx-4090", override).settings.output_dir for override in ("lora_r=8", "lora_r=16", "lora_r=16")}
     assert len(names) == 2 and all(name.startswith("runs/Llama-3.2-1B-Instruct-") for name in names)
 
 
-def test_a_budget_below_the_context_is_refused(planned):
+def test_a_budget_below_the_context_is_refused_and_one_above_what_is_free_counts_only_what_is_free(planned):
     with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090, but the CUDA context alone may take"):
         planned(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
-
-
-def test_a_budget_above_what_is_free_counts_only_what_is_free(planned):
     plan = planned(LLAMA_1B, "rtx-4090", "memory_budget=100GiB")
     assert plan.budget_bytes == find_card("rtx-4090").free_bytes and "are free" in plan.reasons["memory_budget"]
 
