@@ -344,7 +344,7 @@ class _Planner:
             )  # fmt: skip
             steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
             lean = functools.partial(why_lean, job, choices, self.config, steps_of)
-            search = Search(job, self.budget, self._forecasts(choices, job), lean, shared)
+            search = Search(job, self.budget, functools.partial(self._forecast_strategy, choices, job), lean, shared)
             yield _Attempt(choices, search, offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
@@ -358,13 +358,10 @@ class _Planner:
         # plan what the recipe sets, even if host memory is too small: the plan says so
         return holdable if attempt.offload_target else holdable or options
 
-    def _forecasts(self, choices: Choices, job: Job) -> Callable[[Strategy], Forecast]:
-        def forecast(strategy: Strategy) -> Forecast:
-            width = job.batches.longest
-            self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
-            return self._forecast(self.config, self._settings_of(choices, strategy), width)
-
-        return forecast
+    def _forecast_strategy(self, choices: Choices, job: Job, strategy: Strategy) -> Forecast:
+        width = job.batches.longest
+        self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
+        return self._forecast(self.config, self._settings_of(choices, strategy), width)
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
