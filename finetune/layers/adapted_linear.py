@@ -67,9 +67,10 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, lora_act, a, b, *layer = *ctx.saved_tensors, ctx.shape, ctx.kind
-        cast = a.to(x.dtype), b.to(x.dtype)
-        dx, da, db = _OPERATORS.adapted_linear_backward(grad, x, lora_act, *cast, ctx.scale, *layer)
+        x, lora_act, a, b, *tensors = ctx.saved_tensors
+        layer = (*tensors, ctx.shape, ctx.kind)
+        adapter = a.to(x.dtype), b.to(x.dtype), ctx.scale
+        dx, da, db = _OPERATORS.adapted_linear_backward(grad, x, lora_act, *adapter, *layer)
         return dx, da.to(a.dtype), db.to(b.dtype), *[None] * (1 + len(layer))
 
 
