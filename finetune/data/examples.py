@@ -121,7 +121,6 @@ class SourceReader:
     def batches(self) -> Iterator[list[Row | Refused]]:
         rows = itertools.chain(self._sample, self._remaining_rows)
         batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
-        # limits depend on the rows alone, so an interrupted cache finds the same batches again
         while batch := _take(rows, batch_rows):
             self.rows_read += len(batch)
             yield batch

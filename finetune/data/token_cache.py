@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +31,8 @@ from finetune.data.tokens import Encoder
 from finetune.data.workers import results_in_forks
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
-from finetune.serialise import from_json, to_json
 from finetune.settings import DatasetRecipe
-from finetune.system import replace, take_lock
+from finetune.system import take_lock
 
 #: Called with the number of tokenised rows.
 Progress = Callable[[int], None]
@@ -87,14 +85,24 @@ def tokenise_source(
     """Return at most `limit` tokenised rows of a source. Raise DataError or DiskFull."""
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
-        return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
-    entry = CacheEntry(cache_folder() / _cache_key(info, source, dataset, limit, encoder), path.parent)
-    part = entry.read(source.name)
+        return _tokenise(SourceReader(source, dataset, limit), encoder, progress)
+    folder = cache_folder() / _cache_key(info, source, dataset, limit, encoder)
+    part = _read(folder, source.name)
     if part is None:
-        part = _fill_entry(entry, SourceReader(source, dataset, limit), encoder, progress)
-        if file_stat(path) != info.stat:
-            entry.remove()
-            raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            while (lock := take_lock(folder / "lock", 0.5)) is None:
+                progress(0)
+        try:
+            part = _read(folder, source.name)  # which another process wrote meanwhile
+            if part is None:
+                part = _tokenise(SourceReader(source, dataset, limit), encoder, progress, folder)
+            if file_stat(path) != info.stat:
+                # processes that have the files mapped can still read them
+                shutil.rmtree(folder, ignore_errors=True)
+                raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
+        finally:
+            lock.release()
     progress(part.rows_read)
     return part
 
@@ -104,161 +112,94 @@ def cache_folder() -> Path:
     return cache_dir() / "tokens"
 
 
-def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
+def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> SourcePart:
     part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
-    for parsed in reader.parsed():
-        part.refused += parsed.refused
-        if not reader.unused.stops_run:
-            part.tables.append(_tokenised(parsed, encoder, lambda rows: progress(part.rows_read + rows)))
-        part.rows_read = reader.rows_read
-        progress(part.rows_read)
+    batches: dict[int, tuple[ParsedBatch, pa.Table | int]] = {}
+    work = partial(_tokenise_batch, folder, reader.parser, encoder)
+    tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
+    with contextlib.closing(results_in_forks(work, tasks)) as results:
+        for index, row_count, parsed, tokens in results:
+            batches[index] = parsed, tokens
+            part.rows_read += row_count
+            reader.unused.merge(parsed.unused)
+            progress(part.rows_read)
+    reader.finish()
     part.unused_columns = reader.unused_columns
+    in_order = sorted(batches.items())
+    part.refused = [row for _, (parsed, _) in in_order for row in parsed.refused]
+    part.tables = [tokens if folder is None else _mapped(_shard(folder, index)) for index, (_, tokens) in in_order]
+    if folder is not None:
+        values = {
+            "crc32": [crc32 for _, (_, crc32) in in_order], "read": part.rows_read, "format": part.format,
+            "columns": part.columns, "unused_columns": part.unused_columns,
+            "refused": [(row.row, row.field, row.reason) for row in part.refused],
+            "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
+        }  # fmt: skip
+        # the last file: a folder without it is unfinished
+        with _disk_errors(folder):
+            write_text(folder / "source.json", with_checksum(json.dumps(values)))
     return part
 
 
-def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
-    with entry.writing(lambda: progress(0)):
-        part = entry.read(reader.parser.file)
-        if part is not None:
-            return part
-        shard_count, rows_done = 0, 0
-        work = partial(_tokenise_batch, entry, reader.parser, encoder)
-        tasks = ((index, batch, not reader.unused.stops_run) for index, batch in enumerate(reader.batches()))
-        with contextlib.closing(results_in_forks(work, tasks)) as results:
-            for shard_count, (rows, unused) in enumerate(results, 1):  # noqa: B007 - used after the loop
-                rows_done += rows
-                reader.unused.merge(unused)
-                progress(rows_done)
-        reader.finish()
-        entry.finish(reader, shard_count)
-        part = entry.read(reader.parser.file)
-        if part is None:
-            raise DiskFull(f"{entry.folder} can't be read back", "Check the disk, or set FINETUNE_CACHE to another folder.")
-        return part
-
-
 def _tokenise_batch(
-    entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool
-) -> tuple[int, UnusedColumns]:
-    # an interrupted preparation has written some batches
-    if (shard := entry.shard(index, parser.file)) is not None:
-        return len(batch), shard[2]
-    parsed = parser.parse(batch)
-    if write and not parsed.unused.stops_run:
-        entry.write(index, _tokenised(parsed, encoder), parsed)
-    return len(batch), parsed.unused
-
-
-def _tokenised(parsed: ParsedBatch, encoder: Encoder, progress: Progress = lambda _: None) -> pa.Table:
+    folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
+) -> tuple[int, int, ParsedBatch, pa.Table | int]:
+    """Return the batch's index, number of rows, and table; the checksum of a table in the folder."""
+    parsed = parser.parse(rows)
+    examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
-    for start in range(0, len(parsed.examples), _ENCODE_ROWS):
-        results += encoder.encode(parsed.examples[start : start + _ENCODE_ROWS])
-        progress(len(results))
-    return table_of(parsed.examples, results)
+    for start in range(0, len(examples), _ENCODE_ROWS):
+        results += encoder.encode(examples[start : start + _ENCODE_ROWS])
+    table, parsed = table_of(examples, results), replace(parsed, examples=[])
+    if folder is None:
+        return index, len(rows), parsed, table
+    path = _shard(folder, index)
+    with _disk_errors(folder):
+        # a process may have a damaged one mapped
+        path.unlink(missing_ok=True)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        return index, len(rows), parsed, _crc32(path)
 
 
-class CacheEntry:
-    """One folder of the cache."""
-
-    # `00000.arrow` has the rows of one batch and `00000.json` their checksum; `source.json` is written after the last batch.
-    # A file is complete or absent, so an interrupted preparation continues with the missing batches.
-    def __init__(self, folder: Path, data_folder: Path) -> None:
-        # paths of images start in the data's folder
-        self.folder, self._data_folder = folder, str(data_folder.absolute())
-
-    def read(self, name: str) -> SourcePart | None:
-        """Return all rows; None if the entry is unfinished or damaged, or an image changed."""
-        values = read_object(self.folder / "source.json")
-        if values is None:
-            return None
-        part = SourcePart(name, values["format"], values["columns"], tuple(values["unused_columns"]), values["read"])
+def _read(folder: Path, name: str) -> SourcePart | None:
+    """Return the rows in a folder; None if they are unfinished or damaged, or an image changed."""
+    values = read_object(folder / "source.json")
+    if values is None:
+        return None
+    if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in values["pictures"].items()):
+        return None
+    shards = [_shard(folder, index) for index in range(len(values["crc32"]))]
+    try:
         with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:  # computing checksums takes longer than mapping the files
-            shards = list(pool.map(lambda index: self.shard(index, name), range(values["shards"])))
-        for shard in shards:
-            if shard is None:
+            if list(pool.map(_crc32, shards)) != values["crc32"]:
                 return None
-            part.tables.append(shard[0])
-            part.refused += shard[1]
-        os.utime(self.folder)
-        return part
+        tables = [*map(_mapped, shards)]
+    except OSError:
+        return None
+    refused = [Refused(name, *row) for row in values["refused"]]
+    columns, unused = values["columns"], tuple(values["unused_columns"])
+    return SourcePart(name, values["format"], columns, unused, values["read"], refused, tables)
 
-    def shard(self, index: int, name: str) -> tuple[pa.Table, list[Refused], UnusedColumns] | None:
-        """Return a batch, memory-mapped; None if it is missing, damaged, or an image changed."""
-        path = self._path(index)
-        values = read_object(path.with_suffix(".json"))
-        try:
-            if values is None or values["crc32"] != _crc32(path):
-                return None
-            pictures = values.get("pictures", {"folder": self._data_folder, "files": {}})
-            stats = ((file_stat(Path(name)), stat and tuple(stat)) for name, stat in pictures["files"].items())
-            if pictures["folder"] != self._data_folder or any(now != before for now, before in stats):
-                return None
-            with pa.memory_map(str(path)) as file:
-                table = pa.ipc.open_file(file).read_all()
-        except (OSError, pa.ArrowException):
-            return None
-        refused = [Refused(name, *row) for row in values["refused"]]
-        return table, refused, from_json(UnusedColumns, values["unused"])
 
-    def write(self, index: int, table: pa.Table, parsed: ParsedBatch) -> None:
-        """Write one batch. Raise DiskFull."""
-        path = self._path(index)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with self._disk_errors():
-                with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                    writer.write_table(table)
-                crc32 = _crc32(temporary)
-                replace(temporary, path)
-                refused_rows = [(row.row, row.field, row.reason) for row in parsed.refused]
-                values = {"crc32": crc32, "refused": refused_rows, "unused": to_json(parsed.unused)}
-                if parsed.picture_files:
-                    values["pictures"] = {"folder": self._data_folder, "files": parsed.picture_files}
-                write_text(path.with_suffix(".json"), with_checksum(json.dumps(values)))
-        finally:
-            temporary.unlink(missing_ok=True)
+def _shard(folder: Path, index: int) -> Path:
+    return folder / f"{index:05d}.arrow"
 
-    def finish(self, reader: SourceReader, shard_count: int) -> None:
-        """Mark the entry as complete. Raise DiskFull."""
-        values = {
-            "shards": shard_count, "read": reader.rows_read, "format": reader.parser.format, "columns": reader.parser.columns,
-            "unused_columns": reader.unused_columns,
-        }  # fmt: skip
-        with self._disk_errors():
-            write_text(self.folder / "source.json", with_checksum(json.dumps(values)))
 
-    @contextlib.contextmanager
-    def writing(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Hold the entry's lock, waiting for other processes. Raise DiskFull."""
-        with self._disk_errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            while (lock := take_lock(self.folder / "lock", 0.5)) is None:
-                on_wait()
-        # a killed process leaves these
-        for leftover in self.folder.glob(".*.arrow.*"):
-            leftover.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            lock.release()
+def _mapped(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()
 
-    def remove(self) -> None:
-        # processes that have the files mapped can still read them
-        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"{index:05d}.arrow"
-
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DiskFull(
-                f"{self.folder}: tokenised rows can't be written: {error.strerror or error}",
-                "Free some space (`finetune cache clear` deletes older rows), "
-                "or set FINETUNE_CACHE to a folder on another disk.",
-            ) from None
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskFull(
+            f"{folder}: tokenised rows can't be written: {error.strerror or error}",
+            "Free some space (`finetune cache clear` deletes older rows), or set FINETUNE_CACHE to a folder on another disk.",
+        ) from None
 
 
 def _crc32(path: Path) -> int:
@@ -275,7 +216,8 @@ def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: in
     # the template writes today's date into every row
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
     path = source.path or Path()
-    kind = [file_type(path), path.suffix.lower(), source.split if source.only_split else None]
+    # paths of images start in the file's folder
+    kind = [file_type(path), path.suffix.lower(), source.split if source.only_split else None, str(path.parent.absolute())]
     parts = [info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

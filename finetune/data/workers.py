@@ -58,7 +58,7 @@ def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]])
                 except (EOFError, ConnectionResetError):
                     raise OutOfMemory(
                         "a process that tokenises rows was killed; the machine may be out of memory",
-                        "Run the command again: finished batches are kept.",
+                        "Close other programs, and run the command again.",
                     ) from None
                 if isinstance(result, Exception):
                     raise result
