@@ -50,8 +50,8 @@ class Questions:
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
-        from finetune.data.pictures.display import small_pictures, with_counts
-        from finetune.data.tokens import NOT_TRAINED, decode_spans
+        from finetune.data.pictures.source import small_pictures
+        from finetune.data.tokens import NOT_TRAINED, decode_spans, with_counts
 
         parsed = _completed(recipe)
         prepared = self._prepared(parsed, work.report)

@@ -11,7 +11,6 @@ from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.compat.transformers import tokenizers_only
-from finetune.data.pictures.display import with_counts
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
@@ -32,7 +31,7 @@ def show_data(
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune.data.tokens import decode_spans
+        from finetune.data.tokens import decode_spans, with_counts
         from finetune.planner.planning import encode_rows, limit_of
         from finetune.recipe.complete import complete
 
@@ -65,7 +64,8 @@ def show_data(
         out.print()
         _print_report("Held-out rows", held_out, refused)
     if segments:
-        _print_example(segments)
+        # an image's tokens are one token, repeated hundreds of times
+        _print_example([(with_counts(text), trained) for text, trained in segments])
         for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
             out.print(f"image {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
@@ -78,7 +78,6 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
     shown = Text()
     for text, trained in segments:
-        text = with_counts(text)  # a picture's tokens are one token, repeated hundreds of times
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
         shown.append(f"{opening}{text}{closing}", style="black on green" if trained else "dim")
     out.print(shown)

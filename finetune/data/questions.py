@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.chat_format import thought_and_text
 from finetune.data.conversation import Example
 from finetune.data.pictures.placement import text_pieces
-from finetune.data.pictures.tensors import stored
+from finetune.data.pictures.source import stored
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text

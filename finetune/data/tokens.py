@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from finetune.data.pictures.processing import PictureProcessor
     from finetune.data.pictures.source import PictureSource
     from finetune.data.tokenizer import ModelPictures
+
+#: A token in angle or square brackets, repeated.
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}")
 
 
 @dataclass
@@ -340,6 +344,11 @@ def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedT
         spans.append((span_text, trained))
         previous_text = text
     return spans
+
+
+def with_counts(text: str) -> str:
+    """Write a token that stands four times or more in turn, as an image's tokens do, once with its count."""
+    return _REPEATED.sub(lambda tokens: f"{tokens[1]} x {len(tokens[0]) // len(tokens[1]):,} ", text)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -18,7 +18,6 @@ from finetune import __version__
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
-from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import CommandError
@@ -52,7 +51,7 @@ class Answerer:
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", settings)
         pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
+        self._has_pictures = pictures is not None
         #: The run was trained on prompts without the chat template.
         self.plain = is_plain(run)
         #: The format of answers; None without a chat template.
@@ -95,7 +94,7 @@ class Answerer:
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
         """Return a function for a batch's other inputs; None for a model of text."""
-        return functools.partial(self._tensors, rows=pictures) if self._tensors else None
+        return functools.partial(self.encoder.picture_processor.batch, rows=pictures) if self._has_pictures else None
 
     def _stops(self) -> set[int]:
         return self.encoder.stops | (self.chat_format.call_stops if self.chat_format else set())

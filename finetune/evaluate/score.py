@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from finetune.data.chat_format import ChatFormat
-from finetune.data.pictures.source import PictureSource
-from finetune.data.pictures.tensors import source_of
+from finetune.data.pictures.source import PictureSource, source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory

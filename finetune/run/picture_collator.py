@@ -8,7 +8,7 @@ from typing import Any
 from finetune.compat.processors import save_processor
 from finetune.data.pictures.columns import PICTURES
 from finetune.data.pictures.processing import PictureProcessor
-from finetune.data.pictures.tensors import PictureTensors, source_of
+from finetune.data.pictures.source import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.files import read_object, write_json
 from finetune.methods.method import Collator
@@ -21,13 +21,13 @@ class PictureCollator:
     """Makes the same batch as TRL's vision collator."""
 
     def __init__(self, tokens: Collator, processor: PictureProcessor) -> None:
-        self._tokens, self._tensors = tokens, PictureTensors(processor)
+        self._tokens, self._processor = tokens, processor
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = dict(self._tokens([{name: value for name, value in row.items() if name != PICTURES} for row in rows]))
         # raises DataError for a missing or changed image
         sources = [[source_of(value) for value in row[PICTURES]] for row in rows]
-        return batch | self._tensors(batch["input_ids"], sources)
+        return batch | self._processor.batch(batch["input_ids"], sources)
 
 
 def save_picture_processor(processor: PictureProcessor, data: Path) -> None:

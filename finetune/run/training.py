@@ -22,7 +22,7 @@ from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.columns import PICTURES, sizes_of
 from finetune.data.pictures.processing import PictureProcessor
-from finetune.data.pictures.tensors import PictureTensors, source_of
+from finetune.data.pictures.source import source_of
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks
@@ -89,7 +89,7 @@ class Samples:
 
     def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
         self._tokenizer, self._rows = tokenizer, []
-        self._tensors = PictureTensors(processor) if processor else None
+        self._processor = processor
         settings, path = plan.settings, run.data / "eval_examples.json"
         if settings.launch.strategy != "ddp" or not path.is_file():  # a single rank can't generate with sharded weights
             return
@@ -104,9 +104,9 @@ class Samples:
         questions = [row["prompt_ids"] for row in self._rows]
         try:
             more = None
-            if self._tensors:
+            if self._processor:
                 sources = [[source_of(value) for value in row.get("pictures", ())] for row in self._rows]
-                more = partial(self._tensors, rows=sources)
+                more = partial(self._processor.batch, rows=sources)
             answers = greedy_answers(
                 model, self._tokenizer, questions, stops=encoder.stops, max_new_tokens=_ANSWER_TOKENS,
                 with_special_tokens=encoder.template is not None, more_inputs=more,

@@ -12,11 +12,10 @@ from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_toke
 from small_data import build_tokenizer, prepare, read_examples, recipe
 
 from app.views.data import marked
-from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
-from finetune.data.pictures.source import open_picture
+from finetune.data.pictures.source import open_picture, small_pictures
 from finetune.data.sources import read_hub
-from finetune.data.tokens import decode_spans
+from finetune.data.tokens import decode_spans, with_counts
 from finetune.errors import PackagesError, RecipeError
 
 RED = encoded(picture(8, 6, seed=1))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from picture_models import kinds, picture_run
 
-from finetune.data.pictures.source import open_picture
-from finetune.data.pictures.tensors import source_of
+from finetune.data.pictures.source import open_picture, source_of
 from finetune.events import read_events
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (120, 100), (84, 28)]

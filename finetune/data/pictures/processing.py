@@ -23,9 +23,9 @@ from finetune.compat.processors import (
     with_picture_texts,
 )
 from finetune.data.checks import BadRow
-from finetune.data.pictures.source import MIN_SIDE, require_pillow
+from finetune.data.pictures.source import MIN_SIDE, BadPicture, open_picture, require_pillow
 from finetune.data.report import first_line
-from finetune.errors import ModelError
+from finetune.errors import DataError, ModelError
 from finetune.settings.vision import pixel_limit
 
 if TYPE_CHECKING:
@@ -68,7 +68,15 @@ class PictureProcessor:
         scale = math.sqrt(self.max_pixels / (width * height))
         return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
 
-    def scaled(self, picture: Image) -> Image:
+    def batch(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
+        """Return pixels of each row's images, and kinds of tokens. Raise DataError."""
+        return token_types(self.processor, input_ids) | self.tensors([list(map(self._opened, sources)) for sources in rows])
+
+    def _opened(self, source: PictureSource) -> Image:
+        try:
+            picture = open_picture(source)
+        except BadPicture as error:
+            raise DataError(f"{source.path.name} {error}", "Restore the file, or start a new run.") from None
         size = self.size(*picture.size)
         return picture if size == picture.size else picture.resize(size)
 

@@ -1,20 +1,39 @@
-"""Find, check and size the images of a source's rows, in threads."""
+"""Find, check and size the images of a source's rows, in threads; sizes, and images stored in rows, are kept in the cache."""
 
 from __future__ import annotations
 
 import os
+import re
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from finetune.data.checks import BadRow
 from finetune.data.pictures.references import PictureReference
-from finetune.data.pictures.sizes import pictures_folder, size_cache, store_bytes
-from finetune.data.pictures.source import BadPicture, PictureSource, checked_size, digest_of, read_bytes, require_pillow
+from finetune.data.pictures.source import (
+    MAX_ASPECT,
+    MAX_PIXELS,
+    MIN_SIDE,
+    BadPicture,
+    PictureSource,
+    checked_size,
+    digest_of,
+    read_bytes,
+    require_pillow,
+)
 from finetune.data.workers import usable_cpus
+from finetune.errors import DiskFull
+from finetune.files import cache_dir
+from finetune.system import replace
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
+#: Most images whose sizes are kept; a line has 55 bytes.
+MAX_SIZES = 200_000
+_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})")
 #: Size, time and inode of a file that was looked at; None if there was none.
 FileStat = tuple[int, int, int] | None
 
@@ -56,7 +75,7 @@ class PictureReader:
         except BadPicture as error:
             raise BadRow(reference.field, f"{error}{reference.label}") from None
         if path is None:
-            path = store_bytes(content, digest)
+            path = _store(content, digest)
             self.files[str(path)] = file_stat(path)
         return PictureSource(path, digest, *size)
 
@@ -71,6 +90,62 @@ class PictureReader:
             problem = f"is outside the data folder; to allow it:  dataset.image_folder={candidates[0].parent}"
             raise BadRow(reference.field, f"{problem}{reference.label}")
         return next((path for path in allowed if file_stat(path)), allowed[0])
+
+
+class SizeCache:
+    """Sizes of checked images by digest, so that each image is decoded once for all runs."""
+
+    def __init__(self, folder: Path) -> None:
+        # other limits, other answers
+        self.path = folder / f"sizes-{MAX_PIXELS}-{MIN_SIDE}-{MAX_ASPECT}.txt"
+        self._sizes: dict[str, tuple[int, int]] = {}
+        with suppress(OSError, ValueError):
+            # other processes append to the file; a damaged line is left out
+            matches = map(_LINE.fullmatch, self.path.read_text("ascii").splitlines())
+            self._sizes = {match[1]: (int(match[2]), int(match[3])) for match in matches if match}
+
+    def get(self, digest: str) -> tuple[int, int] | None:
+        """Return width and height; None for an unchecked image."""
+        return self._sizes.get(digest)
+
+    def add(self, digest: str, size: tuple[int, int]) -> None:
+        is_full = len(self._sizes) >= MAX_SIZES
+        if is_full:
+            self._sizes.clear()
+        self._sizes[digest] = size
+        # a disk that can't be written costs only time
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("w" if is_full else "a", encoding="ascii") as file:
+                file.write(f"{digest} {size[0]} {size[1]}\n")
+
+
+#: Sizes in a folder, read once in a process.
+size_cache = cache(SizeCache)
+
+
+def pictures_folder() -> Path:
+    """Return the folder of sizes, and of images stored in rows."""
+    return cache_dir() / "pictures"
+
+
+def _store(content: bytes, digest: str) -> Path:
+    path = pictures_folder() / "bytes" / digest[:2] / digest
+    if path.is_file():
+        return path
+    temporary = path.with_name(f".{digest}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        replace(temporary, path)
+    except OSError as error:
+        raise DiskFull(
+            f"{path.parent}: images of rows can't be written: {error.strerror or error}",
+            "Free some space, or set FINETUNE_CACHE to a folder on another disk.",
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
 
 
 def file_stat(path: Path) -> FileStat:

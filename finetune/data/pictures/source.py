@@ -1,16 +1,18 @@
-"""Read one image of a row: bytes, size, and pixels in RGB."""
+"""Read one image of a row: bytes, size, pixels in RGB, and a thumbnail."""
 
 from __future__ import annotations
 
+import base64
 import re
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import PackagesError
 
@@ -27,6 +29,8 @@ MIN_SIDE = 4
 MAX_ASPECT = 200
 #: Images of one message in a chat, and of one request to `serve`.
 MAX_PICTURES = 16
+#: Longer side of a thumbnail in pixels, and thumbnails of a row.
+_MAX_SIDE, _SHOWN = 160, 4
 #: Formats that are opened: files are untrusted, and EPS, for example, starts Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
@@ -63,6 +67,16 @@ class PictureSource:
         if digest_of(content) != self.digest:
             raise BadPicture("was changed since it was read")
         return content
+
+
+def source_of(value: dict[str, Any]) -> PictureSource:
+    """Read an image of a stored row."""
+    return PictureSource(**value | {"path": Path(value["path"])})
+
+
+def stored(source: PictureSource) -> dict[str, Any]:
+    """Return an image as JSON values for `source_of`."""
+    return vars(source) | {"path": str(source.path)}
 
 
 def digest_of(content: bytes) -> str:
@@ -112,6 +126,33 @@ def open_picture(source: PictureSource) -> Image:
     from PIL.Image import Transpose
 
     return picture.transpose(Transpose[transposition])
+
+
+def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
+    """Return thumbnails of a row's first images, with sizes."""
+    return [small_copy(source) for source in pictures[:_SHOWN]]
+
+
+def small_copy_of(path: Path) -> dict[str, Any]:
+    """Return the thumbnail of an image file."""
+    try:
+        return small_copy(picture_file(path))
+    except (BadPicture, PackagesError):
+        return {"address": "", "width": 0, "height": 0}
+
+
+def small_copy(source: PictureSource) -> dict[str, Any]:
+    """Return a JPEG as a data: address, empty for a missing file, and the image's size."""
+    try:
+        picture = open_picture(source)
+    except BadPicture:
+        address = ""
+    else:
+        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
+        buffer = BytesIO()
+        picture.save(buffer, "JPEG", quality=80)
+        address = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"address": address, "width": source.width, "height": source.height}
 
 
 def require_pillow() -> None:
