@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -182,7 +182,7 @@ def file_infos(dataset: DatasetRecipe) -> dict[Source, FileInfo]:
 
 def encode(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, infos: dict[Source, FileInfo] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> EncodedRows:  # fmt: skip
     """Tokenise the dataset, or load it from the cache. Raise DataError or RecipeError."""
     dataset = recipe.dataset
@@ -191,10 +191,13 @@ def encode(
     sources, eval_sources = sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
     infos = file_infos(dataset) if infos is None else infos
-    row_counter = _RowCounter(progress, infos.values(), dataset.max_rows)
-    train = _load_rows(sources, infos, dataset, dataset.max_rows, encoder, row_counter)
-    held_out = _load_rows(eval_sources, infos, dataset, None, encoder, row_counter)
-    row_counter.finish()
+    lines = [info.lines for info in infos.values()]
+    # unknown where a file is not made of lines, or `max_rows` ends the reading
+    total = None if dataset.max_rows is not None or None in lines else sum(filter(None, lines))
+    train = _load_rows(sources, infos, dataset, encoder, lambda rows: progress(rows, total))
+    train_rows = sum(part.rows_read for part in train.parts)
+    unlimited = dataset.model_copy(update={"max_rows": None})
+    held_out = _load_rows(eval_sources, infos, unlimited, encoder, lambda rows: progress(train_rows + rows, total))
     # tokens from the cache did not need the template
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
@@ -214,45 +217,27 @@ def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     """Return a dataset's held-out rows, else all its rows."""
     sources, eval_sources = sources_of(dataset)
     infos = {source: FileInfo.of(source) for source in eval_sources or sources}
-    row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
-    stored = _load_rows(list(infos), infos, dataset, dataset.max_rows, encoder, row_counter)
+    stored = _load_rows(list(infos), infos, dataset, encoder, lambda _: None)
     return LimitedSplit(DataSplit(stored, stored.mask(True)), None, "raise")
 
 
 def _load_rows(
-    sources: list[Source], infos: dict[Source, FileInfo], dataset: DatasetRecipe, limit: int | None, encoder: Encoder,
-    row_counter: _RowCounter,
+    sources: list[Source], infos: dict[Source, FileInfo], dataset: DatasetRecipe, encoder: Encoder,
+    progress: Callable[[int], None],
 ) -> StoredRows:  # fmt: skip
     parts: list[SourcePart] = []
+    count = 0
     for source in sources:
-        remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
-        if remaining == 0:
+        if count == dataset.max_rows:
             break
-        part = tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter)
+        remaining = dataset.max_rows and dataset.max_rows - count
+        part = tokenise_source(
+            source, infos[source], dataset, remaining, encoder, lambda rows, before=count: progress(before + rows)
+        )
         part.weight = source.weight
         parts.append(part)
-        row_counter.finished_rows += part.rows_read
+        count += part.rows_read
     return StoredRows(parts)
-
-
-class _RowCounter:
-    """Counts the tokenised rows of all sources."""
-
-    def __init__(self, progress: Progress | None, infos: Iterable[FileInfo], limit: int | None) -> None:
-        lines = [info.lines for info in infos]
-        # unknown where a file is not made of lines, or `max_rows` ends the reading
-        self._total = None if limit is not None or None in lines else sum(filter(None, lines))
-        self._progress, self.finished_rows, self._reported = progress, 0, -1
-
-    def __call__(self, rows: int) -> None:
-        count = self.finished_rows + rows
-        if self._progress is not None and count != self._reported:
-            self._reported = count
-            self._progress(count, self._total)
-
-    def finish(self) -> None:
-        self._total = self.finished_rows
-        self(0)
 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:

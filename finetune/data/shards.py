@@ -195,11 +195,15 @@ class StoredRows:
     @cached_property
     def longest(self) -> np.ndarray:
         """Return the tokens of each row's longest sequence, or 0."""
-        longest = np.zeros(len(self), np.int32)
-        with_tokens = np.flatnonzero(self.sequence_counts)
-        if len(with_tokens):
-            longest[with_tokens] = np.maximum.reduceat(self.lengths, self.sequence_starts[with_tokens])
-        return longest
+        return self.by_row(np.maximum, self.lengths)
+
+    def by_row(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """Reduce values of sequences to a value for each row; 0 for rows without sequences."""
+        reduced = np.zeros(len(self), values.dtype)
+        rows = np.flatnonzero(self.sequence_counts)
+        if len(rows):
+            reduced[rows] = reduce.reduceat(values, self.sequence_starts[rows])
+        return reduced
 
     @cached_property
     def sequence_starts(self) -> np.ndarray:

@@ -64,7 +64,8 @@ class LimitedSplit:
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
         no_rows = stored.mask()
-        answer_cut = over_limit & self._answer_after_limit() if excess_length == "truncate" and over_limit.any() else no_rows
+        starts_after = stored.by_row(np.logical_or, stored.first_trained >= self._limit)
+        answer_cut = over_limit & starts_after if excess_length == "truncate" else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
         self._same_answers = self._cut_to_the_same(over_limit) if excess_length == "truncate" and stored.are_pairs else no_rows
         answer_cut = answer_cut | self._same_answers
@@ -215,13 +216,6 @@ class LimitedSplit:
         rows = pa.array(np.repeat(np.arange(len(ends)), chunks))
         others = [selected[name].take(rows) for name in selected.column_names[2:]]
         return pa.table([*tokens, *others], names=selected.column_names)
-
-    def _answer_after_limit(self) -> np.ndarray:
-        rows = np.flatnonzero(self.stored.sequence_counts)
-        mask = self.stored.mask()
-        starts_after = (self.stored.first_trained >= self._limit).astype(np.int64)
-        mask[rows] = np.add.reduceat(starts_after, self.stored.sequence_starts[rows]) > 0
-        return mask
 
     def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
         rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))

@@ -88,7 +88,7 @@ def _rows(sources, dataset):
     return rows
 
 
-def prepare(recipe, tokenizer, *, max_length, progress=None, report_only=False):
+def prepare(recipe, tokenizer, *, max_length, progress=lambda *_: None, report_only=False):
     """A recipe's rows, read, checked and tokenised; with `report_only` also those that can't be trained on."""
     selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
     if not report_only:
