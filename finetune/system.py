@@ -84,6 +84,11 @@ def peak_rss_bytes() -> int:
     return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def return_freed_memory() -> None:
     """Return freed memory from glibc to the system."""
     # measured while quantising a model of 131 MB: 0.73 times its size at the peak, 1.6 times without

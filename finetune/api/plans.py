@@ -107,7 +107,7 @@ def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
 
 
 def _in_order(rows: SelectedRows, settings: Settings, total_steps: int) -> Dataset:
-    from finetune.data.packing import pack
+    from finetune.data.splits import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
 
     train = pack(rows.train, settings.max_length, settings.seed) if settings.packing else rows.train

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_text
-from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
+from finetune.data.pictures.placement import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import numpy as np
 from finetune.data.column_advice import json_advice
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_leaks, find_problems
-from finetune.data.pictures.columns import PICTURES, summarise_pictures
 from finetune.data.pictures.source import source_of
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
-from finetune.data.shards import SourcePart, StoredRows
+from finetune.data.shards import PICTURES, SourcePart, StoredRows, summarise_pictures
 from finetune.data.sources import Source
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from finetune.data.pictures.columns import PictureSummary
+    from finetune.data.shards import PictureSummary
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
 from finetune.data.pictures.placement import picture_columns, place_pictures, rows_have_pictures, rows_have_tags, take_pictures
 from finetune.data.pictures.reader import FileStat, PictureReader
-from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.settings import DatasetRecipe

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.compat.processors import save_processor
-from finetune.data.pictures.columns import PICTURES
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import source_of
+from finetune.data.shards import PICTURES
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.files import read_object, write_json
 from finetune.methods.method import Collator

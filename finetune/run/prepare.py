@@ -114,8 +114,8 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
-    from finetune.data.packing import pack
     from finetune.data.questions import questions_of
+    from finetune.data.splits import pack
     from finetune.data.tokenizer import ModelPictures
     from finetune.model.library_warnings import quiet_libraries
     from finetune.run.picture_collator import save_picture_processor

@@ -23,6 +23,7 @@ from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.columns import PICTURES, sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import source_of
+from finetune.data.shards import PICTURES, sizes_of
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks

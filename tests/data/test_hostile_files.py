@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data import read_examples, recipe, talk
 
-from finetune.data.data_files import DataFiles
 from finetune.data.readers import read_file
-from finetune.data.sources import Source, find_sources, read_hub
+from finetune.data.sources import DataFiles, Source, find_sources, read_hub
 from finetune.errors import DataError, FinetuneError
 
 GOOD = json.dumps(talk("Hi", "Hello")) + "\n"

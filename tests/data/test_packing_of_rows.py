@@ -5,7 +5,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.packing import pack
+from finetune.data.splits import pack
 from finetune.errors import DataError
 
 pytestmark = pytest.mark.slow  # imports TRL

@@ -8,7 +8,7 @@ import pytest
 from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_token  # noqa: F401 - a fixture
 from small_data import build_tokenizer, prepare, recipe
 
-from finetune.data import token_cache, workers
+from finetune.data import token_cache
 from finetune.data.pictures import reader, source
 
 
@@ -16,7 +16,7 @@ from finetune.data.pictures import reader, source
 def data(tmp_path, monkeypatch, write):
     """A file of four rows and their pictures; every file is cached."""
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
-    monkeypatch.setattr(workers, "usable_cpus", lambda: 1)
+    monkeypatch.setattr(token_cache, "usable_cpus", lambda: 1)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     for index in range(4):
         (tmp_path / f"{index}.png").write_bytes(encoded(picture(8 + index, 6, seed=index)))

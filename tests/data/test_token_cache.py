@@ -8,7 +8,7 @@ import time
 import pytest
 from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
-from finetune.data import examples, token_cache, workers
+from finetune.data import examples, token_cache
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, DiskFull, OutOfMemory
 from finetune.planner.planning import RowProgress
@@ -21,7 +21,7 @@ def small_batches(monkeypatch):
     """Every file is cached, in batches of four rows, made in this process."""
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
     monkeypatch.setattr(examples, "BATCH_ROWS", 4)
-    monkeypatch.setattr(workers, "usable_cpus", lambda: 1)
+    monkeypatch.setattr(token_cache, "usable_cpus", lambda: 1)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_cache_gives_what_reading_gives(write, monkeypatch, encoded, setting
 
 def test_forks_give_the_same_as_one_process(write, monkeypatch):
     data_recipe = recipe(write("rows.jsonl", ROWS))
-    monkeypatch.setattr(workers, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(token_cache, "usable_cpus", lambda: 3)
     forked = content(data_recipe, build_tokenizer())
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
     assert content(data_recipe, build_tokenizer()) == forked
@@ -154,7 +154,7 @@ def test_a_cache_that_can_not_be_written_is_a_problem_of_the_disk(write, tmp_pat
 def test_a_killed_fork_is_reported_and_the_rows_are_tokenised_next_time(write, monkeypatch):
     data_recipe, parent = recipe(write("rows.jsonl", ROWS)), os.getpid()
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "usable_cpus", lambda: 2)
+        patch.setattr(token_cache, "usable_cpus", lambda: 2)
         encode = Encoder.encode
 
         def killed(self, rows):

@@ -6,7 +6,7 @@ from small_data import CHATML, build_tokenizer, prepare, recipe, talk
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from finetune.data.packing import pack
+from finetune.data.splits import pack
 
 pytestmark = pytest.mark.slow  # imports TRL and runs a model
 

@@ -31,8 +31,8 @@ from finetune.settings.vision import pixel_limit
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from finetune.data.pictures.columns import PictureSizes
     from finetune.data.pictures.source import PictureSource
+    from finetune.data.shards import PictureSizes
     from finetune.data.template import Rendered, Span
     from finetune.settings import Recipe
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from finetune.data.checks import BadRow
-from finetune.data.pictures.references import PictureReference
+from finetune.data.pictures.placement import PictureReference
 from finetune.data.pictures.source import (
     MAX_ASPECT,
     MAX_PIXELS,
@@ -24,10 +24,9 @@ from finetune.data.pictures.source import (
     read_bytes,
     require_pillow,
 )
-from finetune.data.workers import usable_cpus
 from finetune.errors import DiskFull
 from finetune.files import cache_dir
-from finetune.system import replace
+from finetune.system import replace, usable_cpus
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
