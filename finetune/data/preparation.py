@@ -225,17 +225,17 @@ def _load_rows(
     progress: Callable[[int], None],
 ) -> StoredRows:  # fmt: skip
     parts: list[SourcePart] = []
-    count = 0
+
+    def count() -> int:
+        return sum(part.rows_read for part in parts)
+
     for source in sources:
-        if count == dataset.max_rows:
+        if count() == dataset.max_rows:
             break
-        remaining = dataset.max_rows and dataset.max_rows - count
-        part = tokenise_source(
-            source, infos[source], dataset, remaining, encoder, lambda rows, before=count: progress(before + rows)
-        )
+        remaining = dataset.max_rows and dataset.max_rows - count()
+        part = tokenise_source(source, infos[source], dataset, remaining, encoder, lambda rows: progress(count() + rows))
         part.weight = source.weight
         parts.append(part)
-        count += part.rows_read
     return StoredRows(parts)
 
 

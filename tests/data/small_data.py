@@ -72,7 +72,7 @@ def read_examples(dataset):
 
 
 def _rows(sources, dataset):
-    rows = SimpleNamespace(files=(), format="", rows_read=0, examples=[], refused=[], unused_columns=(), columns={})
+    rows = SimpleNamespace(format="", rows_read=0, examples=[], refused=[])
     for source in sources:
         if rows.rows_read == dataset.max_rows:
             break
@@ -80,11 +80,8 @@ def _rows(sources, dataset):
         for parsed in reader.parsed():
             rows.examples += parsed.examples
             rows.refused += parsed.refused
-        rows.files = (*rows.files, source.name)
-        rows.format = ", ".join(dict.fromkeys(filter(None, (*rows.format.split(", "), reader.parser.format))))
+        rows.format = reader.parser.format
         rows.rows_read += reader.rows_read
-        rows.unused_columns += reader.unused_columns
-        rows.columns |= reader.parser.columns
     return rows
 
 

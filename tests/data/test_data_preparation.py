@@ -85,13 +85,9 @@ def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_
         print_of(train_on_inputs=True), print_of(max_length=16, excess_length="truncate"), print_of(max_rows=2),
     }  # fmt: skip
     assert len(equal) == 1 and len(different) == 6 and not equal & different
-
-
-def test_padding_and_truncating_with_the_tokenizer_in_between_does_not_change_the_fingerprint(write):
-    path, tokenizer = write("rows.jsonl", rows_of(1)), build_tokenizer()
-    first = prepare(recipe(path), tokenizer, max_length=None).fingerprint
+    tokenizer = build_tokenizer()
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert prepare(recipe(path), tokenizer, max_length=None).fingerprint == first
+    assert prepare(recipe(path), tokenizer, max_length=None).fingerprint in equal
 
 
 def test_progress_ends_at_the_number_of_rows(write, tokenizer):

@@ -97,14 +97,12 @@ def test_a_file_that_may_not_be_read_says_so():
     assert "Permission denied" in text and f"chmod u+r {path}" in text
 
 
-def test_names_with_control_characters_are_printed_inert(tmp_path, write):
+def test_names_with_control_characters_are_printed_inert(tmp_path):
     path = str(tmp_path / "a\x1b[31m.jsonl")
     Path(path).write_text("")
     with pytest.raises(DataError) as error:
         read_examples(recipe(path).dataset)
     assert "\x1b" not in str(error.value)
-    path = write("rows.jsonl", json.dumps({"a\x1b[31m\ud800": 1}) + "\n")
-    assert "a\\x1b[31m\\ud800" in problem(path)
 
 
 @pytest.mark.slow

@@ -51,29 +51,18 @@ def test_the_second_reading_decodes_nothing_and_gives_the_same(data, decoded, mo
     assert len(decoded) == 4 and second.report.as_json() == first.report.as_json()
 
 
-def test_a_changed_picture_is_read_again(data, tmp_path):
+def test_a_missing_a_changed_and_another_folders_picture_are_read_again(data, tmp_path):
+    (tmp_path / "2.png").rename(tmp_path / "away.png")
+    assert len(_prepare(data).report.rows_refused) == 1
+    (tmp_path / "away.png").rename(tmp_path / "2.png")
     first = _prepare(data)
     (tmp_path / "2.png").write_bytes(encoded(picture(99, 6)))
     second = _prepare(data)
     assert (_widths(first), _widths(second)) == ([8, 9, 10, 11], [8, 9, 99, 11])
     assert first.fingerprint != second.fingerprint
-
-
-def test_a_picture_that_was_missing_is_looked_for_again(data, tmp_path):
-    (tmp_path / "2.png").rename(tmp_path / "away.png")
-    assert len(_prepare(data).report.rows_refused) == 1
-    (tmp_path / "away.png").rename(tmp_path / "2.png")
-    assert _widths(_prepare(data)) == [8, 9, 10, 11]
-
-
-def test_the_same_file_in_another_folder_has_the_pictures_beside_it(data, tmp_path):
-    _prepare(data)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("rows.jsonl", "0.png", "1.png", "2.png", "3.png"):
-        shutil.copy2(tmp_path / name, other / name)
+    other = shutil.copytree(tmp_path, tmp_path.with_name("other"))
     (other / "0.png").write_bytes(encoded(picture(50, 6)))
-    assert _widths(_prepare(str(other / "rows.jsonl"))) == [50, 9, 10, 11]
+    assert _widths(_prepare(str(other / "rows.jsonl"))) == [50, 9, 99, 11]
 
 
 def test_pictures_in_rows_outlive_the_memory_and_a_cleared_cache(data, tmp_path):

@@ -168,13 +168,6 @@ def test_a_killed_fork_is_reported_and_the_rows_are_tokenised_next_time(write, m
     assert prepare(data_recipe, build_tokenizer(), max_length=None).report.rows_used == 22
 
 
-def test_truncated_rows_keep_their_trained_tokens_in_the_count(write):
-    data_recipe = recipe(write("rows.jsonl", [*ROWS, talk("long", "word " * 60)]), excess_length="truncate")
-    prepared = prepare(data_recipe, build_tokenizer(), max_length=40)
-    assert prepared.report.trained_tokens == sum(label != -100 for row in prepared.train for label in row["labels"])
-    assert prepared.report.total_tokens == sum(len(row["input_ids"]) for row in prepared.train)
-
-
 def test_progress_messages_have_count_rate_and_time_left(monkeypatch):
     now, messages = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
