@@ -50,8 +50,7 @@ class PictureProcessor:
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
         #: Larger images are scaled down first; None is no limit.
         self.processor, self.max_pixels = processor, max_pixels
-        self._texts: dict[Hashable, str] = {}
-        self._values: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, tuple[str, int]] = {}
         #: Pixel values by size (`640x480`), for sizes that were counted.
         self.value_counts: dict[str, int] = {}
 
@@ -99,15 +98,17 @@ class PictureProcessor:
         return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
 
     def text_of(self, width: int, height: int) -> str:
-        size = self.size(width, height)
-        kind = picture_kind(self.processor, *size)
-        # the text depends only on the size, so a blank image gives the same text
-        if kind not in self._texts:
+        return self._text_and_values(*self.size(width, height))[0]
+
+    def _text_and_values(self, width: int, height: int) -> tuple[str, int]:
+        kind = picture_kind(self.processor, width, height)
+        if kind not in self._kinds:
             if isinstance(kind, int) and self._values_of_a_patch is not None:
-                self._texts[kind] = patch_text(self.processor, kind)
-            else:
-                self._texts[kind] = picture_texts(self.processor, [blank(*size)])[0]
-        return self._texts[kind]
+                self._kinds[kind] = patch_text(self.processor, kind), kind * self._values_of_a_patch
+            else:  # both depend only on the size, so a blank image gives the same
+                text = picture_texts(self.processor, [blank(width, height)])[0]
+                self._kinds[kind] = text, self._processed_values(width, height)
+        return self._kinds[kind]
 
     @cached_property
     def _values_of_a_patch(self) -> int | None:
@@ -120,12 +121,7 @@ class PictureProcessor:
         """Return the number of pixel values of a scaled image."""
         size = f"{width}x{height}"
         if size not in self.value_counts:
-            kind = picture_kind(self.processor, width, height)
-            if isinstance(kind, int) and self._values_of_a_patch is not None:
-                self._values[kind] = kind * self._values_of_a_patch
-            elif kind not in self._values:
-                self._values[kind] = self._processed_values(width, height)
-            self.value_counts[size] = self._values[kind]
+            self.value_counts[size] = self._text_and_values(width, height)[1]
         return self.value_counts[size]
 
     def _processed_values(self, width: int, height: int) -> int:
