@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
 
-#: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
+#: A dataset that differs from the stored rows is kept in memory up to this size, and in a temporary file above it.
 _IN_MEMORY_BYTES = 64 * 2**20
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -170,8 +170,12 @@ class LimitedSplit:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        tables = list(self.tables()) or [self._schema.empty_table()]
-        return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
+        tables = self.tables()
+        are_stored = not self.stored.are_pairs and all(mask.all() for mask in self.sequences) and not self._is_cut.any()
+        # stored tables stay mapped from their files; ids and labels have 8 bytes
+        if not are_stored and 8 * self.total_tokens > _IN_MEMORY_BYTES:
+            tables = _map_from_file(tables)
+        return Dataset(InMemoryTable(pa.concat_tables([*tables] or [self._schema.empty_table()])), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
         """Yield tables of input_ids and labels, with rejected_ columns for pairs."""
@@ -188,21 +192,12 @@ class LimitedSplit:
         return itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
 
     def _sequence_tables(self) -> Iterator[pa.Table]:
-        schema = self._schema
-        pending: list[pa.Table] = []
         for table, mask, indices in self._shards():
-            is_cut = bool(self._is_cut[indices][mask].any())
-            # shards whose rows are all used stay mapped from their files
-            as_stored = bool(mask.all()) and not is_cut
-            if not as_stored:
-                pending.append((self._cut(table, mask, indices) if is_cut else table.filter(mask)).cast(schema))
-            is_large = sum(part.nbytes for part in pending) > _IN_MEMORY_BYTES
-            if as_stored or is_large:
-                yield from _map_from_file(pending) if is_large else pending
-                pending = []
-            if as_stored:
-                yield table.cast(schema)
-        yield from pending
+            if self._is_cut[indices][mask].any():
+                table = self._cut(table, mask, indices)
+            elif not mask.all():
+                table = table.filter(mask)
+            yield table.cast(self._schema)
 
     def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
         """Truncate a shard's sequences, or cut them into chunks."""
@@ -271,15 +266,15 @@ def _chunk_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(lengths // counts, counts) + (position < np.repeat(lengths % counts, counts))
 
 
-def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:
-    with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, tables[0].schema) as writer:
-        for table in tables:
+def _map_from_file(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    first = next(tables)
+    with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, first.schema) as writer:
+        for table in itertools.chain([first], tables):
             writer.write_table(table)
     with pa.memory_map(file.name) as source:
-        mapped = pa.ipc.open_file(source).read_all()
+        yield pa.ipc.open_file(source).read_all()
     with suppress(PermissionError):  # Windows keeps a mapped file
         Path(file.name).unlink()
-    return [mapped]
 
 
 def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
