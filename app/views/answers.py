@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from finetune.data.pictures.reader import FileStat, file_stat
-from finetune.data.pictures.source import small_copy_of
+from finetune.data.pictures.source import FileStat, file_stat, small_copy_of
 from finetune.events import Sample
 
 from ..language import tr

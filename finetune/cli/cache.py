@@ -16,7 +16,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     """Show or clear the caches. Raises DiskFull."""
     if verb not in ("list", "clear"):
         raise CommandError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
-    from finetune.data.pictures.reader import pictures_folder
+    from finetune.data.pictures.source import pictures_folder
     from finetune.data.token_cache import cache_folder
     from finetune.layers import quantised_files
 

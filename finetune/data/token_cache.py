@@ -29,7 +29,7 @@ import pyarrow as pa
 from finetune.checksum import with_checksum
 from finetune.data.column_semantics import UnusedColumns
 from finetune.data.examples import SourceReader
-from finetune.data.pictures.reader import FileStat, file_stat
+from finetune.data.pictures.source import FileStat, file_stat
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
 from finetune.data.row_parser import ParsedBatch, RowParser

@@ -93,12 +93,7 @@ def test_the_fingerprint_is_the_same_for_the_same_and_another_for_anything_that_
 def test_progress_ends_at_the_number_of_rows(write, tokenizer):
     reports = []
     path, eval_path = write("rows.jsonl", rows_of(*[1] * 300)), write("eval.jsonl", rows_of(2, 2))
-    prepare(
-        recipe(path, eval_path=eval_path),
-        tokenizer,
-        max_length=None,
-        progress=lambda count, total: reports.append((count, total)),
-    )
+    prepare(recipe(path, eval_path=eval_path), tokenizer, max_length=None, progress=lambda *counts: reports.append(counts))
     assert reports == [(300, 302), (302, 302)]
 
 

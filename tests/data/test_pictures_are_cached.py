@@ -9,7 +9,7 @@ from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_toke
 from small_data import build_tokenizer, prepare, recipe
 
 from finetune.data import token_cache
-from finetune.data.pictures import reader, source
+from finetune.data.pictures import source
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def data(tmp_path, monkeypatch, write):
 def decoded(monkeypatch):
     """The pictures that were decoded."""
     pictures = []
-    monkeypatch.setattr(reader, "checked_size", lambda content: pictures.append(content) or source.checked_size(content))
+    check = source.checked_size
+    monkeypatch.setattr(source, "checked_size", lambda content: pictures.append(content) or check(content))
     return pictures
 
 
@@ -45,7 +46,7 @@ def test_the_second_reading_decodes_nothing_and_gives_the_same(data, decoded, mo
     assert len(decoded) == 4
     assert _prepare(data).splits[0].examples == first.splits[0].examples
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 2**30)
-    reader.size_cache.cache_clear()  # as in another process
+    source.size_cache.cache_clear()  # as in another process
     second = _prepare(data)
     assert second.splits[0].examples == first.splits[0].examples and second.fingerprint == first.fingerprint
     assert len(decoded) == 4 and second.report.as_json() == first.report.as_json()
@@ -74,25 +75,25 @@ def test_pictures_in_rows_outlive_the_memory_and_a_cleared_cache(data, tmp_path)
     for _ in range(2):
         (example,) = _prepare(str(tmp_path / "rows.parquet")).splits[0].examples
         assert source.open_picture(example.pictures[0]).size == (8, 6)
-        shutil.rmtree(reader.pictures_folder())
+        shutil.rmtree(source.pictures_folder())
 
 
 def test_a_damaged_file_of_sizes_costs_only_time(data, decoded):
     _prepare(data)
-    cache_file = reader.size_cache(reader.pictures_folder()).path
+    cache_file = source.size_cache(source.pictures_folder()).path
     cache_file.write_text("x" * 40 + " 1 1\n" + cache_file.read_text()[:70] + "\n\udcff".encode("utf-8", "replace").decode())
-    reader.size_cache.cache_clear()
+    source.size_cache.cache_clear()
     shutil.rmtree(token_cache.cache_folder())
     assert _widths(_prepare(data)) == [8, 9, 10, 11] and len(decoded) == 7
 
 
 def test_the_file_of_sizes_stays_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_SIZES", 10)
-    first = reader.SizeCache(tmp_path)
+    monkeypatch.setattr(source, "MAX_SIZES", 10)
+    first = source.SizeCache(tmp_path)
     for index in range(30):
         first.add(f"{index:040x}", (8, 6))
     assert first.get(f"{3:040x}") is None and first.get(f"{29:040x}") == (8, 6)
-    second = reader.SizeCache(tmp_path)
+    second = source.SizeCache(tmp_path)
     assert second.get(f"{29:040x}") == (8, 6) and len(second.path.read_text().splitlines()) <= 10
 
 

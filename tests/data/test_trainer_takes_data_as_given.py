@@ -22,15 +22,10 @@ def trainer_for(dataset, tokenizer, tmp_path, batch=2, **options):
             pad_token_id=tokenizer.pad_token_id, max_position_embeddings=2048, initializer_range=0.8,
         )
     )  # fmt: skip
-    settings = {
-        "per_device_train_batch_size": batch,
-        "max_steps": 1,
-        "learning_rate": 1e-9,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-    }
-    args = SFTConfig(str(tmp_path), save_strategy="no", disable_tqdm=True, bf16=False, **settings, **GIVEN, **options)
+    args = SFTConfig(
+        str(tmp_path), save_strategy="no", disable_tqdm=True, bf16=False, per_device_train_batch_size=batch, max_steps=1,
+        learning_rate=1e-9, logging_steps=1, report_to=[], use_cpu=True, **GIVEN, **options,
+    )  # fmt: skip
     return SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
 
 
@@ -66,9 +61,8 @@ def test_the_logged_loss_is_the_mean_over_the_trained_tokens(prepared, tmp_path)
             )
     trained = torch.cat(losses)
     expected = trained.sum() / (trained != 0).sum()
-    assert (
-        abs(expected - torch.stack([loss.sum() / (loss != 0).sum() for loss in losses]).mean()) > 1e-3
-    )  # rows weigh by tokens
+    by_row = torch.stack([loss.sum() / (loss != 0).sum() for loss in losses]).mean()
+    assert abs(expected - by_row) > 1e-3  # rows weigh by tokens
     assert trainer.train().training_loss == pytest.approx(expected.item(), rel=1e-4)
 
 

@@ -109,6 +109,8 @@ def _from_text(text: str, field: str) -> PictureReference:
 
 
 def _from_base64(text: Any, field: str) -> PictureReference:
+    if isinstance(text, bytes):
+        return PictureReference(field, content=text)
     if not isinstance(text, str):
         raise BadRow(field, f"is {type_phrase(text)}, not base64")
     if len(text) > MAX_FILE_BYTES:
@@ -119,15 +121,11 @@ def _from_base64(text: Any, field: str) -> PictureReference:
         raise BadRow(field, "is not base64") from None
 
 
-def _from_bytes(value: Any, field: str) -> PictureReference:
-    return PictureReference(field, content=value) if isinstance(value, bytes) else _from_base64(value, field)
-
-
 _Keys = dict[str, Callable[[Any, str], PictureReference]]
 #: Keys of an object that is an image, and of an object inside, such as `{"url": ...}`, in the order of search -> their reader.
 _INNER_KEYS: _Keys = {"url": _plain, "path": _plain, "bytes": _plain, "data": _from_base64}
 _OBJECT_KEYS: _Keys = {
-    "bytes": _from_bytes, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
+    "bytes": _from_base64, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
     "source": _plain,
 }  # fmt: skip
 
