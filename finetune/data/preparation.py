@@ -200,10 +200,10 @@ def encode(
     # tokens from the cache did not need the template
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
-    splits = [DataSplit(train, train.mask(True))]
+    splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
     notes = split_notes(dataset, sources, eval_sources)
     if eval_sources:
-        splits.append(DataSplit(held_out, held_out.mask(True)))
+        splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
     elif count := sum(chosen := choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
         mask = np.array(chosen, dtype=bool)
         splits = [DataSplit(train, ~mask, held_out=count), DataSplit(train, mask, split_off=True)]
@@ -217,7 +217,7 @@ def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     sources, eval_sources = sources_of(dataset)
     infos = {source: FileInfo.of(source) for source in eval_sources or sources}
     stored = _load_rows(list(infos), infos, dataset, encoder, lambda _: None)
-    return LimitedSplit(DataSplit(stored, stored.mask(True)), None, "raise")
+    return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
 
 
 def _load_rows(

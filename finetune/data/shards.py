@@ -296,9 +296,6 @@ class StoredRows:
     def has(self, flag: str) -> np.ndarray:
         return (self.flags & np.uint32(_BIT[flag])) != 0
 
-    def mask(self, value: bool = False) -> np.ndarray:
-        return np.full(len(self), value)
-
     def row_location(self, index: int) -> tuple[str, int]:
         return self.parts[self.source_indices[index]].file, int(self.row_numbers[index])
 

@@ -390,12 +390,6 @@ def _path_hint(path: Path) -> str:
 
 def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:
     """Read the rows of one split, numbered from 1. Raise DataError."""
-    file = f"{name}:{split}"
-    for number, row in enumerate(_load(name, config, split, revision), 1):
-        yield Row(file, number, {key: drop_nulls(value) for key, value in row.items()})
-
-
-def _load(name: str, config: str | None, split: str, revision: str | None) -> Any:
     from datasets import load_dataset_builder
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
@@ -410,7 +404,7 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
             )
         builder.download_and_prepare()
         # images are checked before anything is decoded
-        return builder.as_dataset(split=split).to_iterable_dataset().decode(False)
+        rows = builder.as_dataset(split=split).to_iterable_dataset().decode(False)
     except DatasetNotFoundError as error:
         raise DataError(
             f"{name}: there is no such file, bundled dataset or dataset on the hub ({first_line(error)})",
@@ -428,3 +422,5 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         elif "onfig" in str(error):
             fix = "Name a configuration with dataset.name."
         raise DataError(f"{name}: can't be loaded from the hub: {first_line(error)}", fix) from None
+    for number, row in enumerate(rows, 1):
+        yield Row(f"{name}:{split}", number, {key: drop_nulls(value) for key, value in row.items()})

@@ -65,7 +65,7 @@ class LimitedSplit:
         stored = self.stored = unlimited.stored
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
-        no_rows = stored.mask()
+        no_rows = np.zeros(len(stored), dtype=bool)
         starts_after = stored.by_row(np.logical_or, stored.first_trained >= self._limit)
         answer_cut = over_limit & starts_after if excess_length == "truncate" else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
@@ -224,7 +224,7 @@ class LimitedSplit:
             for table, part, _ in self.stored.sequences_in(wanted)
             for ids in table["input_ids"].filter(part)
         ]
-        mask = self.stored.mask()
+        mask = np.zeros(len(self.stored), dtype=bool)
         mask[rows] = [chosen == rejected for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=True)]
         return mask
 

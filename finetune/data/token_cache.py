@@ -299,14 +299,12 @@ def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., A
     gc.freeze()
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        try:
+    # until the parent is gone
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             task = tasks.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            tasks.send(work(*task))
-        except BrokenPipeError:
-            return
-        except Exception as error:  # noqa: BLE001 - raised again in the parent
-            tasks.send(error)
+            try:
+                result = work(*task)
+            except Exception as error:  # noqa: BLE001 - raised again in the parent
+                result = error
+            tasks.send(result)
