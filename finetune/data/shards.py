@@ -29,26 +29,22 @@ LIST_OF_PICTURES = pa.list_(_PICTURE)
 
 @dataclass(frozen=True)
 class PictureSizes:
-    """Sizes of images in pixels, and the index of each image's row."""
+    """Width and height of images in pixels, and the index of each image's row."""
 
     rows: np.ndarray
-    widths: np.ndarray
-    heights: np.ndarray
+    pairs: np.ndarray
 
     def of_rows(self, row_mask: np.ndarray) -> PictureSizes:
         used = row_mask[self.rows]
-        return PictureSizes(self.rows[used], self.widths[used], self.heights[used])
+        return PictureSizes(self.rows[used], self.pairs[used])
 
 
 def sizes_of(column: pa.ChunkedArray) -> PictureSizes:
     """Return the sizes of all images in a column of rows."""
     pictures = column.combine_chunks()
-    sizes = pictures.flatten()
-    counts, widths, heights = (
-        np.array(values.to_pylist(), np.int64)
-        for values in (pictures.value_lengths(), sizes.field("width"), sizes.field("height"))
-    )
-    return PictureSizes(np.repeat(np.arange(len(counts)), counts), widths, heights)
+    counts, sides = pictures.value_lengths().to_pylist(), map(pictures.flatten().field, ("width", "height"))
+    pairs = np.array([side.to_pylist() for side in sides], np.int64).T
+    return PictureSizes(np.repeat(np.arange(len(counts)), counts), pairs)
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,11 @@ def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSumm
     used = sizes.of_rows(row_mask)
     if not len(used.rows):
         return None
-    areas = used.widths * used.heights
+    areas = used.pairs.prod(axis=1)
     order = np.argsort(areas, kind="stable")
     counts = np.unique(used.rows, return_counts=True)[1]
-    smallest, median, largest = (
-        (int(used.widths[index]), int(used.heights[index])) for index in order[[0, (len(order) - 1) // 2, -1]]
-    )
+    ranked = used.pairs[order[[0, (len(order) - 1) // 2, -1]]].tolist()
+    smallest, median, largest = ((width, height) for width, height in ranked)
     megapixels = round(float(areas.sum()) / 1e6, 3)
     return PictureSummary(len(areas), len(counts), int(counts.max()), smallest, median, largest, megapixels)
 

@@ -108,24 +108,21 @@ class LimitedSplit:
 
     def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
         """Return image sizes of the row with the most pixel values and of a usual row, and the mean over the usual row."""
-        values = processor.values_by_row(self._picture_sizes, len(self.stored))
+        sizes = self._picture_sizes
+        values = processor.values_by_row(sizes, len(self.stored))
         with_pictures = np.flatnonzero(values)
         if not len(with_pictures):
             return (), (), 1.0
         usual = int(with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()])
         share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[usual]
-        largest, usual_sizes = (self._pictures_of(row, processor) for row in (int(values.argmax()), usual))
+        pairs = (sizes.pairs[sizes.rows == row].tolist() for row in (int(values.argmax()), usual))
+        largest, usual_sizes = (tuple(processor.size(*pair) for pair in of_row) for of_row in pairs)
         return largest, usual_sizes, round(float(share), 4)
-
-    def _pictures_of(self, row: int, processor: PictureProcessor) -> Sizes:
-        sizes = self._picture_sizes.of_rows(np.arange(len(self.stored)) == row)
-        pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
-        return tuple(processor.size(width, height) for width, height in pairs)
 
     @property
     def most_pixels(self) -> int:
         """Return the pixels of the largest image, before `max_pixels`."""
-        return int((self._picture_sizes.widths * self._picture_sizes.heights).max(initial=0))
+        return int(self._picture_sizes.pairs.prod(axis=1).max(initial=0))
 
     @property
     def _picture_sizes(self) -> PictureSizes:

@@ -130,8 +130,7 @@ class PictureProcessor:
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
         """Return each row's number of pixel values; `sizes` are unscaled."""
-        pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
-        counts = [self.value_count(*self.size(width, height)) for width, height in pairs]
+        counts = [self.value_count(*self.size(*pair)) for pair in sizes.pairs.tolist()]
         return np.bincount(sizes.rows, counts, rows).astype(np.int64)
 
 
