@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,9 @@ from finetune.data.conversation import Example
 from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes, sizes_of
 from finetune.data.pictures.source import source_of, stored
 from finetune.data.report import Refused
-from finetune.data.tokens import Encoded
+
+if TYPE_CHECKING:
+    from finetune.data.tokens import Encoded
 
 #: Name of the column, and of the field of an Example.
 PICTURES = "pictures"
@@ -42,8 +44,8 @@ class PictureSizes:
 def sizes_of(column: pa.ChunkedArray) -> PictureSizes:
     """Return the sizes of all images in a column of rows."""
     pictures = column.combine_chunks()
-    counts, sides = pictures.value_lengths().to_pylist(), map(pictures.flatten().field, ("width", "height"))
-    pairs = np.array([side.to_pylist() for side in sides], np.int64).T
+    counts, images = pictures.value_lengths().to_pylist(), pictures.flatten()
+    pairs = np.array([images.field(name).to_pylist() for name in ("width", "height")], np.int64).T
     return PictureSizes(np.repeat(np.arange(len(counts)), counts), pairs)
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from finetune.data.checks import BadRow, Values, is_blank, parse_if_text, quoted, type_phrase
-from finetune.data.pictures.source import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from finetune.data.conversation import Example, Message
 
+#: Bytes of one image; one of 64 megapixels without compression has 192 MB.
+MAX_FILE_BYTES = 256 * 2**20
 #: An image in a message's text: OBJECT REPLACEMENT CHARACTER.
 PICTURE_MARK = "\ufffc"
 #: Types of content parts that are images: of transformers and TRL, of OpenAI's two interfaces.

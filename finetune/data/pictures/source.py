@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.checks import BadRow
+from finetune.data.pictures.placement import MAX_FILE_BYTES, PictureReference
 from finetune.errors import DiskFull, PackagesError
 from finetune.files import cache_dir
 from finetune.system import replace, usable_cpus
@@ -25,12 +26,8 @@ from finetune.system import replace, usable_cpus
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from finetune.data.pictures.placement import PictureReference
-
 #: Pixels of one image: 50-megapixel photos pass, and one decoded image takes 256 MB at most (4 bytes a pixel).
 MAX_PIXELS = 64_000_000
-#: Bytes of one file; an image of MAX_PIXELS without compression has 192 MB.
-MAX_FILE_BYTES = 256 * 2**20
 #: Shortest side. Image processors take an axis of 1 or 3 for the colour channels.
 MIN_SIDE = 4
 #: Longer side over shorter side, from which an image is refused: Qwen2-VL's resize raises above it.
