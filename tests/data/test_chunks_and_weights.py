@@ -56,12 +56,9 @@ def test_the_same_seed_chooses_the_same_rows_and_another_seed_others(files):
     assert counts(first)[1] != counts(other)[1] and first.fingerprint != other.fingerprint
 
 
-def test_held_out_rows_have_no_weight(files):
+def test_weights_are_one_for_each_path_and_not_for_held_out_rows(files):
     split_data = prepared(files, weights=[2, 2], test_split_size=4)
     assert len(split_data.eval) == 4 and len(split_data.train) == 32
-
-
-def test_weights_are_one_for_each_path(files):
     with pytest.raises(RecipeError, match=r"2 number\(s\) for 1 path"):
         prepared(files[0], weights=[1, 2])
     for weights in ([0, 1], [-1, 1], [101, 1]):

@@ -126,12 +126,9 @@ def test_a_folder_of_images_is_read_with_its_metadata(name, cats):
     assert example.pictures[0].path == cats / "cats" / "1.png"
 
 
-def test_file_name_is_no_picture_in_other_files(cats, write):
+def test_only_named_columns_are_pictures(cats, write):
     (example,) = _read(write("rows.jsonl", [{"file_name": "1.png", "prompt": "a", "completion": "b"}]))
     assert example.pictures == () and example.prompt == "a"
-
-
-def test_any_column_can_be_named_as_pictures(cats, write):
     path = write("rows.jsonl", [{"photo": "cats/1.png", "question": "What?", "answer": "A cat."}])
     columns = {"images": "photo", "instruction": "question", "output": "answer"}
     assert _read(path, columns=columns)[0].pictures[0].width == 8
