@@ -42,7 +42,7 @@ def main() -> int:
         fetch(TARGET)
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
-        print(f"The page will have pictures instead of charts: uPlot could not be fetched ({' '.join(reason)}).", file=sys.stderr)
+        print(f"The page will have pictures, not charts: uPlot could not be fetched ({' '.join(reason)}).", file=sys.stderr)
         return 1
     return 0
 

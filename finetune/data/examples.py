@@ -11,12 +11,11 @@ from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
-from finetune.data.data_files import describe_split
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, filled, rename_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, choose_parser
-from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, is_local, split_files
+from finetune.data.sources import Source, bundled_eval, describe_split, find_sources, held_out_by_name, is_local, split_files
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHODS

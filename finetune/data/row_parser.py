@@ -9,8 +9,15 @@ from finetune.data.checks import BadRow, Values
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, apply_columns, check_other_data, check_placeholders
 from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
-from finetune.data.pictures.placement import picture_columns, place_pictures, rows_have_pictures, rows_have_tags, take_pictures
-from finetune.data.pictures.reader import FileStat, PictureReader
+from finetune.data.pictures.placement import (
+    PictureReference,
+    picture_columns,
+    place_pictures,
+    rows_have_pictures,
+    rows_have_tags,
+    take_pictures,
+)
+from finetune.data.pictures.source import FileStat, PictureReader
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.settings import DatasetRecipe

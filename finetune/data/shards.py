@@ -16,7 +16,6 @@ import pyarrow as pa
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.conversation import Example
-from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes, sizes_of
 from finetune.data.pictures.source import source_of, stored
 from finetune.data.report import Refused
 

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from finetune.data.conversation import Example
-from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes
 from finetune.data.report import Refused
 from finetune.data.shards import LIST_OF_PICTURES, PICTURES, PictureSizes, StoredRows
 from finetune.errors import DataError, FinetuneError

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import REASONING, Example, Message
-from finetune.data.pictures.placement import text_pieces, with_parts
-from finetune.data.pictures.references import PICTURE_MARK
+from finetune.data.pictures.placement import PICTURE_MARK, text_pieces, with_parts
 from finetune.data.report import printable
 from finetune.data.tool_calls import Answer
 from finetune.errors import RecipeError

@@ -27,7 +27,6 @@ from typing import Any
 import pyarrow as pa
 
 from finetune.checksum import with_checksum
-from finetune.data.column_semantics import UnusedColumns
 from finetune.data.examples import SourceReader
 from finetune.data.pictures.source import FileStat, file_stat
 from finetune.data.readers import file_type

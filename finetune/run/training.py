@@ -20,7 +20,6 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
-from finetune.data.pictures.columns import PICTURES, sizes_of
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import source_of
 from finetune.data.shards import PICTURES, sizes_of

@@ -41,7 +41,7 @@ def test_without_npm_one_line_says_so(script, tmp_path):
     command = [sys.executable, "-S", script]
     process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert process.returncode == 1
-    assert process.stderr == "The page will have pictures instead of charts: uPlot could not be fetched (there is no npm).\n"
+    assert process.stderr == "The page will have pictures, not charts: uPlot could not be fetched (there is no npm).\n"
 
 
 @pytest.mark.npm
