@@ -14,11 +14,11 @@ from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
-from finetune.run import stopping
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state
+from finetune.run.stopping import request_stop
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import start_detached
 
@@ -97,14 +97,10 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
 
     `now`: repeat an earlier request, which ends the run immediately.
     """
-    processes = living_processes(run)
-    for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
-        if role in processes:
-            # a worker takes a second request as the first
-            request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
-            request(run, int(processes[role]["pid"]), number)
-            return True
-    return False
+    if not living_processes(run):
+        return False
+    request_stop(run, number, again=now)
+    return True
 
 
 def finish(run: RunDirectory) -> bool:

@@ -70,10 +70,8 @@ class RunDirectory:
     lock = _Entry("lock")
     #: Lock file of the training process, which may outlive its supervisor.
     worker_lock = _Entry("worker.lock")
-    #: Requests to stop: a line per request on Windows, elsewhere one line when the first signal was sent.
+    #: Requests to stop: a line per request.
     stop_requests = _Entry("stop")
-    #: Lock file of a command that requests a stop.
-    stop_lock = _Entry("stop.lock")
     #: The tokenised rows.
     data = _Entry("data")
     #: Sealed checkpoints, `checkpoint-<step>`.

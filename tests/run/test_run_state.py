@@ -18,6 +18,7 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_recorded_process, living_processes, process_record, read_state
+from finetune.run.stopping import read_stop_requests
 
 
 @pytest.mark.parametrize(
@@ -42,28 +43,13 @@ def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
 
 
 def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):
-    code = (
-        "import signal; numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGRTMIN}; "
-        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers); "
-        "print('ready', flush=True)\nwhile (number := signal.sigwait(numbers)) != signal.SIGRTMIN: print(number, flush=True)"
-    )
-    process, run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), RunDirectory(tmp_path)
-    assert process.stdout.readline() == "ready\n"
-    write_json(run.process, {"supervisor": process_record(process.pid)})
-    assert control.stop(run)
-    assert process.stdout.readline() == "15\n"
-    assert control.stop(run) and control.stop(run)
+    run = RunDirectory(tmp_path)
+    assert not control.stop(run) and not run.stop_requests.exists()
+    write_json(run.process, {"supervisor": process_record(os.getpid())})
+    assert control.stop(run) and control.stop(run) and control.stop(run, signal.SIGINT)
+    assert read_stop_requests(run) == [signal.SIGTERM]
     assert control.stop(run, signal.SIGINT, now=True)
-    assert process.stdout.readline() == "2\n"
-    process.send_signal(signal.SIGRTMIN)
-    assert process.stdout.read() == ""
-
-
-def test_a_worker_without_a_supervisor_is_asked_again(tmp_path):
-    process, run = subprocess.Popen(["sleep", "600"]), RunDirectory(tmp_path)
-    run.stop_requests.touch()
-    write_json(run.process, {"worker": process_record(process.pid)})
-    assert control.stop(run) and process.wait() == -signal.SIGTERM
+    assert read_stop_requests(run) == [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"no_setting": 1}', '{"gradient_accumulation_steps": "x"}'])
