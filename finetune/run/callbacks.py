@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from finetune.card.allocator import has_windows_driver
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
@@ -21,12 +22,12 @@ from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory
 from finetune.run.memory import MemorySampler
-from finetune.run.memory_watch import MemoryWatch
 from finetune.run.snapshot import MemoryHistory
-from finetune.run.stopping import read_stop_requests
+from finetune.run.state import read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
+from finetune.units import format_bytes
 
 _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
@@ -76,6 +77,16 @@ def require_gradients(model: Any) -> None:
         )
 
 
+def spill_warning(memory: Memory) -> str:
+    """Return a warning when more memory is in use than the GPU has: the Windows driver then spills without an error."""
+    reserved, total, others = memory.reserved_bytes, memory.card_total_bytes, memory.other_processes_bytes or 0
+    if reserved is None or total is None or reserved + others <= total:
+        return ""
+    used = f"{format_bytes(reserved + others)} are in use on a GPU with {format_bytes(total)}"
+    fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
+    return f"{used}: the driver spills to host memory. {fix}"
+
+
 def _ran(path: str, adapted: dict[str, bool]) -> bool:
     # a module that the batch leaves out (an expert, the vision tower, cross-attention) has no gradient in any adapter
     module = path.rpartition(".")[0]
@@ -93,8 +104,8 @@ class RunCallback(TrainerCallback):
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
         self._began, self._launched, self._skipped_steps, self.collapsed_steps = 0.0, 0.0, 0, 0
-        self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
-        events.listeners.append(self._watch.observe)
+        self._losses = deque[float](maxlen=_SPIKE_WINDOW)
+        self._may_spill = has_windows_driver()
         self.spike: str | None = None
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
         self.diverged: str | None = None
@@ -163,7 +174,8 @@ class RunCallback(TrainerCallback):
         ))  # fmt: skip
         self._memory.reset_peak()
         self._report_compiling(state.global_step)
-        for message in self._watch.step(memory, step_s):
+        if self._may_spill and (message := spill_warning(memory)):
+            self._may_spill = False  # one warning is enough
             self._events.warn(message)
         self._check_finite(state.global_step, logs, control)
         self._check_collapse(state.global_step, tokens, control)
@@ -204,11 +216,6 @@ class RunCallback(TrainerCallback):
             )
             control.should_training_stop = True
             control.should_save = False  # resuming from this step's checkpoint would train on
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        # between epochs only long-lived tensors are allocated: growth is a leak
-        for message in self._watch.epoch(self._memory.sample()):
-            self._events.warn(message)
 
     def _report_compiling(self, step: int) -> None:
         compilations, breaks_before = self._compilations, self._compilations.graph_breaks

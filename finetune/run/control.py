@@ -17,8 +17,7 @@ from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import is_alive, living_processes, process_record, read_state
-from finetune.run.stopping import request_stop
+from finetune.run.state import is_alive, living_processes, process_record, read_state, request_stop
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import start_detached
 

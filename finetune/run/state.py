@@ -1,9 +1,10 @@
-"""State of a run, derived from events, lock and processes; stored nowhere."""
+"""State of a run, derived from events, lock and processes; stored nowhere. Requests to stop a run."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,3 +106,21 @@ def _ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def request_stop(run: RunDirectory, number: int, *, again: bool = False) -> bool:
+    """Request a stop, only the first time unless `again`; the signal's `number` sets the exit status. Raises OSError."""
+    # a second request ends a run immediately: of two commands only one creates the file
+    with contextlib.suppress(FileExistsError), run.stop_requests.open("ab" if again else "xb", buffering=0) as file:
+        with contextlib.suppress(OSError):  # a full disk: an empty file is a request, too
+            file.write(f"{number}\n".encode())
+        return True
+    return False
+
+
+def read_stop_requests(run: RunDirectory) -> list[int]:
+    """Return the signal numbers in the run's file."""
+    try:
+        return [int(line) for line in run.stop_requests.read_bytes().split()] or [signal.SIGTERM]
+    except (OSError, ValueError):
+        return []

@@ -28,8 +28,7 @@ from finetune.run.card import cards_of, holders_of, replacement_message, visibil
 from finetune.run.card_queue import Queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
-from finetune.run.state import ENDED, process_record
-from finetune.run.stopping import read_stop_requests, request_stop
+from finetune.run.state import ENDED, process_record, read_stop_requests, request_stop
 from finetune.system import ignore_hangup, take_lock
 
 _POLL_S = 0.1

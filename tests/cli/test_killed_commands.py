@@ -12,8 +12,7 @@ from finetune.cli import main
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.state import process_record
-from finetune.run.stopping import read_stop_requests
+from finetune.run.state import process_record, read_stop_requests
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from finetune.events import Evaluation, EventWriter, ForecastCheck, Start, Step
 from finetune.planner.plan import read_plan
 from finetune.run.accuracy import MARGIN, compare_with_forecast, excess_warning, outcome
 from finetune.run.best import COMPARED, NOT_COMPARED, compare_held_out
+from finetune.run.callbacks import spill_warning
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -82,3 +83,12 @@ def test_more_than_forecast_is_a_warning_unless_the_run_was_forced(plan):
     assert excess_warning(plan, checked(plan, round((1 + MARGIN) * forecast) - 1)) is None
     assert "but the forecast was" in excess_warning(plan, checked(plan, 2 * forecast))
     assert excess_warning(replace(plan, verdict="does not fit"), checked(plan, 2 * forecast)) is None
+
+
+def test_more_in_use_than_the_gpu_has_is_a_spill():
+    assert spill_warning(Step(step=1)) == ""
+    used = Step(step=1, reserved_bytes=7 * GIB, card_total_bytes=8 * GIB, other_processes_bytes=GIB)
+    assert spill_warning(used) == ""
+    assert "9.00 GiB are in use on a GPU with 8.00 GiB: the driver spills" in spill_warning(
+        replace(used, reserved_bytes=8 * GIB)
+    )

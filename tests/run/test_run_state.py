@@ -17,8 +17,7 @@ from finetune.planner.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import is_recorded_process, living_processes, process_record, read_state
-from finetune.run.stopping import read_stop_requests
+from finetune.run.state import is_recorded_process, living_processes, process_record, read_state, read_stop_requests
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
-"""A training process collects garbage as Python does by default, though its start does not."""
+"""A process's own peak of memory, memory that it frees, and garbage collection: in training as Python does by default."""
 
 import json
 import subprocess
 import sys
+
+import psutil
+import pytest
+
+from finetune.system import return_freed_memory
 
 CODE = """
 import gc, json
@@ -40,3 +45,25 @@ def test_training_collects_as_usual_and_what_was_there_before_is_set_aside():
 def test_what_triton_reports_after_the_last_exit_handler_is_hidden_and_nothing_else():
     process = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
     assert process.stderr == "an error\na tracker's end"
+
+
+LARGE_PARENT = """
+import subprocess, sys
+held = b"x" * 500_000_000
+code = "from finetune.system import peak_rss_bytes; print(peak_rss_bytes())"
+print(subprocess.check_output([sys.executable, "-c", code], text=True))
+"""
+
+
+def test_peak_memory_is_of_the_process_and_not_of_the_one_that_started_it():
+    assert int(subprocess.check_output([sys.executable, "-c", LARGE_PARENT], text=True)) < 200_000_000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc keeps freed memory")
+def test_freed_memory_goes_back_to_the_system():
+    pieces = [b"x" * size for size in [60_000] * 500]
+    last, own = pieces.pop(), psutil.Process()  # memory behind the others stays in use: glibc can't shorten its heap
+    pieces.clear()
+    before = own.memory_info().rss
+    return_freed_memory()
+    assert own.memory_info().rss < before - 20e6 and last
