@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -18,7 +18,7 @@ from finetune.card.visible import environment_with_gpus, hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, DiskFull, FinetuneError, RecipeError
+from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, FinetuneError, RecipeError
 from finetune.privacy import keep_private
 from finetune.recipe.load import load_changes
 from finetune.requirements import refuse_missing_extra
@@ -67,11 +67,12 @@ def sweep_command(
     if show or sweep.is_finished:
         return _print_result(sweep, as_json)
     log = sweep.path / LOG
-    # lines of an earlier process are not printed again
-    offset = log.stat().st_size if log.exists() else 0
-    if not sweep.is_running:
-        _start(sweep, log)
-    return _print_state(sweep, as_json) if detach else _follow(sweep, log, offset, as_json)
+    log.touch()
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)  # lines of an earlier process are not printed again
+        if not sweep.is_running:
+            _start(sweep, log)
+        return _print_state(sweep, as_json) if detach else _follow(sweep, lines, as_json)
 
 
 def _created(
@@ -138,14 +139,11 @@ def _seconds_of(text: str) -> float:
 def _start(sweep: Sweep, log: Path) -> None:
     from finetune.sweep.sweep import STOP
 
-    try:
-        (sweep.path / STOP).unlink(missing_ok=True)
-        with log.open("ab") as output:
-            # -P: no module of the working directory shadows an import
-            command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
-            process = start_detached(command, output, env=environment_with_gpus())
-    except OSError as error:
-        raise DiskFull(f"{sweep.path} can't be written: {error.strerror or error}", "Free some space.") from None
+    (sweep.path / STOP).unlink(missing_ok=True)
+    with log.open("ab") as output:
+        # -P: no module of the working directory shadows an import
+        command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
+        process = start_detached(command, output, env=environment_with_gpus())
     end_s = time.monotonic() + _START_S
     while not sweep.is_running and process.poll() is None and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -173,15 +171,15 @@ def main() -> int:
     return FINISHED
 
 
-def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
+def _follow(sweep: Sweep, lines: IO[str], as_json: bool) -> int:
     from finetune.sweep.sweep import STOP
 
     stop_request = sweep.path / STOP
     with caught_interrupts() as interrupts:
         while True:
             running = sweep.is_running
-            if not as_json:
-                offset = _print_new_lines(log, offset)
+            if not as_json:  # the process writes whole lines
+                out.print(escape(lines.read()), end="", soft_wrap=True)
             if not running:
                 break
             if interrupts and not stop_request.exists():
@@ -191,17 +189,6 @@ def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
     if sweep.is_finished:
         return _print_result(sweep, as_json)
     return _print_state(sweep, as_json) or (STOPPED[0] if interrupts else FAILED)
-
-
-def _print_new_lines(log: Path, offset: int) -> int:
-    with log.open("rb") as file:
-        file.seek(offset)
-        text = file.read().decode("utf-8", errors="replace")
-    # the process may be in the middle of a line
-    whole = text[: text.rfind("\n") + 1]
-    for line in whole.splitlines():
-        out.print(escape(line), soft_wrap=True)
-    return offset + len(whole.encode("utf-8"))
 
 
 def _print_arms(sweep: Sweep) -> None:

@@ -35,7 +35,7 @@ def create_sweep(
     progress: Progress = lambda _: None,
 ) -> Sweep:  # fmt: skip
     """Plan and write the arms. Raises the errors of `prepare`, and CommandError for fewer than two arms."""
-    from finetune.run.prepare import prepare
+    from finetune.run.prepare import create_run, prepare
 
     def prepared(values: dict[str, Any], **changes: str) -> Any:
         recipe = recipe_of(values)
@@ -80,12 +80,6 @@ def create_sweep(
         "arms": len(fitting), "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),
         "budget_s": budget_s, "forecast_s": run_s and run_s * len(fitting),
     }  # fmt: skip
-    return _write(path, fitting, facts)
-
-
-def _write(path: Path, fitting: list[tuple[Trial, Any]], facts: dict[str, Any]) -> Sweep:
-    from finetune.run.prepare import create_run
-
     for _, run in fitting:
         create_run(run).arm.touch()
     # last: `open_sweep` compares the number of trials with the facts
