@@ -13,7 +13,7 @@ from finetune.events import Evaluation, Event, Start, Step
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.planner.plan import Plan
 
-_NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
+_NEWEST_STEPS, _NEWEST_EVALUATIONS = 50, 5
 #: Slow first steps of an attempt; fewest recorded steps, slow ones included; smallest reported wait, as a share of the step.
 _WARM_UP_STEPS, _LEAST_STEPS, _REPORTED_SHARE = 2, 5, 0.1
 #: Clauses about the time of a step.
@@ -59,11 +59,10 @@ class Pace:
                 self.last, self._evaluation = event, None
 
     def _add_step(self, step: Step) -> None:
-        seconds, before = step.step_s, self.last  # first step after a start: no previous end
+        interval_s, before = step.step_s, self.last  # first step after a start: no previous end
         if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
-            seconds = step.time_s - before.time_s
-        interval_s = _plausible(seconds)
-        if self._evaluation is not None and (evaluation_s := _plausible(self._evaluation.eval_s)) is not None:
+            interval_s = step.time_s - before.time_s
+        if self._evaluation is not None and (evaluation_s := self._evaluation.eval_s) is not None:
             # the rest is the evaluation with its samples
             if interval_s is not None and step.step_s is not None and interval_s > step.step_s:
                 evaluation_s, interval_s = max(evaluation_s, interval_s - step.step_s), step.step_s
@@ -110,8 +109,3 @@ class Pace:
         if waited_s < _REPORTED_SHARE * step_s:
             return [], {}
         return [WAITED if utilisations else MODELLED, MORE_WORK if settings.torch_compile else COMPILING], values
-
-
-def _plausible(seconds: float | None) -> float | None:
-    # a damaged file may have any number
-    return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None

