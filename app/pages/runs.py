@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
+from finetune.run.control import delete_run, deleted_runs, rename_run, restore_run
 from finetune.run.directory import RunDirectory
-from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, restore_run
 
 from ..language import tr
 from ..views.markup import chart_element, has_charts, note, problem, problem_of, render, to_new_run

@@ -14,12 +14,12 @@ from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
+from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
+from finetune.run.memory import request_history
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.pace import Pace
-from finetune.run.rename_delete import delete_run, rename_run
 from finetune.run.retry import adjusted_plan, adjusted_since_s
-from finetune.run.snapshot import request_history
 from finetune.run.state import RunState, is_alive, read_state
 from finetune.units import format_bytes, format_measured
 

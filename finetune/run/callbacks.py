@@ -21,8 +21,7 @@ from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory
-from finetune.run.memory import MemorySampler
-from finetune.run.snapshot import MemoryHistory
+from finetune.run.memory import MemoryHistory, MemorySampler
 from finetune.run.state import read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights

@@ -1,10 +1,12 @@
-"""Start, stop and resume runs. A run outlives the process that started it."""
+"""Start, stop, resume, rename, delete and restore runs. A run outlives the process that started it."""
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from finetune.card.visible import environment_with_gpus
@@ -14,12 +16,12 @@ from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
-from finetune.run.directory import RunDirectory, require_data
+from finetune.run.directory import RunDirectory, remember, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state, request_stop
 from finetune.settings.schema import AUTO, Decides, decided_by
-from finetune.system import start_detached
+from finetune.system import rename, start_detached
 
 #: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
@@ -27,6 +29,11 @@ _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
+
+_NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
+
+#: Folder of deleted runs, and the suffix of their names: time and a number.
+_TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 
 
 def start(run: RunDirectory) -> int:
@@ -122,3 +129,54 @@ def wait(run: RunDirectory, deadline_s: float) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def rename_run(run: RunDirectory, name: str) -> RunDirectory:
+    """Rename a run in its folder. Raises CommandError."""
+    name = name.strip()
+    if not _NAME.fullmatch(name):
+        raise CommandError(
+            f"{name[:100]!r} is not a valid run name", "Begin with a letter or digit; also allowed: . _ + - and spaces."
+        )
+    target = run.path.with_name(name)
+    if target.exists():
+        raise CommandError(f"{name!r} exists already", "Choose another name.")
+    _refuse_alive(run)
+    renamed = RunDirectory(rename(run.path, target))
+    remember(renamed)
+    return renamed
+
+
+def delete_run(run: RunDirectory) -> Path:
+    """Move a run to .trash; return its new path. Raises CommandError."""
+    _refuse_alive(run)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
+    target = run.path.parent / _TRASH / f"{run.path.name}-{stamp}"
+    target.parent.mkdir(exist_ok=True, mode=0o700)
+    return rename(run.path, target)
+
+
+def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
+    """Return the deleted runs, last deleted first."""
+    folders = [
+        path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
+    ]
+    folders.sort(key=lambda path: path.name[-22:], reverse=True)
+    return [(_STAMP.sub("", path.name), path) for path in folders]
+
+
+def restore_run(runs: Path, folder_name: str) -> RunDirectory:
+    """Move a deleted run back under its name. Raises CommandError."""
+    name = next((name for name, path in deleted_runs(runs) if path.name == folder_name), None)
+    if name is None:
+        raise CommandError(f"{folder_name[:100]!r} is not in the trash", f"See {runs / _TRASH}")
+    if (runs / name).exists():
+        raise CommandError(f"{name!r} exists already", "Rename that run first.")
+    run = RunDirectory(rename(runs / _TRASH / folder_name, runs / name))
+    remember(run)
+    return run
+
+
+def _refuse_alive(run: RunDirectory) -> None:
+    if is_alive(run):
+        raise CommandError(f"{run.path.name} is running", f"Pause it first: finetune pause {run.path}")

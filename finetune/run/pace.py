@@ -61,7 +61,7 @@ class Pace:
     def _add_step(self, step: Step) -> None:
         interval_s, before = step.step_s, self.last  # first step after a start: no previous end
         if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
-            interval_s = step.time_s - before.time_s
+            interval_s = max(0.0, step.time_s - before.time_s)  # the clock may have been set back
         if self._evaluation is not None and (evaluation_s := self._evaluation.eval_s) is not None:
             # the rest is the evaluation with its samples
             if interval_s is not None and step.step_s is not None and interval_s > step.step_s:

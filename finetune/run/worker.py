@@ -34,11 +34,10 @@ from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
-from finetune.run.memory import MemorySampler
+from finetune.run.memory import MemoryHistory, MemorySampler, allocator_now
 from finetune.run.out_of_memory import describe
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, facts_differ, newest_verified
-from finetune.run.snapshot import MemoryHistory, allocator_now
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide

@@ -10,8 +10,8 @@ from app.views.recipe_form import as_settings, fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import find_recipe, load_recipe, parse_recipe, shipped_recipes
+from finetune.run.control import rename_run
 from finetune.run.directory import RunDirectory
-from finetune.run.rename_delete import rename_run
 
 
 @pytest.fixture

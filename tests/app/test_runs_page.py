@@ -16,7 +16,7 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
 from finetune.events import Evaluation, Result, State
 from finetune.files import write_json
-from finetune.run.rename_delete import delete_run, deleted_runs, restore_run
+from finetune.run.control import delete_run, deleted_runs, restore_run
 
 ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_loss=0.5), State(state="finished", exit_code=0)]
 

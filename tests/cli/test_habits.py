@@ -15,9 +15,8 @@ from finetune.cli.source import recipe_of
 from finetune.errors import CommandError, RecipeError
 from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
-from finetune.run.control import update_settings
+from finetune.run.control import rename_run, update_settings
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
-from finetune.run.rename_delete import rename_run
 from finetune.run.state import process_record
 
 

@@ -25,11 +25,10 @@ from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
-from finetune.run.memory import MemorySampler
+from finetune.run.memory import MemorySampler, allocator_now
 from finetune.run.out_of_memory import describe
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, no_smaller_plan
-from finetune.run.snapshot import allocator_now
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config

@@ -11,7 +11,7 @@ from finetune.card import cuda
 from finetune.events import Memory
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
-from finetune.run.snapshot import MemoryHistory, request_history
+from finetune.run.memory import MemoryHistory, request_history
 from finetune.run.state import process_record
 
 

@@ -1,8 +1,12 @@
-"""Held-out prompts are answered at each evaluation, and an arm of a sweep keeps each row's loss; nothing else changes."""
+"""Held-out prompts are answered at each evaluation, an arm of a sweep keeps each row's loss, and chat answers as `eval`."""
+
+import json
 
 import pytest
 from conftest import adapter_hash, events_of
 
+from finetune.evaluate.answerer import Answerer
+from finetune.evaluate.score import compare
 from finetune.run.held_out import row_losses_of
 
 pytestmark = pytest.mark.slow
@@ -42,3 +46,22 @@ def test_too_little_memory_for_answers_ends_them_and_not_the_run(make_run, train
     assert train(run, fault) == 0, run.log.read_text()[-2000:]
     assert len([event for event in events_of(run, "warning") if "sample answers" in event.message]) == 1
     assert not events_of(run, "sample") and len(events_of(run, "eval")) == 2
+
+
+def test_after_twenty_steps_on_question_and_answer_columns_chat_says_what_eval_scored(make_run, train, tmp_path):
+    towns = [f"{first}{last}" for first in ("Lyo", "Os", "Tur", "Cai", "Qui", "Kyo") for last in ("n", "lo", "in", "ro")]
+    rows = [{"question": f"Which town is {town}?", "answer": f"It is {town}."} for town in towns]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run(
+        f"dataset.path={tmp_path / 'rows.jsonl'}", "dataset.test_split_size=4", "dataset.max_rows=null", "max_steps=20",
+        "save_steps=0",
+    )  # fmt: skip
+    train.whole(run)
+    scored, chat = compare(run), Answerer(run)
+    examples = json.loads((run.data / "eval_examples.json").read_text())
+    assert len(examples) == 4 and not chat.plain and any(scored.tuned.answers)
+    for row, answer in zip(examples, scored.tuned.answers, strict=True):
+        asked = chat.prompt_ids([{"role": "user", "content": row["prompt"]}])
+        assert asked == row["prompt_ids"]
+        [(reply, _)] = chat.answer([asked], max_new_tokens=128, with_special_tokens=False)
+        assert reply.startswith(answer)
