@@ -19,7 +19,7 @@ from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, remember, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import is_alive, living_processes, process_record, read_state, request_stop
+from finetune.run.state import FINISH, is_alive, living_processes, process_record, read_state, request_stop
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import rename, start_detached
 
@@ -48,8 +48,7 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        for request in (run.stop_requests, run.finish_request):
-            request.unlink(missing_ok=True)  # obeyed by an earlier start
+        run.stop_requests.unlink(missing_ok=True)  # obeyed by an earlier start
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())
@@ -99,7 +98,7 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
 
 
 def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
-    """Stop a run after its step, with a checkpoint. Returns False if the run was not running.
+    """Stop a run after its step, with a checkpoint. Returns False if the run was not running. Raises DiskFull.
 
     `now`: repeat an earlier request, which ends the run immediately.
     """
@@ -113,11 +112,7 @@ def finish(run: RunDirectory) -> bool:
     """End a run after its step, with its best step as the result. Raises DiskFull."""
     if not is_alive(run):
         return False
-    try:
-        run.finish_request.touch()
-    except OSError as error:
-        problem = f"{run.path} can't be written: {error.strerror or error}"
-        raise DiskFull(problem, f"Or pause it: finetune pause {run.path}") from None
+    request_stop(run, FINISH)
     return True
 
 

@@ -56,8 +56,6 @@ class RunDirectory:
     adjusted_forecast = _Entry("adjusted_forecast.json")
     #: Exists while a command waits for the CUDA allocator's history.
     snapshot_request = _Entry("snapshot-request")
-    #: Exists after a request to end the run after its step, with a result.
-    finish_request = _Entry("finish-request")
     #: Disk space that the supervisor frees to write the last events on a full disk.
     reserve = _Entry(".reserve")
     #: Output of the training process.
@@ -70,7 +68,7 @@ class RunDirectory:
     lock = _Entry("lock")
     #: Lock file of the training process, which may outlive its supervisor.
     worker_lock = _Entry("worker.lock")
-    #: Requests to stop: a line per request.
+    #: Requests to stop or finish: a line per request.
     stop_requests = _Entry("stop")
     #: The tokenised rows.
     data = _Entry("data")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from finetune.errors import DiskFull
 from finetune.events import ENDED_STATES, Event, EventReader, Start, State, Step, newest
 from finetune.files import read_object
 from finetune.system import is_locked
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # the chain of imports stays short
 #: queued starting running pausing paused finished diverged failed lost
 ENDED = (*ENDED_STATES, "lost")
 _TAIL_BYTES = 256 * 1024
+#: Request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP.
+FINISH = 1
 
 
 @dataclass(frozen=True)
@@ -109,17 +112,24 @@ def _ticks(pid: int) -> int | None:
 
 
 def request_stop(run: RunDirectory, number: int, *, again: bool = False) -> bool:
-    """Request a stop, only the first time unless `again`; the signal's `number` sets the exit status. Raises OSError."""
+    """Request FINISH, or a stop whose signal `number` sets the exit status; only the first request unless `again`.
+
+    Raises DiskFull.
+    """
     # a second request ends a run immediately: of two commands only one creates the file
-    with contextlib.suppress(FileExistsError), run.stop_requests.open("ab" if again else "xb", buffering=0) as file:
-        with contextlib.suppress(OSError):  # a full disk: an empty file is a request, too
+    try:
+        # a full disk: an empty file is a request, too
+        with run.stop_requests.open("ab" if again else "xb", buffering=0) as file, contextlib.suppress(OSError):
             file.write(f"{number}\n".encode())
-        return True
-    return False
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise DiskFull(f"{run.path} can't be written: {error.strerror or error}", "Free some space.") from None
+    return True
 
 
 def read_stop_requests(run: RunDirectory) -> list[int]:
-    """Return the signal numbers in the run's file."""
+    """Return the requests in the run's file: FINISH or signal numbers."""
     try:
         return [int(line) for line in run.stop_requests.read_bytes().split()] or [signal.SIGTERM]
     except (OSError, ValueError):

@@ -28,7 +28,7 @@ from finetune.run.card import cards_of, holders_of, replacement_message, visibil
 from finetune.run.card_queue import Queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
-from finetune.run.state import ENDED, process_record, read_stop_requests, request_stop
+from finetune.run.state import ENDED, FINISH, process_record, read_stop_requests, request_stop
 from finetune.system import ignore_hangup, take_lock
 
 _POLL_S = 0.1
@@ -133,7 +133,7 @@ class Supervisor:
                     ended = True
                 else:
                     requested_s = time.monotonic()
-                    with contextlib.suppress(OSError):  # the training process reads the file after each step
+                    with contextlib.suppress(errors.DiskFull):  # the training process reads the file after each step
                         self.requests += request_stop(self.run, self.signals[0])
                     if (state := newest(State, self.seen)) and state.state not in ENDED:
                         self._emit(State(state="pausing"))
@@ -151,7 +151,7 @@ class Supervisor:
 
     def _read_requests(self) -> None:
         requests = read_stop_requests(self.run)
-        self.signals += requests[self.requests :]
+        self.signals += [number for number in requests[self.requests :] if number != FINISH]
         self.requests = max(self.requests, len(requests))
 
     def _has_started(self) -> bool:
