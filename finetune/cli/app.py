@@ -25,7 +25,7 @@ cli = typer.Typer(
 
 def command(
     group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
-    rare: str = "", hidden_alias: str = "",
+    rare: str = "",
 ) -> None:  # fmt: skip
     """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters only in --help-all."""
 
@@ -52,8 +52,6 @@ def command(
     text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
     epilog = "Exit codes of all commands:  finetune --help"
     cli.command(name, help=text, rich_help_panel=group, epilog=epilog)(call)
-    if hidden_alias:
-        cli.command(hidden_alias, help=f"The same as {name}.", hidden=True, epilog=epilog)(call)
 
 
 def argument(name: str, metavar: str, text: str, default: Any = None, kind: Any = str) -> Parameter:
@@ -113,8 +111,7 @@ command(
     ],
     "The time left is estimated from earlier runs on this machine, and after ten steps from this run. Ctrl-C finishes the "
     "current step, saves a checkpoint and stops.",
-    "run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl",
-    hidden_alias="train",  # what other tools call it
+    "run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl"
 )
 command(
     START, "plan", "plan.show_plan", "Forecast memory and find the fastest settings that fit.",
@@ -203,7 +200,7 @@ command(
         flag("now", "Stop immediately, without a checkpoint."),
         flag("every", "Pause all running runs.", "--all"),
     ],
-    "The run writes a checkpoint and frees the GPU.", "pause latest", "pause --all", hidden_alias="stop"  # former name
+    "The run writes a checkpoint and frees the GPU.", "pause latest", "pause --all"
 )
 command(
     RUNS, "finish", "run.finish_run", "End a run after its step; its best step is the result.", RUN,

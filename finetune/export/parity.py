@@ -29,8 +29,7 @@ class ParityError(FinetuneError):
         super().__init__(f"stage {stage}: {problem}", "Nothing was kept. The merged model is unaffected: finetune merge RUN")
 
     def as_json(self) -> dict:
-        # `error` has had this name since the first version
-        return {**super().as_json(), "error": "NotTheSame", "stage": self.stage}
+        return {**super().as_json(), "stage": self.stage}
 
 
 @dataclass(frozen=True)

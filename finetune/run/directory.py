@@ -19,12 +19,10 @@ from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked
 from finetune.manifest import require_unchanged
-from finetune.system import is_locked, rename, take_lock
+from finetune.system import rename
 
-#: Lock file of a run directory under construction; without a lock its process was killed.
-_UNFINISHED = ".being-made"
-#: Seconds after which a living process has taken the lock.
-_LOCKED_AFTER_S = 60
+#: File in a run directory under construction. No process takes a day: what is older was left by a killed process.
+_UNFINISHED, _ABANDONED_S = ".being-made", 86_400
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
 }  # fmt: skip
@@ -96,20 +94,17 @@ class RunDirectory:
 def create(path: Path, fill: Any) -> RunDirectory:
     """Create a run directory atomically: `fill` a hidden directory, then rename it. Raises DiskFull."""
     building: Path | None = None
-    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for mark in path.parent.glob(f".*/{_UNFINISHED}"):
             with contextlib.suppress(FileNotFoundError):  # its process has finished the directory meanwhile
-                if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
+                if time.time() - mark.stat().st_mtime > _ABANDONED_S:
                     shutil.rmtree(mark.parent, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
-        lock = take_lock(building / _UNFINISHED, 1)
+        (building / _UNFINISHED).touch()
         fill(RunDirectory(building))
-        if lock is not None:
-            lock.release()  # Windows can't delete or rename an open file
-        (building / _UNFINISHED).unlink(missing_ok=True)
+        (building / _UNFINISHED).unlink()
         # a taken name gets -2, -3, ...
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
@@ -121,8 +116,6 @@ def create(path: Path, fill: Any) -> RunDirectory:
             "Free some space, or set output_dir to a folder that you can write to.",
         ) from None
     finally:
-        if lock is not None:
-            lock.release()
         if building is not None and building.exists():
             shutil.rmtree(building, ignore_errors=True)
 

@@ -117,7 +117,6 @@ def test_an_option_without_a_value_is_refused(option, finetune):
         (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such GPU"),
         (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
         (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
-        (["train", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),  # another word for run
         (["run", "tiny-cpu", "report_to=[no_such]"], "The recipe needs a change"),
         (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
     ],
