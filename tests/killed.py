@@ -1,9 +1,10 @@
-"""Forks of the test process: workers, and work that is killed at moments of what it does to files."""
+"""Forks of the test process, which has imported: workers, and work that is killed at moments of what it does to files."""
 
 import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -11,26 +12,66 @@ from pathlib import Path
 _CHANGES = {"os.kill", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"}
 
 
+class Forked:
+    """A function in a forked process, with the interface of subprocess.Popen."""
+
+    def __init__(self, function, log, environment=None, new_session=False):
+        gc.freeze()  # or every child's collector would scan all of pytest's objects
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 99
+        try:
+            if new_session:
+                os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            if environment is not None:
+                os.environ.clear()
+                os.environ.update(environment)
+            code = function()
+        except BaseException:  # noqa: BLE001 - a child must never return into pytest
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self):
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
 def start_worker(run, fault=None):
     """Start a run's worker in a fork, which keeps what this process has replaced, after `fault()`; returns its process id."""
-    gc.freeze()  # or every child's collector would scan all of pytest's objects
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 99
-    try:
-        log = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+
+    def work():
         if fault:
             fault()
         from finetune.run.worker import Worker
 
-        code = Worker(run).main()
-    except BaseException:  # noqa: BLE001 - a child must never return into pytest
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        return Worker(run).main()
+
+    with run.log.open("ab") as log:
+        return Forked(work, log).pid
 
 
 def forked(work, below, at=None):

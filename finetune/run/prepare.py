@@ -46,8 +46,20 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     # first: a missing card is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
-    rows = _Rows(progress)
-    plan = plan_recipe(recipe, card, rows)
+    selected: SelectedRows
+
+    def read(recipe: Recipe) -> RowsRead:
+        nonlocal selected
+        if (model := Path(resolve_model_path(recipe))).is_dir():
+            check_weights(model)
+        selected = encode_rows(recipe, progress).select(recipe, limit_of(recipe))
+        # a plan only notes these problems
+        selected.raise_problems()
+        progress("planning")
+        token_rows = selected.encoded.trained_embedding_rows
+        return RowsRead(statistics_of(selected), splits=selected.splits, trained_embedding_rows=token_rows)
+
+    plan = plan_recipe(recipe, card, read)
     settings = plan.settings
     require_usable_adapter(settings)
     # `finetune run RUN/recipe.yaml` repeats the run
@@ -55,7 +67,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     recipe = recipe.model_copy(update={name: value for name, value in named.items() if value != getattr(recipe, name)})
     longest = (plan.data.longest if plan.data else None) or 0
     shorter = settings.max_length if longest > settings.max_length else None  # the planner's max_length cuts longer rows
-    prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or shorter)
+    prepared = selected.encoded.select(recipe, limit_of(recipe) or shorter)
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
         raise DataError(
@@ -67,25 +79,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     plan = check_layer_offloading(plan, force=force)
     if not card.is_cpu and (lacking := triton_needs()):
         plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
-    encoder = rows.selected.encoded.encoder
+    encoder = selected.encoded.encoder
     return Prepared(recipe, plan, prepared, encoder.tokenizer, encoder.picture_processor if settings.vision else None)
-
-
-class _Rows:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.selected: SelectedRows
-
-    def __call__(self, recipe: Recipe) -> RowsRead:
-        model = Path(resolve_model_path(recipe))
-        if model.is_dir():
-            check_weights(model)
-        self.selected = selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
-        # a plan only notes these problems
-        selected.raise_problems()
-        self._progress("planning")
-        token_rows = selected.encoded.trained_embedding_rows
-        return RowsRead(statistics_of(selected), splits=selected.splits, trained_embedding_rows=token_rows)
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
