@@ -78,7 +78,7 @@ def sweep_command(
 def _created(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, quiet: bool
 ) -> Sweep:
-    from finetune.sweep.train import create_sweep
+    from finetune.sweep.sweep import create_sweep
 
     if source and "=" in source and not Path(source).exists():  # finetune sweep --model X learning_rate=1e-4,2e-4
         overrides, source = [source, *overrides], None
@@ -153,8 +153,7 @@ def main() -> int:
     """Run the detached process."""
     keep_private()
     ignore_hangup()
-    from finetune.sweep.sweep import JOURNAL, LOCK, open_sweep
-    from finetune.sweep.train import drive
+    from finetune.sweep.sweep import JOURNAL, LOCK, drive, open_sweep
 
     path = Path(sys.argv[1])
     lock = take_lock(path / LOCK, wait_s=1)

@@ -21,7 +21,7 @@ from finetune.data.pictures.source import PictureSource
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import CommandError
-from finetune.evaluate.journal import Journal
+from finetune.evaluate.results import Journal
 from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.checksum import with_checksum
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.files import read_object, remove_left_over, write_json
+from finetune.files import parse_checked, read_object, remove_left_over, write_json
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own
 from finetune.units import format_measured
@@ -251,3 +255,37 @@ def unreadable_evaluations(run: RunDirectory) -> str:
 def read_forgetting(run: RunDirectory) -> list[Forgetting]:
     """Return the last measurement of forgetting."""
     return read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
+
+
+class Journal:
+    """Computed answers and losses by a digest of the row, in a file: for killed evaluations and other scores."""
+
+    def __init__(self, folder: Path, model: str, inputs: Any) -> None:
+        # RUN/evaluations/<model>-<key>.jsonl; the key covers all that decides an answer except the row
+        self._path = folder / f"{model}-{digest(inputs)}.jsonl"
+        self.entries: dict[str, dict[str, Any]] = {}
+        self.problem = ""
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError):
+            lines = self._path.read_bytes().split(b"\n")
+        for line in lines:
+            # a killed process leaves an incomplete line
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                entry = parse_checked(line)
+                self.entries[entry.pop("row")] = entry
+
+    def add(self, entries: dict[str, dict[str, Any]]) -> None:
+        """Add entries, also to the file; `problem` says why it can't be written."""
+        self.entries.update(entries)
+        lines = "".join(with_checksum(json.dumps({"row": row, **entry})) + "\n" for row, entry in entries.items())
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:  # begins with a new line: the last one may be incomplete
+                file.write(b"\n" + lines.encode())
+        except OSError as error:
+            self.problem = f"answers are not kept for a later evaluation: {error}"
+
+
+def digest(values: Any) -> str:
+    """Return a short hash of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -23,10 +23,9 @@ from finetune.evaluate.answerer import (
     answerer_loader,
     chat_format_of,
 )
-from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Score, keep_result
+from finetune.evaluate.results import Comparison, Journal, Score, digest, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, extra_model_inputs

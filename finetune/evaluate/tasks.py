@@ -14,10 +14,9 @@ import torch
 
 from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
-from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import TASKS_FILE, TaskScore, answers_without_thoughts, keep_result, read_tasks
+from finetune.evaluate.results import TASKS_FILE, Journal, TaskScore, answers_without_thoughts, digest, keep_result, read_tasks
 from finetune.printable import Progress
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import RunDirectory, require_data

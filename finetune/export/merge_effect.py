@@ -11,8 +11,7 @@ from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit
-from finetune.evaluate.journal import Journal
-from finetune.evaluate.results import Score
+from finetune.evaluate.results import Journal, Score
 from finetune.evaluate.rows import held_out_rows
 from finetune.evaluate.scorers import scorer
 from finetune.model.build import build_base

@@ -13,7 +13,7 @@ from test_round_trip import encoded  # noqa: E402
 
 from finetune.evaluate.answer_stream import AnswerStream  # noqa: E402
 from finetune.evaluate.answerer import answer_limit  # noqa: E402
-from finetune.evaluate.journal import Journal, digest  # noqa: E402
+from finetune.evaluate.results import Journal, digest  # noqa: E402
 from finetune.evaluate.rows import EvalRows  # noqa: E402
 from finetune.evaluate.score import ModelOutputs  # noqa: E402
 from finetune.evaluate.scorers import scorer  # noqa: E402

@@ -1,6 +1,6 @@
 """Answers and losses are saved as they are computed: reused after a kill, and on a full disk only missing later."""
 
-from finetune.evaluate.journal import Journal
+from finetune.evaluate.results import Journal
 
 
 def test_a_journal_cut_off_anywhere_keeps_its_complete_lines_and_can_be_appended(tmp_path):

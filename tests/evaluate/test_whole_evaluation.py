@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.errors import DataError
-from finetune.evaluate.journal import Journal
+from finetune.evaluate.results import Journal
 from finetune.evaluate.score import compare
 from finetune.evaluate.scorers import scorer
 from finetune.run.directory import RunDirectory

@@ -15,9 +15,8 @@ from finetune.files import write_json
 from finetune.recipe import load_recipe
 from finetune.run import prepare as prepare_module
 from finetune.run.state import process_record, read_state
-from finetune.sweep import train as train_module
-from finetune.sweep.sweep import JOURNAL, open_sweep, storage_in
-from finetune.sweep.train import create_sweep, drive
+from finetune.sweep import sweep as sweep_module
+from finetune.sweep.sweep import JOURNAL, create_sweep, drive, open_sweep, storage_in
 
 RECIPE = (
     "max_steps=8", "save_steps=2", "eval_steps=2", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4",
@@ -59,8 +58,8 @@ def drive_to_the_end(path, train, monkeypatch, kills):
 
         train(run, killed_after_a_step if number in kills else None)
 
-    monkeypatch.setattr(train_module.control, "start", start)
-    monkeypatch.setattr(train_module.control, "resume", start)
+    monkeypatch.setattr(sweep_module.control, "start", start)
+    monkeypatch.setattr(sweep_module.control, "resume", start)
     stops = 0
     while not open_sweep(path).is_finished:
         try:
@@ -95,9 +94,9 @@ def test_an_arm_that_falls_behind_is_stopped_with_a_checkpoint(tmp_path, train, 
     for trial in first:
         trial.report(0.001, 30)
         sweep.study.tell(trial, 0.001)
-    monkeypatch.setattr(train_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(sweep_module, "_POLL_S", 0.01)
     monkeypatch.setattr(
-        train_module.control, "start", lambda run: write_json(run.process, {"worker": process_record(train.start(run))})
+        sweep_module.control, "start", lambda run: write_json(run.process, {"worker": process_record(train.start(run))})
     )
     log = []
     drive(open_sweep(sweep.path), log.append)
