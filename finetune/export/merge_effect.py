@@ -33,18 +33,6 @@ class MergeEffect:
     merged_loss: float | None
 
 
-class _MergedAnswerer(Answerer):
-    """Answers with a run's merged model in 16 bit."""
-
-    def __init__(self, run: RunDirectory, folder: Path) -> None:
-        self._folder = folder
-        super().__init__(run)
-
-    def load(self, adapter: Path | None) -> Any:
-        settings = resolved(self.plan.settings, model_name_or_path=str(self._folder), model_revision=None, **switches(BITS_16))
-        return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
-
-
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
     """Answer held-out rows with both models, loaded in turn. Raise DataError."""
     eval_rows = held_out_rows(run, rows)
@@ -53,11 +41,16 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
 
     from finetune.evaluate.score import ModelOutputs
 
+    class MergedAnswerer(Answerer):
+        def load(self, adapter: Path | None) -> Any:
+            settings = resolved(self.plan.settings, model_name_or_path=str(folder), model_revision=None, **switches(BITS_16))
+            return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
+
     def score(load: Callable[[], Answerer], journal: Journal, name: str) -> Score:
         return ModelOutputs(functools.cache(load), journal, eval_rows, name, max_new_tokens, progress).score(scorer("exact"))
 
     before = score(lambda: Answerer(run), answer_journal(run, "tuned", adapter_folder(run)), "tuned")
     with tempfile.TemporaryDirectory() as empty_folder:
-        after = score(lambda: _MergedAnswerer(run, folder), Journal(Path(empty_folder), "merged", {}), "merged")
+        after = score(lambda: MergedAnswerer(run), Journal(Path(empty_folder), "merged", {}), "merged")
     changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
     return MergeEffect(len(before.answers), changed, before.loss, after.loss)

@@ -29,9 +29,7 @@ _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
 _CHOOSE = {"eval_steps", "early_stopping_patience"}
 _SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
-
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
-
 #: Folder of deleted runs, and the suffix of their names: time and a number.
 _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 

@@ -47,12 +47,6 @@ def test_a_run_on_a_gpu_is_shown_with_where_the_time_of_a_step_goes(tmp_path, ke
     assert "Python waited 100 ms" in sentence and sentence in finetune("runs", "show", str(run.path))[1].out
 
 
-def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, kept_run, finetune):
-    run = kept_run(tmp_path)
-    stopped, paused = (finetune(command, str(run)) for command in ("stop", "pause"))
-    assert stopped == paused and stopped[0] == 0 and "finished" in stopped[1].out
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -151,8 +145,15 @@ def test_convert_writes_a_recipe_or_reports_a_problem_of_the_disk(finetune):
 def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, monkeypatch, kept_run, finetune):
     run = RunDirectory(kept_run(tmp_path))
     write_json(run.process, {"supervisor": process_record(os.getpid())})
-    monkeypatch.setattr(Path, "touch", lambda path, **_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    for state, code, reason in (("running", 7, "No space left"), ("queued", 2, "has not begun: 1 ahead")):
+    opened = Path.open
+
+    def full(path, *arguments, **named):
+        if path == run.stop_requests:
+            raise OSError(28, "No space left")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    for state, code, reason in (("running", 7, "can't be written: No space left"), ("queued", 2, "has not begun: 1 ahead")):
         writer = EventWriter(run.events)
         writer.emit(State(state=state, message="1 ahead"))
         writer.close()
