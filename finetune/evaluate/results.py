@@ -236,7 +236,8 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """Return a run's evaluations, by file name."""
     evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        if comparison := read_own(path, Comparison):
+        comparison = read_own(path, Comparison)
+        if comparison and _is_consistent(comparison):
             evaluations[path.stem.removeprefix("scores-")] = asdict(comparison)
     return evaluations
 
@@ -250,6 +251,13 @@ def unreadable_evaluations(run: RunDirectory) -> str:
         if (path.stem not in evaluations if path.stem.startswith("scores-") else read_object(path) is None)
     ]  # fmt: skip
     return f"{', '.join(names)} can't be read; measure again: finetune eval {run.path.name}" if names else ""
+
+
+def _is_consistent(comparison: Comparison) -> bool:
+    base, tuned = comparison.base, comparison.tuned
+    shown = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
+    same_rows = len(base.scores) == len(tuned.scores) and set(base.fields) >= set(tuned.fields)
+    return same_rows and len(tuned.scores) <= shown and len(tuned.row_losses) == len(tuned.row_tokens)
 
 
 def read_forgetting(run: RunDirectory) -> list[Forgetting]:
