@@ -102,7 +102,7 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
     """
     if not living_processes(run):
         return False
-    request_stop(run, number, again=now)
+    request_stop(run, number, repeated=now)
     return True
 
 

@@ -111,15 +111,15 @@ def _ticks(pid: int) -> int | None:
         return None
 
 
-def request_stop(run: RunDirectory, number: int, *, again: bool = False) -> bool:
-    """Request FINISH, or a stop whose signal `number` sets the exit status; only the first request unless `again`.
+def request_stop(run: RunDirectory, number: int, *, repeated: bool = False) -> bool:
+    """Request FINISH, or a stop whose signal `number` sets the exit status; only the first request unless `repeated`.
 
     Raises DiskFull.
     """
     # a second request ends a run immediately: of two commands only one creates the file
     try:
         # a full disk: an empty file is a request, too
-        with run.stop_requests.open("ab" if again else "xb", buffering=0) as file, contextlib.suppress(OSError):
+        with run.stop_requests.open("ab" if repeated else "xb", buffering=0) as file, contextlib.suppress(OSError):
             file.write(f"{number}\n".encode())
     except FileExistsError:
         return False
