@@ -26,12 +26,13 @@ from finetune.run.state import FINISH, read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
-from finetune.units import format_bytes
+from finetune.units import MIB, format_bytes
 
 _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
 _SPIKE_WINDOW = 5  # losses in the watchdog's median
 _COLLAPSED_STEPS = 8  # consecutive steps
+_OTHERS_GREW_BYTES = 512 * MIB
 _MOST_SKIPPED_STEPS = 20  # fp16's loss scale starts at 65536 and halves per skipped step: it reaches 1 after 16
 
 
@@ -83,6 +84,12 @@ def spill_warning(memory: Memory) -> str:
     return f"{used}: the driver spills to host memory. {fix}"
 
 
+def others_warning(memory: Memory, before: Memory) -> str:
+    """Return a warning when other programs use more memory than `before`."""
+    grown = (memory.other_processes_bytes or 0) - (before.other_processes_bytes or 0)
+    return f"other programs use {format_bytes(grown)} more GPU memory than before" if grown >= _OTHERS_GREW_BYTES else ""
+
+
 def _ran(path: str, adapted: dict[str, bool]) -> bool:
     # a module that the batch leaves out (an expert, the vision tower, cross-attention) has no gradient in any adapter
     module = path.rpartition(".")[0]
@@ -101,7 +108,7 @@ class RunCallback(TrainerCallback):
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
         self._began, self._launched, self._skipped_steps, self.collapsed_steps = 0.0, 0.0, 0, 0
         self._losses = deque[float](maxlen=_SPIKE_WINDOW)
-        self._may_spill = has_windows_driver()
+        self._may_spill, self._before = has_windows_driver(), Memory()
         self.spike: str | None = None
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
         self.diverged: str | None = None
@@ -172,6 +179,11 @@ class RunCallback(TrainerCallback):
         self._report_compiling(state.global_step)
         if self._may_spill and (message := spill_warning(memory)):
             self._may_spill = False  # one warning is enough
+            self._events.warn(message)
+        if self._before.other_processes_bytes is None:
+            self._before = memory
+        elif message := others_warning(memory, self._before):
+            self._before = memory
             self._events.warn(message)
         self._check_finite(state.global_step, logs, control)
         self._check_collapse(state.global_step, tokens, control)

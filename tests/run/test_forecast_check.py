@@ -9,7 +9,7 @@ from finetune.events import Evaluation, EventWriter, ForecastCheck, Start, Step
 from finetune.planner.plan import read_plan
 from finetune.run.accuracy import MARGIN, compare_with_forecast, excess_warning, outcome
 from finetune.run.best import COMPARED, NOT_COMPARED, compare_held_out
-from finetune.run.callbacks import spill_warning
+from finetune.run.callbacks import others_warning, spill_warning
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -83,6 +83,12 @@ def test_more_than_forecast_is_a_warning_unless_the_run_was_forced(plan):
     assert excess_warning(plan, checked(plan, round((1 + MARGIN) * forecast) - 1)) is None
     assert "but the forecast was" in excess_warning(plan, checked(plan, 2 * forecast))
     assert excess_warning(replace(plan, verdict="does not fit"), checked(plan, 2 * forecast)) is None
+
+
+def test_other_programs_that_take_memory_are_warned_of():
+    before, after = (Step(step=1, other_processes_bytes=used) for used in (GIB, 3 * GIB))
+    assert others_warning(before, before) == others_warning(before, after) == ""
+    assert others_warning(after, before) == "other programs use 2.00 GiB more GPU memory than before"
 
 
 def test_more_in_use_than_the_gpu_has_is_a_spill():
