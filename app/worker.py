@@ -88,11 +88,15 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def call(self, method: str, *, report: Report = lambda _: None, **values: Any) -> Any:
-        """Return a method's result. Raises WorkerError or SupersededError."""
+    def call(
+        self, method: str, *, report: Report = lambda _: None, is_wanted: Callable[[], bool] = lambda: True, **values: Any
+    ) -> Any:
+        """Return a method's result, unless it is unwanted when its turn comes. Raises WorkerError or SupersededError."""
         with self._calling:
             self._number, self._running = self._number + 1, method
             try:
+                if not is_wanted():
+                    raise SupersededError
                 return result_of(self._answer({"number": self._number, "method": method, "values": values}, report))
             finally:
                 self._running = self.doing = ""

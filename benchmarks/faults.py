@@ -262,6 +262,8 @@ def disk_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
                 tally.fail(f"{free_bytes} bytes left after {after_s:.2f} of {lasts_s:.2f} s: {problem}")
             else:
                 tally.outcomes["not noticed, equal" if state.exit_code == FINISHED else "paused, then equal"] += 1
+            for process in living_processes(run).values():
+                os.kill(int(process["pid"]), signal.SIGKILL)
             shutil.rmtree(run.path)
             (disk / "ballast").unlink(missing_ok=True)
     finally:

@@ -121,20 +121,22 @@ class Chats:
     def _wait(self, worker: Worker, writer: EventWriter, question: Question, **how: Any) -> None:
         error, self._is_stopped = "", False
         growing = self._growing[question.id] = {}
-        for model in question.models:
-            pieces = growing[model] = ["", ""]
-            how |= {"model": model, "text": question.text, "pictures": question.pictures}
-            try:
-                values = worker.call("answer", report=functools.partial(_add_piece, pieces), **how)
-            except FinetuneError as failure:
-                error = " ".join([*failure.problems, failure.fix])
-                values = {"text": pieces[0], "thought": pieces[1], "stopped": True}
-            if not error or any(pieces):  # the text so far stays
-                writer.emit(Answer(id=question.id, model=model, **values))
-            if error or self._is_stopped:
-                break
-        writer.emit(Done(id=question.id, error=error))
-        del self._growing[question.id]
+        try:
+            for model in question.models:
+                pieces = growing[model] = ["", ""]
+                how |= {"model": model, "text": question.text, "pictures": question.pictures}
+                try:
+                    values = worker.call("answer", report=functools.partial(_add_piece, pieces), **how)
+                except FinetuneError as failure:
+                    error = " ".join([*failure.problems, failure.fix])
+                    values = {"text": pieces[0], "thought": pieces[1], "stopped": True}
+                if not error or any(pieces):  # the text so far stays
+                    writer.emit(Answer(id=question.id, model=model, **values))
+                if error or self._is_stopped:
+                    break
+            writer.emit(Done(id=question.id, error=error))
+        finally:
+            del self._growing[question.id]
 
     def stop(self, run: RunDirectory) -> None:
         if self._worker is not None and self.is_running(run):

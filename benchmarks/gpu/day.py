@@ -82,7 +82,10 @@ def main() -> int:
             print(f"{name}: no time left", flush=True)
             continue
         with tempfile.TemporaryDirectory(prefix="finetune_day_") as folder:
-            figures = answer(Path(folder), min(JOB_S, ends_at - began))
+            try:
+                figures = answer(Path(folder), min(JOB_S, ends_at - began))
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                figures = {"failed": f"{type(error).__name__}: {error}"[:300]}
         failed |= bool(figures.get("failed"))
         line = {"name": name, **figures, "job_s": round(time.monotonic() - began, 1)}
         with options.results.open("a", encoding="utf-8") as file:

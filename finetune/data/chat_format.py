@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
@@ -32,8 +32,8 @@ class CallForm(NamedTuple):
 
     #: Takes a call's arguments as JSON text.
     as_text: bool = False
-    #: Requires ids of nine letters and digits.
-    with_ids: bool = False
+    #: Requires ids: `own` of any form, or `short` of nine letters and digits.
+    ids: Literal["", "own", "short"] = ""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,9 @@ class ChatFormat:
         return {ids[0]} if ids and ids[0] in self._tokenizer.added_tokens_decoder else set()
 
     def _learn_calls(self) -> tuple[CallSyntax | None, set[int], set[int]]:
-        for with_ids, as_text, count in itertools.product((False, True), (False, True), (2, 1)):
-            self._template.call_form = CallForm(as_text, with_ids)
+        ids: tuple[Literal["", "own", "short"], ...] = ("", "own", "short")
+        for form, as_text, count in itertools.product(ids, (False, True), (2, 1)):
+            self._template.call_form = CallForm(as_text, form)
             message = _call_message(_CALLS[:count])
             text = self._written(message)[1].rstrip()
             end = max((token for token in self.special_tokens if text.endswith(token)), key=len, default="")

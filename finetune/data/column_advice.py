@@ -71,7 +71,7 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
         if parser.format != "alpaca":
             return {}, False
         fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | dict(parser.columns)
-        asked = list(parser.parse([*rows]).unused.asked(len(rows)))
+        asked = list(parser.parse([*rows]).unused.asked())
         guesses = [settings for _, settings in _unused_columns(asked, parser, values) if "input" in settings["columns"]]
         is_guess = bool(asked) and not dataset.columns
     except DataError:
@@ -141,7 +141,7 @@ def _tried(settings: Values, rows: list[Row], file: str, dataset: DatasetRecipe)
                 batch = replace(parser, reads_pictures=False).parse(list(rows))
             except DataError:
                 return {}
-            if not (asked := batch.unused.asked(len(rows))):
+            if not (asked := batch.unused.asked()):
                 break
             tried["ignore_columns"] = [*tried.get("ignore_columns", dataset.ignore_columns), *asked]
         if not asked and 2 * len(batch.examples) >= len(rows):

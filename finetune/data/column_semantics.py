@@ -251,19 +251,18 @@ class UnusedColumns:
     @property
     def stops_run(self) -> bool:
         """Return whether `asked` will name a column, whatever rows follow."""
-        return bool(self.asked(None))
+        return bool(self.asked(all_rows=False))
 
-    def asked(self, rows_read: int | None) -> dict[str, ColumnUse]:
-        """Return the columns that stop a run, those with known names first; None if more rows follow."""
+    def asked(self, *, all_rows: bool = True) -> dict[str, ColumnUse]:
+        """Return the columns that stop a run, those with known names first; `all_rows`: no row follows."""
         uses = ((owner, name, use) for owner, uses in self.uses.items() for name, use in uses.items())
-        asked = [(name, use) for owner, name, use in uses if self._stops(owner, name, use, rows_read)]
+        asked = [(name, use) for owner, name, use in uses if self._stops(owner, name, use, all_rows)]
         return dict(sorted(asked, key=lambda item: NAMED not in item[1].kinds))
 
-    def _stops(self, owner: str, name: str, use: ColumnUse, rows_read: int | None) -> bool:
-        all_rows = rows_read is not None
+    def _stops(self, owner: str, name: str, use: ColumnUse, all_rows: bool) -> bool:
         if NAMED in use.kinds:
             # a `split` in all rows is no mixture
-            return name != "split" or (all_rows and (use.count, use.kinds) != (rows_read, {NAMED}))
+            return name != "split" or (all_rows and (use.count, use.kinds) != (self.totals[owner], {NAMED}))
         # short texts that nearly all differ are prose
         is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
         kinds = use.kinds | {"text"} if is_prose else use.kinds

@@ -113,7 +113,6 @@ class SourceReader:
             self.parser = choose_parser(source.name, [row.values for row in rows], dataset, folder)
         except DataError as error:
             raise advice_for(error, rows, source.name, dataset) from None
-        self.rows_read = 0
         #: Unread columns and fields; `finish` raises DataError if they stop the run.
         self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
@@ -121,7 +120,6 @@ class SourceReader:
         rows = itertools.chain(self._sample, self._remaining_rows)
         batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         while batch := _take(rows, batch_rows):
-            self.rows_read += len(batch)
             yield batch
 
     def parsed(self) -> Iterator[ParsedBatch]:
@@ -139,7 +137,7 @@ class SourceReader:
 
     def finish(self) -> None:
         """Raise DataError for unread columns or fields that may change the meaning."""
-        if asked := self.unused.asked(self.rows_read):
+        if asked := self.unused.asked():
             sample = [row for row in self._sample if isinstance(row, Row)]
             fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
             raise DataError(self.unused.problems(asked), "\n".join(fixes))

@@ -213,6 +213,7 @@ class Template:
         texts = (piece for message in messages for piece in (*text_pieces(message), message.get("reasoning_content", "")))
         if not all(any(_has(sequence.text, text) for sequence in sequences) for text in texts):
             sequences[0].notes.add("altered")
+        _check_calls(messages, sequences)
         return sequences
 
     def _changes(self, message: Message, answer: Answer, path: str) -> set[str]:
@@ -309,6 +310,14 @@ def _require_written(message: Message, path: str, trained: str) -> None:
         )
 
 
+def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
+    has_calls = any(message.get("tool_calls") for message in messages)
+    prompts = [message["content"] for message in messages if message["role"] != "user"]
+    writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
+    if has_calls and any("<tool_call>" in prompt for prompt in prompts) and not writes_json:
+        raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
+
+
 def _with_reasoning_key(message: Message, reasoning: str) -> Message:
     if "reasoning_content" not in message or reasoning == "reasoning_content":
         return message
@@ -327,10 +336,11 @@ def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
                 if form.as_text:
                     function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
                 call = {**call, "function": function}
-                if form.with_ids:
+                if form.ids:
                     call_count += 1
-                    own_id = call.get("id") or f"call{call_count:05d}"
-                    call["id"] = ids[own_id] = own_id if _SHORT_ID.fullmatch(own_id) else f"call{call_count:05d}"
+                    new_id = f"call{call_count:05d}"
+                    own_id = call.get("id") or new_id
+                    call["id"] = ids[own_id] = own_id if form.ids == "own" or _SHORT_ID.fullmatch(own_id) else new_id
                     unanswered_ids.append(call["id"])
                 calls.append(call)
             message = {**message, "tool_calls": calls}

@@ -134,8 +134,9 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
     part.unused_columns = reader.unused_columns
     in_order = sorted(batches.items())
     part.refused = [row for _, (parsed, _) in in_order for row in parsed.refused]
-    part.tables = [tokens if folder is None else _mapped(_shard(folder, index)) for index, (_, tokens) in in_order]
-    if folder is not None:
+    if folder is None:
+        part.tables = [tokens for _, (_, tokens) in in_order]
+    else:
         values = {
             "crc32": [crc32 for _, (_, crc32) in in_order], "read": part.rows_read, "format": part.format,
             "columns": part.columns, "unused_columns": part.unused_columns,
@@ -144,6 +145,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
         }  # fmt: skip
         # the last file: a folder without it is unfinished
         with _disk_errors(folder):
+            part.tables = [_mapped(_shard(folder, index)) for index, _ in in_order]
             write_text(folder / "source.json", with_checksum(json.dumps(values)))
     return part
 

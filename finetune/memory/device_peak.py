@@ -236,6 +236,6 @@ def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, 
         return ()
     # the replay repeats one micro-batch: it describes a run only if packing makes all rows equally long
     if replay is None or settings.packing is not True:
-        return ("no expandable segments on this platform: fragmentation may reserve up to 14 % more than allocated",)
+        return ("no expandable segments on this platform: fragmentation may reserve 14 % more than allocated",)
     share = f"{replay.reserved_bytes / max(replay.allocated.values()) - 1:.1%} more than allocated"
     return (f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator",)

@@ -373,10 +373,11 @@ class _Planner:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
         forecast = self.make_forecast(config, settings, self.card, rows=rows, **more)
         # no dry run includes the worst excess of earlier runs here
-        errors = self.history.errors("process" if self.card.is_cpu else "allocated")
-        excess = round(max((*errors, 0.0)) * (forecast.peak_bytes if self.card.is_cpu else forecast.allocated_bytes))
-        high = forecast.peak_high_bytes + excess
-        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not excess)
+        worst = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
+        high = forecast.peak_high_bytes + round(worst * forecast.allocated_bytes)
+        if self.card.is_cpu:  # the interval has malloc's share, and the process was measured with it
+            high = max(forecast.peak_high_bytes, round(forecast.peak_bytes * (1 + worst)))
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not worst)
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         launch, verdict = settings.launch, attempt.verdict

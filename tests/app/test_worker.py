@@ -89,6 +89,16 @@ def test_calls_queue_up_and_only_the_named_one_is_cancelled(worker):
         assert waiting.result(60) == 2 and worker.doing == ""
 
 
+def test_a_call_that_waited_is_not_made_when_nobody_wants_it_any_more(worker):
+    wanted = [True]
+    with ThreadPoolExecutor() as pool, worker._calling:
+        call = pool.submit(worker.call, "add", is_wanted=lambda: bool(wanted), first=1, second=2)
+        wanted.clear()
+        worker._calling.release()
+        assert isinstance(call.exception(60), SupersededError)
+        worker._calling.acquire()
+
+
 def test_a_cancelled_call_may_return_what_it_has(worker):
     with ThreadPoolExecutor() as pool:
         call = in_a_thread(pool, worker, "until_cancelled")

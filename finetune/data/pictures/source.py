@@ -267,7 +267,7 @@ def _as_rgb(image: Image) -> Image:
 _MAX_THREADS = 4
 #: Most images whose sizes are kept; a line has 55 bytes.
 MAX_SIZES = 200_000
-_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})")
+_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")
 #: Size, time and inode of a file that was looked at; None if there was none.
 FileStat = tuple[int, int, int] | None
 
@@ -335,7 +335,7 @@ class SizeCache:
         self._sizes: dict[str, tuple[int, int]] = {}
         with suppress(OSError, ValueError):
             # other processes append to the file; a damaged line is left out
-            matches = map(_LINE.fullmatch, self.path.read_text("ascii").splitlines())
+            matches = map(_LINE.fullmatch, self.path.read_text("ascii").splitlines(keepends=True))
             self._sizes = {match[1]: (int(match[2]), int(match[3])) for match in matches if match}
 
     def get(self, digest: str) -> tuple[int, int] | None:
