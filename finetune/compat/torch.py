@@ -33,8 +33,9 @@ _CALLED = {
     "torch._dynamo.utils.clear_compilation_metrics": "what was compiled since",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the compiler's choice of what is saved",
     "torch._inductor.decomposition.select_decomp_table": "the operators that the compiler's graphs consist of",
-    "torch._inductor.lowering.fallback_handler": "how a compiled layer calls an operator",
-    "torch._inductor.lowering.register_lowering": "how a compiled layer calls an operator",
+    "torch._inductor.lowering.make_fallback": "how a compiled layer calls an operator",
+    "torch._inductor.lowering.constrain_to_fake_tensors": "an operator gets its inputs in the strides that its author saw",
+    "torch._inductor.lowering.lowerings": "how a compiled layer calls an operator",
     "torch._inductor.ir.FallbackKernel": "the call of an operator in compiled code",
     "torch._inductor.select_algorithm.extern_kernels": "functions that compiled code can call",
     "torch._inductor.virtualized.V": "the graph that is being compiled",
@@ -179,15 +180,13 @@ def set_compiler() -> None:
 def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
     """Let compiled code call these operators' Python bodies without the dispatcher, which takes a third of their host time."""
     from torch._inductor.ir import FallbackKernel
-    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.lowering import constrain_to_fake_tensors, lowerings, make_fallback
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.virtualized import V
 
-    def lowering(operator: Any, name: str) -> Callable[..., Any]:
-        create = fallback_handler(operator, add_to_fallback_set=False)
-
+    def lowering(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def lower(*inputs: Any) -> Any:
-            out = create(*inputs)
+            out = call(*inputs)
             (*_, kernel) = (step for step in V.graph.operations if isinstance(step, FallbackKernel))
             kernel.python_kernel_name = f"extern_kernels.{name}"
             return out
@@ -196,7 +195,8 @@ def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
 
     for operator, body in bodies.items():
         setattr(extern_kernels, name := f"finetune_{body.__name__}", body)
-        register_lowering(operator, type_promotion_kind=None)(lowering(operator, name))
+        make_fallback(operator, layout_constraint=constrain_to_fake_tensors, override_decomp=True)
+        lowerings[operator] = lowering(lowerings[operator], name)
 
 
 def fake_tensor(mode: Any, values: torch.Tensor, device: Any) -> Any:

@@ -77,7 +77,8 @@ class _AdaptedLinear(torch.autograd.Function):
 _BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
     adapter_input: lambda x, a, _: x.new_empty(x.numel() // x.shape[-1], a.shape[0]),
     adapted_linear: lambda x, _, b, *__: x.new_empty(*x.shape[:-1], b.shape[0]),
-    adapted_linear_backward: lambda _, x, __, a, b, *___: tuple(map(torch.empty_like, (x, a, b))),
+    # contiguous, as the body's results are: `empty_like` would keep the strides of a transposed input
+    adapted_linear_backward: lambda _, x, __, a, b, *___: tuple(tensor.new_empty(tensor.shape) for tensor in (x, a, b)),
 }
 #: Operator -> its Python body.
 BODIES: dict[Any, Callable[..., Any]] = {}

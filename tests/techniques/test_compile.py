@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch._dynamo.utils as dynamo
 from lean_models import adapter_gradients, error, fill_adapters, save_base
+from peft import LoraConfig, inject_adapter_in_model
 from tiny_training import RECOMPUTED, adapted, optimizer_of, settings_for
 from torch._inductor import config as inductor
 
 from finetune.layers import adapted_linear
+from finetune.layers.adapted_linear import use_operators
+from finetune.layers.compiled import compile_layers
 from finetune.model.techniques import apply_techniques, step_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -87,6 +90,35 @@ def test_losses_and_gradients_are_those_of_eager_and_lean_layers(
         others, other_gradients = history(way, *cell)
         assert losses == pytest.approx(others, rel=1e-5)
         assert error(gradients[0], other_gradients[0]) <= 1e-5 and error(gradients[-1], other_gradients[-1]) <= 1e-4
+
+
+class Mixing(torch.nn.Module):
+    """As LFM2's short convolution: an adapted linear layer after a transposed copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.project = torch.nn.Conv1d(16, 16, 3, padding=1, groups=16), torch.nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        gate = hidden.transpose(1, 2)
+        return self.project((gate * self.conv(gate)).transpose(1, 2).contiguous())
+
+
+def test_gradients_after_a_transposed_copy_are_right():
+    torch.manual_seed(0)
+    layer = inject_adapter_in_model(LoraConfig(r=4, target_modules=["project"], init_lora_weights=False), Mixing())
+    hidden, gradients = torch.randn(2, 24, 16, requires_grad=True), []
+    for is_compiled in (False, True):
+        if is_compiled:
+            use_operators([layer])
+            compile_layers([layer])
+        with inductor.patch(force_disable_caches=True):  # code of another version's operators could be cached
+            layer(hidden).square().sum().backward()
+        gradients.append([tensor.grad for tensor in (hidden, *layer.parameters()) if tensor.grad is not None])
+        hidden.grad = None
+        layer.zero_grad()
+    for compiled, eager in zip(*gradients[::-1], strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 @pytest.mark.exhaustive
