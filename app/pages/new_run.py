@@ -137,8 +137,10 @@ class NewRun:
                 raise SupersededError
             if self._planned is None or not self._planned.answers(question, complete=complete):
                 planner.cancel("badge")  # the plan goes before verdicts of models
-                values = {"recipe": question[0], "has_data": question[1], "compare": complete}
-                answer = planner.call("plan", is_wanted=lambda: question == self._question, **values)
+                answer = planner.call(
+                    "plan", is_wanted=lambda: question == self._question, recipe=question[0], has_data=question[1],
+                    compare=complete,
+                )  # fmt: skip
                 self._planned = _Planned(question, Plan.from_json(answer), complete, time.monotonic())
             return self._planned
 

@@ -12,7 +12,7 @@ from finetune.errors import DiskFull, RecipeError
 from finetune.events import Checkpoint, OutOfMemory, Result, Retry, State
 from finetune.recipe import parse_recipe
 from finetune.run.out_of_memory import explanation_lines
-from finetune.run.state import FINISH, RunState, read_stop_requests
+from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
 from ..live import LiveRun
@@ -88,7 +88,7 @@ def title(live: LiveRun, state: RunState) -> str:
     """Return name, state, buttons and facts."""
     return render(
         "run_title", name=live.run.path.name, pill=run_view.pill(state), state=state.state,
-        can_finish=FINISH not in read_stop_requests(live.run), resume=_resume_label(live), about=about(live),
+        can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
     )  # fmt: skip
 
 

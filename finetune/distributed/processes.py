@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from finetune.planner.plan import Plan
 
 #: Seconds between the failure of a rank and the kill of all ranks.
 SHUTDOWN_S = 15
+_WORKER = "finetune.run.worker"
 
 
 class Launcher:
@@ -35,7 +38,7 @@ class Launcher:
         ending_path(self.run, 0).parent.mkdir(exist_ok=True)
         for local in range(self.local_world_size):
             ending_path(self.run, local).unlink(missing_ok=True)
-        worker = ["-m", "finetune.run.worker", str(self.run)]
+        worker = ["-m", _WORKER, str(self.run)]
         if not self.plan.card.is_cpu:
             configuration = write_configuration(self.run, self.plan)
             return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *worker]
@@ -55,6 +58,14 @@ class Launcher:
         if launch.num_machines > 1 and (interface := interface_towards(launch.main_process_ip)):
             values |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
         return values
+
+    def send(self, launcher: subprocess.Popen[bytes], number: int) -> None:
+        # not to the launcher: it would end the ranks in the middle of a step
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(launcher.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if _WORKER in child.cmdline():
+                        child.send_signal(number)
 
     def exit_status(self, code: int, emit: Callable[[Event], None]) -> int:
         """Return one exit status for all local ranks; emit the event of the failure."""

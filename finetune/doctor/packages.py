@@ -151,7 +151,10 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
 
 def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:
     where, error = "the GPU" if part["device"] == "cuda" else "the CPU", part["relative_error"]
-    if error is not None and QUANTISATION_ERRORS[0] < error < QUANTISATION_ERRORS[1]:
+    if not part["optimizer_moves"]:
+        what = f"on {where}: a step of the 8-bit optimizer changes nothing"
+        yield Finding("bitsandbytes", "fail", what, _FIXES["bitsandbytes"], part)
+    elif error is not None and QUANTISATION_ERRORS[0] < error < QUANTISATION_ERRORS[1]:
         what = f"quantises to 4 bit on {where}; relative error {error:.1%}, as expected of NF4"
         yield Finding("bitsandbytes", "ok", what, facts=part)
     else:

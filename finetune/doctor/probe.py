@@ -47,7 +47,7 @@ def try_torch() -> dict[str, Any]:
 
 
 def try_bitsandbytes() -> dict[str, Any]:
-    """Quantise and use a layer as QLoRA does."""
+    """Quantise and use a layer as QLoRA does, and on a GPU take an 8-bit optimizer step."""
     import torch
 
     import_without_compiler()
@@ -66,7 +66,8 @@ def try_bitsandbytes() -> dict[str, Any]:
     expected = rows @ weight.T
     error = float((answers.detach().cpu() - expected).norm() / expected.norm())
     is_finite = math.isfinite(error) and inputs.grad is not None and bool(torch.isfinite(inputs.grad).all())
-    return {"device": device, "relative_error": error if is_finite else None}
+    moves = device == "cpu" or _optimizer_steps()
+    return {"device": device, "relative_error": error if is_finite else None, "optimizer_moves": moves}
 
 
 def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -79,6 +80,17 @@ def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     # the doctor reads the parts that were done before a crash
     sys.stdout.flush()
     return values
+
+
+def _optimizer_steps() -> bool:
+    import torch
+    from bitsandbytes.optim import AdamW8bit
+
+    parameter = torch.nn.Parameter(torch.ones(8192, device="cuda"))
+    optimizer = AdamW8bit([parameter], lr=0.1)
+    parameter.square().sum().backward()
+    optimizer.step()
+    return bool((parameter < 1).all())
 
 
 if __name__ == "__main__":

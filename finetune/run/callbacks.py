@@ -22,7 +22,7 @@ from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory
 from finetune.run.memory import MemoryHistory, MemorySampler
-from finetune.run.state import FINISH, read_stop_requests
+from finetune.run.stopping import read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
@@ -32,6 +32,8 @@ _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEa
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
 _SPIKE_WINDOW = 5  # losses in the watchdog's median
 _COLLAPSED_STEPS = 8  # consecutive steps
+#: Request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP.
+_FINISH = 1
 _OTHERS_GREW_BYTES = 512 * MIB
 _MOST_SKIPPED_STEPS = 20  # fp16's loss scale starts at 65536 and halves per skipped step: it reaches 1 after 16
 
@@ -53,8 +55,9 @@ class StopRequest:
     def agreed(self) -> int | None:
         """Return the signal of any rank and set `finishes`; all ranks call this after the same step."""
         # the first request counts
-        agreed = all_reduce_max(self.signal or next(iter(read_stop_requests(self._run)), 0))
-        self.finishes, self.signal = agreed == FINISH, agreed if agreed > FINISH else None
+        request = self.signal or next(iter(read_stop_requests(self._run)), 0)
+        agreed = all_reduce_max(request or (_FINISH if self._run.finish_request.exists() else 0))
+        self.finishes, self.signal = agreed == _FINISH, agreed if agreed > _FINISH else None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:

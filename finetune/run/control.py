@@ -16,10 +16,11 @@ from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
+from finetune.run import stopping
 from finetune.run.directory import RunDirectory, remember, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import FINISH, is_alive, living_processes, process_record, read_state, request_stop
+from finetune.run.state import is_alive, living_processes, process_record, read_state
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import rename, start_detached
 
@@ -46,7 +47,8 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        run.stop_requests.unlink(missing_ok=True)  # obeyed by an earlier start
+        for request in (run.stop_requests, run.finish_request):
+            request.unlink(missing_ok=True)  # obeyed by an earlier start
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())
@@ -96,21 +98,29 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
 
 
 def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
-    """Stop a run after its step, with a checkpoint. Returns False if the run was not running. Raises DiskFull.
+    """Stop a run after its step, with a checkpoint. Returns False if the run was not running.
 
     `now`: repeat an earlier request, which ends the run immediately.
     """
-    if not living_processes(run):
-        return False
-    request_stop(run, number, repeated=now)
-    return True
+    processes = living_processes(run)
+    for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
+        if role in processes:
+            # a worker takes a second request as the first
+            request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
+            request(run, int(processes[role]["pid"]), number)
+            return True
+    return False
 
 
 def finish(run: RunDirectory) -> bool:
     """End a run after its step, with its best step as the result. Raises DiskFull."""
     if not is_alive(run):
         return False
-    request_stop(run, FINISH)
+    try:
+        run.finish_request.touch()
+    except OSError as error:
+        problem = f"{run.path} can't be written: {error.strerror or error}"
+        raise DiskFull(problem, f"Or pause it: finetune pause {run.path}") from None
     return True
 
 

@@ -19,10 +19,12 @@ from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked
 from finetune.manifest import require_unchanged
-from finetune.system import rename
+from finetune.system import is_locked, rename, take_lock
 
-#: File in a run directory under construction. No process takes a day: what is older was left by a killed process.
-_UNFINISHED, _ABANDONED_S = ".being-made", 86_400
+#: Lock file of a run directory under construction; without a lock its process was killed.
+_UNFINISHED = ".being-made"
+#: Seconds after which a living process has taken the lock.
+_LOCKED_AFTER_S = 60
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
 }  # fmt: skip
@@ -54,6 +56,8 @@ class RunDirectory:
     adjusted_forecast = _Entry("adjusted_forecast.json")
     #: Exists while a command waits for the CUDA allocator's history.
     snapshot_request = _Entry("snapshot-request")
+    #: Exists after a request to end the run after its step, with a result.
+    finish_request = _Entry("finish-request")
     #: Disk space that the supervisor frees to write the last events on a full disk.
     reserve = _Entry(".reserve")
     #: Output of the training process.
@@ -66,8 +70,10 @@ class RunDirectory:
     lock = _Entry("lock")
     #: Lock file of the training process, which may outlive its supervisor.
     worker_lock = _Entry("worker.lock")
-    #: Requests to stop or finish: a line per request.
+    #: Requests to stop: a line per request on Windows, elsewhere one line when the first signal was sent.
     stop_requests = _Entry("stop")
+    #: Lock file of a command that requests a stop.
+    stop_lock = _Entry("stop.lock")
     #: The tokenised rows.
     data = _Entry("data")
     #: Sealed checkpoints, `checkpoint-<step>`.
@@ -94,17 +100,20 @@ class RunDirectory:
 def create(path: Path, fill: Any) -> RunDirectory:
     """Create a run directory atomically: `fill` a hidden directory, then rename it. Raises DiskFull."""
     building: Path | None = None
+    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for mark in path.parent.glob(f".*/{_UNFINISHED}"):
             with contextlib.suppress(FileNotFoundError):  # its process has finished the directory meanwhile
-                if time.time() - mark.stat().st_mtime > _ABANDONED_S:
+                if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
                     shutil.rmtree(mark.parent, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
-        (building / _UNFINISHED).touch()
+        lock = take_lock(building / _UNFINISHED, 1)
         fill(RunDirectory(building))
-        (building / _UNFINISHED).unlink()
+        if lock is not None:
+            lock.release()  # Windows can't delete or rename an open file
+        (building / _UNFINISHED).unlink(missing_ok=True)
         # a taken name gets -2, -3, ...
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
@@ -116,6 +125,8 @@ def create(path: Path, fill: Any) -> RunDirectory:
             "Free some space, or set output_dir to a folder that you can write to.",
         ) from None
     finally:
+        if lock is not None:
+            lock.release()
         if building is not None and building.exists():
             shutil.rmtree(building, ignore_errors=True)
 

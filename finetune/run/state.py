@@ -1,10 +1,9 @@
-"""State of a run, derived from events, lock and processes; stored nowhere. Requests to stop a run."""
+"""State of a run, derived from events, lock and processes; stored nowhere."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.errors import DiskFull
 from finetune.events import ENDED_STATES, Event, EventReader, Start, State, Step, newest
 from finetune.files import read_object
 from finetune.system import is_locked
@@ -23,8 +21,6 @@ if TYPE_CHECKING:  # the chain of imports stays short
 #: queued starting running pausing paused finished diverged failed lost
 ENDED = (*ENDED_STATES, "lost")
 _TAIL_BYTES = 256 * 1024
-#: Request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP.
-FINISH = 1
 
 
 @dataclass(frozen=True)
@@ -109,28 +105,3 @@ def _ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def request_stop(run: RunDirectory, number: int, *, repeated: bool = False) -> bool:
-    """Request FINISH, or a stop whose signal `number` sets the exit status; only the first request unless `repeated`.
-
-    Raises DiskFull.
-    """
-    # a second request ends a run immediately: of two commands only one creates the file
-    try:
-        # a full disk: an empty file is a request, too
-        with run.stop_requests.open("ab" if repeated else "xb", buffering=0) as file, contextlib.suppress(OSError):
-            file.write(f"{number}\n".encode())
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise DiskFull(f"{run.path} can't be written: {error.strerror or error}", "Free some space.") from None
-    return True
-
-
-def read_stop_requests(run: RunDirectory) -> list[int]:
-    """Return the requests in the run's file: FINISH or signal numbers."""
-    try:
-        return [int(line) for line in run.stop_requests.read_bytes().split()] or [signal.SIGTERM]
-    except (OSError, ValueError):
-        return []

@@ -28,8 +28,9 @@ from finetune.run.card import cards_of, holders_of, replacement_message, visibil
 from finetune.run.card_queue import Queue
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
-from finetune.run.state import ENDED, FINISH, process_record, read_stop_requests, request_stop
-from finetune.system import ignore_hangup, take_lock
+from finetune.run.state import ENDED, process_record
+from finetune.run.stopping import read_stop_requests
+from finetune.system import WINDOWS, ignore_hangup, take_lock
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024
@@ -132,11 +133,12 @@ class Supervisor:
                 if handled > 1 or not self._has_started():  # a second signal, or nothing to save yet
                     ended = True
                 else:
+                    self._emit(State(state="pausing"))
+                    if launcher is not None:
+                        launcher.send(worker, self.signals[0])
+                    elif not (self.requests or WINDOWS):  # the worker reads the run's file itself; Windows can't signal it
+                        worker.send_signal(self.signals[0])
                     requested_s = time.monotonic()
-                    with contextlib.suppress(errors.DiskFull):  # the training process reads the file after each step
-                        self.requests += request_stop(self.run, self.signals[0])
-                    if (state := newest(State, self.seen)) and state.state not in ENDED:
-                        self._emit(State(state="pausing"))
             if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
                 ended = True
             if self._hangs():
@@ -151,7 +153,7 @@ class Supervisor:
 
     def _read_requests(self) -> None:
         requests = read_stop_requests(self.run)
-        self.signals += [number for number in requests[self.requests :] if number != FINISH]
+        self.signals += requests[self.requests :]
         self.requests = max(self.requests, len(requests))
 
     def _has_started(self) -> bool:

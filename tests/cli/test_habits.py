@@ -145,14 +145,7 @@ def test_convert_writes_a_recipe_or_reports_a_problem_of_the_disk(finetune):
 def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, monkeypatch, kept_run, finetune):
     run = RunDirectory(kept_run(tmp_path))
     write_json(run.process, {"supervisor": process_record(os.getpid())})
-    opened = Path.open
-
-    def full(path, *arguments, **named):
-        if path == run.stop_requests:
-            raise OSError(28, "No space left")
-        return opened(path, *arguments, **named)
-
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "touch", lambda path, **_: (_ for _ in ()).throw(OSError(28, "No space left")))
     for state, code, reason in (("running", 7, "can't be written: No space left"), ("queued", 2, "has not begun: 1 ahead")):
         writer = EventWriter(run.events)
         writer.emit(State(state=state, message="1 ahead"))

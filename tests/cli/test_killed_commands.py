@@ -1,7 +1,7 @@
 """Commands killed at ten moments of what they do to files: each file is whole or not there, and the next command is as ever."""
 
 import json
-import os
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +12,7 @@ from finetune.cli import main
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.state import process_record, read_stop_requests
+from finetune.run.state import process_record
 
 
 @pytest.fixture
@@ -105,13 +105,15 @@ def test_a_command_that_only_looks_changes_nothing(work, imported, arguments):
 
 def test_a_run_that_was_asked_to_stop_by_a_killed_command_stops_when_it_is_asked_again(work):
     run = RunDirectory(work / "runs" / "finished")
-    write_json(run.process, {"supervisor": process_record(os.getpid())})
-    for moment in range(len(asked(run, None))):
-        asked(run, moment)
-        assert control.stop(run) and len(read_stop_requests(run)) == 1
+    for moment in range(len(asked(run, None)[0])):
+        _, process = asked(run, moment)
+        control.stop(run)
+        assert process.wait() == -15
 
 
 def asked(run, moment):
-    """The operations of a request that is killed."""
+    """The operations of a request that is killed, and the process that it is for."""
     run.stop_requests.unlink(missing_ok=True)
-    return forked(lambda: not control.stop(run), run.path, moment)
+    process = subprocess.Popen(["sleep", "600"])
+    write_json(run.process, {"supervisor": process_record(process.pid)})
+    return forked(lambda: not control.stop(run), run.path, moment), process

@@ -26,7 +26,6 @@ from finetune.run.state import (
     living_processes,
     process_record,
     read_state,
-    read_stop_requests,
 )
 from finetune.system import take_lock
 
@@ -50,15 +49,17 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_maker_left_is_removed_and_what_another_makes_is_not(tmp_path):
-    for name, age_s in (("killed", 100_000), ("made", 1000)):
+    for name, age_s in (("killed", 1000), ("begun", 0), ("made", 1000)):
         (tmp_path / f".{name}-abc").mkdir()
         mark = tmp_path / f".{name}-abc" / ".being-made"
         mark.touch()
         os.utime(mark, (time.time() - age_s,) * 2)
     (tmp_path / ".mine").mkdir()
+    lock = take_lock(tmp_path / ".made-abc" / ".being-made")
     run = create(tmp_path / "run", fill)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".made-abc", ".mine", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".begun-abc", ".made-abc", ".mine", "run"]
     assert [path.name for path in run.path.iterdir()] == ["plan.json"]
+    lock.release()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -180,13 +181,28 @@ def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
 
 
 def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):
-    run = RunDirectory(tmp_path)
-    assert not control.stop(run) and not run.stop_requests.exists()
-    write_json(run.process, {"supervisor": process_record(os.getpid())})
-    assert control.stop(run) and control.stop(run) and control.stop(run, signal.SIGINT)
-    assert read_stop_requests(run) == [signal.SIGTERM]
+    code = (
+        "import signal; numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGRTMIN}; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers); "
+        "print('ready', flush=True)\nwhile (number := signal.sigwait(numbers)) != signal.SIGRTMIN: print(number, flush=True)"
+    )
+    process, run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), RunDirectory(tmp_path)
+    assert process.stdout.readline() == "ready\n"
+    write_json(run.process, {"supervisor": process_record(process.pid)})
+    assert control.stop(run)
+    assert process.stdout.readline() == "15\n"
+    assert control.stop(run) and control.stop(run)
     assert control.stop(run, signal.SIGINT, now=True)
-    assert read_stop_requests(run) == [signal.SIGTERM, signal.SIGINT]
+    assert process.stdout.readline() == "2\n"
+    process.send_signal(signal.SIGRTMIN)
+    assert process.stdout.read() == ""
+
+
+def test_a_worker_without_a_supervisor_is_asked_again(tmp_path):
+    process, run = subprocess.Popen(["sleep", "600"]), RunDirectory(tmp_path)
+    run.stop_requests.touch()
+    write_json(run.process, {"worker": process_record(process.pid)})
+    assert control.stop(run) and process.wait() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"no_setting": 1}', '{"gradient_accumulation_steps": "x"}'])
