@@ -37,7 +37,7 @@ def page(context, tmp_path, monkeypatch):
     monkeypatch.setattr(context.queue, "ensure_starter", lambda: None)  # no run: only what is queued
     page, questions = NewRun(context), Questions()
 
-    def call(method, report=lambda _: None, **values):
+    def call(method, report=lambda _: None, is_wanted=None, **values):
         return result_of(answer_of(questions, method, values, Work(report)))
 
     context.planner.call = call

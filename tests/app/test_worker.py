@@ -90,6 +90,7 @@ def test_calls_queue_up_and_only_the_named_one_is_cancelled(worker):
 
 
 def test_a_call_that_waited_is_not_made_when_nobody_wants_it_any_more(worker):
+    assert worker.call("add", first=1, second=2) == 3
     wanted = [True]
     with ThreadPoolExecutor() as pool, worker._calling:
         call = pool.submit(worker.call, "add", is_wanted=lambda: bool(wanted), first=1, second=2)

@@ -80,8 +80,8 @@ def _rows(sources, dataset):
         for parsed in reader.parsed():
             rows.examples += parsed.examples
             rows.refused += parsed.refused
+            rows.rows_read += len(parsed.examples) + len(parsed.refused)
         rows.format = reader.parser.format
-        rows.rows_read += reader.rows_read
     return rows
 
 
