@@ -134,11 +134,11 @@ def _from_preference(row: Values, reader: MessageReader) -> Values:
         value = _instruction(row) if field == "instruction" else row[field]
         if field in ("messages", "conversations"):
             value = parse_if_text(value, field)
-        given = _with_system(row, _messages(value, field, "user", reader))
-        prompt, listed_tools = read_tool_text(given, field)
+        written = _with_system(row, _messages(value, field, "user", reader))
+        prompt, listed_tools = read_tool_text(written, field)
         tools = tools or listed_tools
         # trained on without a template
-        if field == "prompt" and len(given) == 1 and all(isinstance(text, str) for text in (value, *values)):
+        if field == "prompt" and len(written) == 1 and all(isinstance(text, str) for text in (value, *values)):
             if values[0].strip() == values[1].strip():
                 raise BadRow("chosen", _EQUAL)
             return {"prompt": value, "completion": values[0], "rejected_completion": values[1]}
