@@ -37,11 +37,13 @@ class Rail(FollowedPage):
     name, part_names, every_ms = "rail", ("now",), 3000
 
     def parts(self) -> dict[str, str]:
-        run, live = next((run for run in self.context.workspace.list_runs() if is_alive(run)), None), None
+        run, live = next(filter(is_alive, self.context.workspace.list_runs()), None), None
         with contextlib.suppress(FinetuneError, OSError, ValueError):  # a damaged run
             if run is not None:
-                self.context.lives.of(run).refresh()
-                live = self.context.lives.of(run)
+                followed = self.context.lives.of(run)
+                followed.refresh()
+                followed.plan()  # the template reads it
+                live = followed
         return {"now": render("rail_status", live=live, gpus=usable_devices())}
 
 

@@ -20,8 +20,8 @@ def find_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def triton_needs() -> str:
-    """Return the missing requirement of Triton, found without a GPU."""
+def triton_problem() -> str:
+    """Return why Triton can't work, or an empty text; needs no GPU."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     # the wheel for Windows has a compiler

@@ -92,6 +92,12 @@ def snapshot() -> dict[str, Any]:
     return torch.cuda.memory._snapshot()
 
 
+def has_plain_segments() -> bool:
+    """Tell whether any segment can't expand."""
+    # needs a first allocation: without segments the answer is False
+    return not all(segment["is_expandable"] for segment in snapshot()["segments"])
+
+
 def start_history(most_entries: int) -> None:
     """Start recording every allocation with its stack."""
     import torch

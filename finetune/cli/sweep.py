@@ -226,11 +226,11 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
         return 0
     shown = table("arm", "state", ">steps", ">held-out loss", ">after step", "behind the best")
     for entry in sweep.results():
-        loss = "-" if entry.loss is None else f"{entry.loss:.4f}"
-        gap = entry.behind
+        loss, gap = "-" if entry.loss is None else f"{entry.loss:.4f}", entry.behind
+        after = "-" if entry.loss_step is None else f"{entry.loss_step:,}"
         behind = "" if gap is None else f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
         state = entry.state if entry.dropped_at is None else f"dropped at {entry.dropped_at:,}"
-        shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, f"{entry.loss_step or 0:,}", behind)
+        shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, after, behind)
     out.print(shown)
     out.print(f"[bold]{escape(sweep.sentence())}[/]")
     if not process.returncode:

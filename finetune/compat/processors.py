@@ -118,7 +118,7 @@ def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[
 
 
 def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
-    """Return the text in place of each image."""
+    """Return the text that replaces each image."""
     return _process(processor, [pictures])[1]
 
 

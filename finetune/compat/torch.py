@@ -185,8 +185,7 @@ def _combine_fixed_sizes() -> None:
     usual = ForeachKernelSchedulerNode._default_group_nodes_for_combo_kernels
 
     def is_fixed(node: Any) -> bool:
-        # extern kernels have no group
-        return not any(size.free_symbols for size in getattr(node, "group", (None, ()))[1])
+        return not any(size.free_symbols for size in getattr(node, "group", (None, ()))[1])  # extern kernels have no group
 
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(
         lambda scheduler: [[*filter(is_fixed, nodes)] for nodes in usual(scheduler)]

@@ -207,7 +207,7 @@ class Encoder:
         return rendered
 
     def _tokenise(self, texts: list[Rendered]) -> list[Encoded]:
-        encoded = self._by_bytes(texts)
+        encoded = self._encode_byte_level(texts)
         for plain in (False, True):
             group = {n: text for n, text in enumerate(texts) if text.is_plain == plain and n not in encoded}
             # only plain text gets the tokenizer's BOS; chat templates write their own
@@ -223,7 +223,7 @@ class Encoder:
                 encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered)
         return [encoded[index] for index in range(len(texts))]
 
-    def _by_bytes(self, texts: list[Rendered]) -> dict[int, Encoded]:
+    def _encode_byte_level(self, texts: list[Rendered]) -> dict[int, Encoded]:
         byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
         if byte_level is None:
             return encoded
@@ -290,7 +290,7 @@ class Encoder:
         return Encoded(tokens, labels, notes)
 
     def _end_near(self, ids: list[int], indices: range, end_ids: set[int], mask: np.ndarray | None = None) -> int | None:
-        """Return the first index of an EOS after nothing but white space, or one token outside `mask`."""
+        """Return the first EOS in `indices` that follows only white space inside `mask`."""
         for index in indices:
             if ids[index] in end_ids:
                 return index

@@ -87,7 +87,7 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     # tensor by tensor, as the whole model need not fit into memory
     stored, is_streamed = stored_tensors(source), True
     try:
-        tensors = _merged_one_by_one(settings, config, adapter, stored, progress)
+        tensors = _merged_on_read(settings, config, adapter, stored, progress)
     except StoredOtherwiseError:
         tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files have other tensors
@@ -116,7 +116,7 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged_one_by_one(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
+def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
     from finetune.export.shards import StoredOtherwiseError, merged_tensors, with_adapter
     from finetune.model.build import build_base
     from finetune.model.new_tokens import grow_vocabulary

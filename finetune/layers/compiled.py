@@ -12,7 +12,6 @@ import torch
 from torch._dynamo import maybe_mark_dynamic
 
 from finetune.compat.torch import call_bodies, raising_compiler_errors, set_compiler
-from finetune.layers.adapted_linear import BODIES
 from finetune.layers.checkpointing import require_gradient
 from finetune.layers.varlen_attention import lengths_as_sizes
 
@@ -22,6 +21,8 @@ _CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH"
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
     """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
+    from finetune.layers.adapted_linear import BODIES
+
     set_compiler()
     call_bodies(BODIES)
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers

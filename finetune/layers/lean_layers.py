@@ -120,9 +120,8 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
     tiled = 0 < tile < x.numel() // x.shape[-1]
-    candidates = () if args or named else tuple(linear_of(getattr(self, name), x) for name in parts.linears)
-    linears = tuple(linear for linear in candidates if linear)
-    if not linears or len(linears) < len(candidates):
+    linears = tuple(linear for name in parts.linears if (linear := linear_of(getattr(self, name), x)))
+    if args or named or len(linears) < len(parts.linears):  # always without gradients
         whole = functools.partial(type(self).forward, self)
         if args or named or torch.is_grad_enabled() or not tiled:
             return whole(x, *args, **named)

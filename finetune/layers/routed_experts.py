@@ -68,7 +68,7 @@ def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
 
 
 def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
-    """Return the experts that got rows; None when all did, or when that is unknown."""
+    """Return the experts that got rows; None: dequantise all."""
     # a forecast assumes that all experts got rows
     if host_ends is None:
         return None

@@ -126,7 +126,7 @@ def take_step(
     model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
     context: AbstractContextManager[Any], on_cpu: bool,
 ) -> None:  # fmt: skip
-    """Run one optimizer step of one micro-batch, forward and backward inside `context`."""
+    """Run an optimizer step on zero gradients, then the last micro-batch of a second, inside `context`."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU

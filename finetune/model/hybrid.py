@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
-from finetune.card.compiler import COMPILER_FIX, triton_needs
+from finetune.card.compiler import COMPILER_FIX, triton_problem
 from finetune.requirements import installed_version
 
 
@@ -51,7 +51,7 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
         return f"{package.name} has not been tried on GPUs without bfloat16", ""
     if installed_version(package.name) is None:
         return f"{package.name} is not installed", package.install
-    if lacking := triton_needs():
+    if lacking := triton_problem():
         return lacking, COMPILER_FIX if installed_version("triton") else "pip install triton"
     # fla raises in the backward of a gated delta net (ops/common/chunk_o.py, fla#640)
     if package is FLA and capability[0] == 9 and (triton := installed_version("triton") or "0") in SpecifierSet(">=3.4,<3.7.1"):
@@ -71,8 +71,8 @@ def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tupl
     return ("reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; "),) if package and problem else ()
 
 
-def read_outside(model_type: str) -> tuple[str, ...]:
-    """Return layers that stay 16-bit because other modules or kernels read their weights."""
+def kept_in_16_bit(model_type: str) -> tuple[str, ...]:
+    """Return names of layers that stay 16-bit: other modules or kernels read their weights."""
     return _READ_OUTSIDE.get(model_type) or _read_by_kernel(model_type)
 
 

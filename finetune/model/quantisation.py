@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
 from finetune.layers.experts import MOST_ELEMENTS, fused_experts, has_experts, pack_experts
-from finetune.model.hybrid import read_outside
+from finetune.model.hybrid import kept_in_16_bit
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
 from finetune.settings import Settings
@@ -31,7 +31,7 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     if base_format not in (NF4, INT8):
         return None
     quantization = _nf4(settings) if base_format is NF4 else BitsAndBytesConfig(load_in_8bit=True)
-    if names := read_outside(text_config(config).model_type):
+    if names := kept_in_16_bit(text_config(config).model_type):
         quantization.llm_int8_skip_modules = [*names, "lm_head"]  # bitsandbytes reads this setting for 4 bits, too
     return quantization
 

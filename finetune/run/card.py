@@ -7,12 +7,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from finetune.card import Card, cuda, nvidia
-from finetune.card.allocator import has_windows_driver
-from finetune.card.compiler import triton_needs
+from finetune.card.allocator import expandable_segments, has_windows_driver
+from finetune.card.compiler import triton_problem
 from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import usable_devices
 from finetune.errors import CardError
+from finetune.memory.forecast import EXPANDABLE, SEGMENTED
 from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
@@ -87,6 +88,19 @@ def _devices(cards: Collection[str]) -> list[Device]:
         return []
 
 
+def plain_segments_message(plan: Plan) -> str:
+    """Return a message when torch ignores `expandable_segments`."""
+    # the environment can switch it off; known only after the model was loaded
+    if not expandable_segments() or not cuda.has_plain_segments():
+        return ""
+    peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
+    peak_without_bytes = round(peak_bytes * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
+    return (
+        "torch's allocator ignores expandable_segments, which the forecast assumes: the run may need "
+        f"{format_bytes(peak_without_bytes)} instead of {format_bytes(peak_bytes)}. Check PYTORCH_ALLOC_CONF in the environment"
+    )
+
+
 def available_bytes(plan: Plan) -> int | None:
     """Return the bytes that the run may use now, CUDA context included."""
     free = [device.free_bytes for device in _devices(cards_of(plan))]
@@ -119,7 +133,7 @@ def limit_card(plan: Plan) -> str:
 def kernel_problem() -> str:
     """Return why Triton's kernels can't run, or an empty text."""
     # for TRL's loss and compiled layers; bitsandbytes ships compiled kernels
-    problem = triton_needs()
+    problem = triton_problem()
     if not problem:
         try:
             cuda.try_kernel()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
-from finetune.card.compiler import COMPILER_FIX, triton_needs
+from finetune.card.compiler import COMPILER_FIX, triton_problem
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
@@ -77,7 +77,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall(plan))
     plan = check_layer_offloading(plan, force=force)
-    if not card.is_cpu and (lacking := triton_needs()):
+    if not card.is_cpu and (lacking := triton_problem()):
         plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
     encoder = selected.encoded.encoder
     return Prepared(recipe, plan, prepared, encoder.tokenizer, encoder.picture_processor if settings.vision else None)
@@ -89,7 +89,7 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
         raise MachineError(problems)
-    if recipe.torch_compile is True and not card.is_cpu and (lacking := triton_needs()):
+    if recipe.torch_compile is True and not card.is_cpu and (lacking := triton_problem()):
         raise CardError(f"torch_compile needs Triton: {lacking}", f"{COMPILER_FIX}. Or set torch_compile=false.")
 
 

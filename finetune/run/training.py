@@ -252,7 +252,7 @@ class RunTrainer(SFTTrainer):
         """Save to a temporary folder; hash and rename it to `checkpoint-N` while training continues. Raises DiskFull."""
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
         # also raises the error of the previous checkpoint's sealing
-        with self.measured_phase("save"), self._removing_partial(step):
+        with self.measured_phase("save"), self._checkpoint_errors(step):
             self.finish_sealing()
             require_unchanged_file(model)
             if self.is_local_process_zero():
@@ -270,7 +270,7 @@ class RunTrainer(SFTTrainer):
             sealing.result()
 
     def _seal(self, folder: Path, step: int, save_s: float, best: EvaluatedStep | None) -> None:
-        with self._removing_partial(step):
+        with self._checkpoint_errors(step):
             facts, began = self.seal_facts.result(), time.perf_counter()
             target = seal(folder, self.run.checkpoints / f"checkpoint-{step}", step, facts)
             seal_s = time.perf_counter() - began
@@ -280,7 +280,7 @@ class RunTrainer(SFTTrainer):
         rotate(self.run.checkpoints, self.plan.settings.save_total_limit, best.step if best else None)
 
     @contextlib.contextmanager
-    def _removing_partial(self, step: int) -> Iterator[None]:
+    def _checkpoint_errors(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:

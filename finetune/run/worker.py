@@ -31,7 +31,7 @@ from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_with_forecast, record_measurements, whole_run_s
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
-from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card
+from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemoryHistory, MemorySampler, allocator_now
@@ -293,6 +293,8 @@ class Worker:
         self.memory.reset_peak()
         if not self.plan.card.is_cpu:
             cuda.release_cached()
+            if message := plain_segments_message(self.plan):
+                self.events.warn(message)
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         from finetune.model.quantised_cache import require_unchanged_file

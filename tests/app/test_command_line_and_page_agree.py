@@ -84,7 +84,7 @@ def arithmetic(monkeypatch):
     """Forecasts by arithmetic: what any of the doors asks for is the same function's."""
     forecaster = ArithmeticForecaster()
 
-    def forecast(config, settings, card, *, rows, budget_bytes=None, quick=False):
+    def forecast(config, settings, card, *, rows, budget_bytes=None, lengths=()):
         return forecaster(config, settings, card, rows=rows)
 
     monkeypatch.setattr("finetune.planner.planner.make_forecast", forecast)

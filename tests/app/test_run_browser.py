@@ -166,7 +166,7 @@ def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
 
 def test_the_page_fills_over_a_slow_line(served, visit):
     filled(served.runs, "slow")
-    page = visit("ft/page.js")  # only the cookie
+    page = visit("ft/v0/page.js")  # only the cookie
     line = page.context.new_cdp_session(page)
     line.send("Network.enable")
     bytes_per_s = {"downloadThroughput": 1.6e6 / 8, "uploadThroughput": 1.6e6 / 8}

@@ -13,7 +13,7 @@ ENTRIES = {
     "supervisor": "from finetune.run.supervise import main; sys.argv = ['supervise', 'no/run']; main()",
     "worker": "from finetune.run.worker import main; sys.argv = ['worker', 'no/run']; main()",
     "page": "from app.__main__ import main; sys.argv = ['app', '--help']; main()",
-    "chat": "from app.chat.process import main; sys.argv = ['chat', 'no/run', 'no/chat']; main()",
+    "chat": "import os; os._exit = sys.exit; from app.worker import serve; serve(None, 0.1)",
 }
 THEN = """
 import huggingface_hub.constants

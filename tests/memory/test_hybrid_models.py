@@ -41,7 +41,7 @@ def installed(monkeypatch):
 
     def install(compiler="", **versions):
         monkeypatch.setattr(hybrid, "installed_version", lambda name: versions.get(name.replace("-", "_")))
-        monkeypatch.setattr(hybrid, "triton_needs", lambda: compiler)
+        monkeypatch.setattr(hybrid, "triton_problem", lambda: compiler)
         hybrid.kernel_problem.cache_clear()
 
     yield install
