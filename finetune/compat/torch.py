@@ -38,8 +38,6 @@ _CALLED = {
     "torch._inductor.lowering.lowerings": "how a compiled layer calls an operator",
     "torch._inductor.ir.FallbackKernel": "the call of an operator in compiled code",
     "torch._inductor.select_algorithm.extern_kernels": "functions that compiled code can call",
-    "torch._inductor.scheduler.ForeachKernelSchedulerNode": "which kernels are combined",
-    "torch._inductor.scheduler.ForeachKernelSchedulerNode._default_group_nodes_for_combo_kernels": "which kernels are combined",
     "torch._inductor.virtualized.V": "the graph that is being compiled",
     "torch._foreach_copy_": "casts all adapters of a layer in one kernel",
     "torch.ops.aten._unsafe_view": "a result that autograd takes for no view: Gemma 3n changes it in place",
@@ -89,9 +87,6 @@ PRIVATE_NAMES = (
     PrivateName("torch._inductor.config.size_asserts", "attribute", "spares checks of each operator's output in each call"),
     PrivateName("torch._inductor.config.alignment_asserts", "attribute",
                 "spares checks of each operator's output in each call"),
-    PrivateName("torch._inductor.config.combo_kernels", "attribute", "casts several adapters in one kernel"),
-    PrivateName("torch._inductor.config.combo_kernels_pointwise_only", "attribute", "keeps sums as they are"),
-    PrivateName("torch._inductor.config.combo_kernels_autotune", "attribute", "no measuring in the first step"),
     PrivateName("torch._dynamo.config.suppress_errors", "attribute", "a layer that can't be compiled again runs uncompiled"),
     PrivateName("torch._dynamo.config.recompile_limit", "attribute",
                 "how often a layer's code is compiled before it runs uncompiled"),
@@ -168,28 +163,10 @@ def set_compiler() -> None:
 
     functorch.activation_memory_budget = ACTIVATION_BUDGET
     inductor.size_asserts = inductor.alignment_asserts = False  # checks of each operator's outputs in each call
-    # one kernel for casts of several adapters
-    inductor.combo_kernels = inductor.combo_kernels_pointwise_only = True
-    inductor.combo_kernels_autotune = 0
-    _combine_fixed_sizes()
     functorch.autograd_cache_allow_custom_autograd_functions = True  # bitsandbytes' product
     # a layer that can't be compiled again, for unexpected inputs, runs uncompiled
     dynamo.suppress_errors = True
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
-
-
-def _combine_fixed_sizes() -> None:
-    """Let the compiler combine only kernels of fixed sizes: combined with others, hidden states would live longer."""
-    from torch._inductor.scheduler import ForeachKernelSchedulerNode
-
-    usual = ForeachKernelSchedulerNode._default_group_nodes_for_combo_kernels
-
-    def is_fixed(node: Any) -> bool:
-        return not any(size.free_symbols for size in getattr(node, "group", (None, ()))[1])  # extern kernels have no group
-
-    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(
-        lambda scheduler: [[*filter(is_fixed, nodes)] for nodes in usual(scheduler)]
-    )
 
 
 def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:

@@ -17,8 +17,8 @@ ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
 TUNED = 0.005
 #: Share by which a mixture's run of three steps may reserve less than the replay, which has more steps of rows that differ.
 FEWER_STEPS = 0.05
-#: Of two layers of an 8B in NF4, with 2 % for another Python; each layer more has about 1,800, and 2,820 recomputed.
-MOST_CALLS = {"compiled, nothing recomputed": 5_450, "compiled, recomputed": 7_545}
+#: Of two layers of an 8B in NF4, with 2 % for another Python; each layer more has about 1,930.
+MOST_CALLS = {"compiled, nothing recomputed": 5_700, "compiled, recomputed": 7_840}
 #: Texts of a cell's name: each format, kind of rows and of segments, recomputation and mixture.
 CELLS = [
     ("6 layers", "16 bit", "every layer"), ("6 layers", "16 bit", "pairs"), ("6 layers", "NF4", "every 2nd layer"),
@@ -78,5 +78,4 @@ def test_calls_of_a_compiled_step_do_not_rise_there_is_one_graph_and_the_forecas
     assert rows.keys() == MOST_CALLS.keys()
     for name, row in rows.items():
         assert int(row["calls"]) <= MOST_CALLS[name], row
-        # casts of several adapters by one kernel live longer than the forecast says: 1.2 MB
         assert row["graphs"] == "1" and abs(float(row["error"])) < 5e-4, row
