@@ -160,8 +160,7 @@ def run_peer(
     result = folder / "result.json"
     (folder / "out").mkdir()
     (folder / "job.json").write_text(json.dumps({**job, "folder": str(folder / "out")}), encoding="utf-8")
-    program = str(Path.cwd() / python), str(Path(__file__).with_name("peer_run.py"))
-    command = [*program, peer, str(folder / "job.json"), str(result)]
+    command = [Path.cwd() / python, Path(__file__).with_name("peer_run.py"), peer, folder / "job.json", result]
     try:
         process = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=limit_s, env=environment, check=False

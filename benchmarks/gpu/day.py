@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmarks.gpu.random_model import make_model, write_rows
 from benchmarks.peers import run_peer
+from finetune.files import sha256_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "meta-llama/Llama-3.1-8B-Instruct"
@@ -111,29 +111,18 @@ def trained(
 
 def resumed(folder: Path, limit_s: float) -> dict[str, Any]:
     """Return whether a stopped and resumed run ends with the bits of an uninterrupted run."""
-    run = [
-        sys.executable,
-        "-m",
-        "finetune",
-        "run",
-        "tiny-cpu",
-        "gpu=auto",
-        "max_steps=20",
-        "save_steps=5",
-        "torch_compile=true",
-    ]
-    stopped, hashes = folder / "stopped", list[str]()
+    finetune, stopped, whole = [sys.executable, "-m", "finetune"], folder / "stopped", folder / "whole"
+    run = [*finetune, "run", "tiny-cpu", "gpu=auto", "max_steps=20", "save_steps=5", "torch_compile=true"]
     with subprocess.Popen([*run, f"output_dir={stopped}"], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not (stopped / "checkpoints" / "checkpoint-10").exists():
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-    for command in ([*run, f"output_dir={folder / 'whole'}"], [*run[:3], "resume", str(stopped)]):
+    for command in ([*run, f"output_dir={whole}"], [*finetune, "resume", str(stopped)]):
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
         if ended.returncode:
             return {"failed": (ended.stdout + ended.stderr)[-300:]}
-    for run_folder in (folder / "whole", stopped):
-        hashes.append(hashlib.sha256((run_folder / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest())
-    return {"equal": hashes[0] == hashes[1], "stopped_with": process.returncode}
+    hashes = {sha256_of(path / "adapter" / "adapter_model.safetensors") for path in (whole, stopped)}
+    return {"equal": len(hashes) == 1, "stopped_with": process.returncode}
 
 
 def addresses(_folder: Path, limit_s: float) -> dict[str, Any]:

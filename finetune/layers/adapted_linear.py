@@ -47,7 +47,8 @@ def adapted_linear_backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of x, a and b."""
     linear, flat = Linear(weight, bias, _tables(*tables), a, b, scale, True, True), x.reshape(-1, x.shape[-1])
-    dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, (a, b), lora_act, lambda: flat)
+    cast = a.to(grad.dtype), b.to(grad.dtype)
+    dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
     assert dx is not None and da is not None and db is not None
     return dx.view(x.shape), da, db
 
@@ -67,11 +68,9 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, lora_act, a, b, *tensors = ctx.saved_tensors
-        layer = (*tensors, ctx.shape, ctx.kind)
-        adapter = a.to(x.dtype), b.to(x.dtype), ctx.scale
-        dx, da, db = _OPERATORS.adapted_linear_backward(grad, x, lora_act, *adapter, *layer)
-        return dx, da.to(a.dtype), db.to(b.dtype), *[None] * (1 + len(layer))
+        *adapted, weight, bias, absmax, scales, code, offset = ctx.saved_tensors
+        layer = (weight, bias, absmax, scales, code, offset, ctx.shape, ctx.kind)
+        return *_OPERATORS.adapted_linear_backward(grad, *adapted, ctx.scale, *layer), *[None] * (1 + len(layer))
 
 
 _BODIES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -17,8 +17,8 @@ ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
 TUNED = 0.005
 #: Share by which a mixture's run of three steps may reserve less than the replay, which has more steps of rows that differ.
 FEWER_STEPS = 0.05
-#: Of two layers of an 8B in NF4, with 2 % for another Python; each layer more has about 1,930.
-MOST_CALLS = {"compiled, nothing recomputed": 5_700, "compiled, recomputed": 7_840}
+#: Of two layers of an 8B in NF4, with 2 % for another Python; each layer more has 1,814, and 2,883 recomputed.
+MOST_CALLS = {"compiled, nothing recomputed": 5_458, "compiled, recomputed": 7_645}
 #: Texts of a cell's name: each format, kind of rows and of segments, recomputation and mixture.
 CELLS = [
     ("6 layers", "16 bit", "every layer"), ("6 layers", "16 bit", "pairs"), ("6 layers", "NF4", "every 2nd layer"),
@@ -72,10 +72,10 @@ def test_a_retry_takes_the_first_smaller_plan_that_is_forecast_to_fit(lines_of):
     assert line["changes"].count("{") == 2  # one attempt that was out of memory, one retry made smaller by the forecast
 
 
-def test_calls_of_a_compiled_step_do_not_rise_there_is_one_graph_and_the_forecast_is_right(lines_of):
+def test_calls_of_a_compiled_step_do_not_rise_there_is_one_graph_and_the_forecast_is_exact(lines_of):
     """Calls of Python are exact where no kernel computes."""
     rows = {row["program"]: row for row in lines_of("host_time", "--layers", "2", "--only", "compiled")}
     assert rows.keys() == MOST_CALLS.keys()
     for name, row in rows.items():
         assert int(row["calls"]) <= MOST_CALLS[name], row
-        assert row["graphs"] == "1" and abs(float(row["error"])) < 5e-4, row
+        assert row["graphs"] == "1" and abs(float(row["error"])) < 1e-4, row
