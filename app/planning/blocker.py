@@ -46,7 +46,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
             for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
                 # patterns are left to the run
                 if not (folder / path).exists() and not set("*?[") & set(path):
-                    find_sources(path, only_split=recipe.dataset.split is not None)
+                    find_sources(path, recipe.dataset, split=recipe.dataset.split)
         except DataError as error:
             # the page's process has another working folder
             return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))

@@ -54,8 +54,7 @@ def override(name: str, value: Any) -> str:
 
 def first_rows(dataset: DatasetRecipe) -> list[Row]:
     """Return the first rows of a dataset, unchanged. Raise DataError."""
-    sources = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
-    rows = (row for source in sources for row in source.rows() if isinstance(row, Row))
+    rows = (row for source in find_sources(dataset.path, dataset) for row in source.rows() if isinstance(row, Row))
     return list(itertools.islice(rows, _KIND_ROWS))
 
 

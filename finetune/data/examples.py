@@ -1,4 +1,4 @@
-"""Find a recipe's training and held-out sources, and read them without a tokenizer."""
+"""Read sources without a tokenizer, and choose the held-out rows and the method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
@@ -15,8 +14,8 @@ from finetune.data.formats import FORMATS, LABELLED_ANSWERS, filled, rename_colu
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, choose_parser
-from finetune.data.sources import Source, bundled_eval, describe_split, find_sources, held_out_by_name, is_local, split_files
-from finetune.errors import DataError, RecipeError
+from finetune.data.sources import Source, is_local, sources_of
+from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
@@ -29,22 +28,6 @@ _SAMPLE_ROWS = 1000
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 #: Rows of a batch with images, as each image is decoded.
 PICTURE_BATCH_ROWS = 256
-
-
-def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
-    """Return the training and held-out sources. Raise DataError or RecipeError."""
-    _check_holdout(dataset)
-    find = partial(find_sources, config=dataset.name, revision=dataset.revision)
-    names_split = "split" in dataset.model_fields_set
-    only_split = bool(dataset.eval_split) or names_split
-    train = find(dataset.path, split=dataset.split, only_split=only_split, weights=dataset.weights)
-    if dataset.eval_path:
-        return train, find(dataset.eval_path, bundled="eval", split=dataset.split)
-    if dataset.eval_split:
-        return train, find(dataset.path, split=dataset.eval_split, only_split=True, has_splits=True)
-    if dataset.test_split_size:
-        return train, []
-    return train, bundled_eval(dataset.path) or ([] if names_split else held_out_by_name(dataset.path))
 
 
 def choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> list[bool]:
@@ -74,27 +57,6 @@ def choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> li
             "Give other rows with dataset.eval_path.",
         )
     return [digest in held_out_digests for digest in digests]
-
-
-def _check_holdout(dataset: DatasetRecipe) -> None:
-    size = dataset.test_split_size
-    options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
-    if len(options) > 1:
-        raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
-    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
-    if dataset.weights and len(dataset.weights) != len(paths):
-        raise RecipeError(
-            f"dataset.weights has {len(dataset.weights)} number(s) for {len(paths)} path(s)",
-            "Give one for each path, in order.",
-        )
-    if size is not None and size >= 1 and size != int(size):
-        raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
-
-
-def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
-    """Describe how the files of each folder or pattern are used."""
-    paths = [{source.path for source in sources if source.path is not None} for sources in (training, held_out)]
-    return [describe_split(files, *paths) for files in split_files(dataset.path)]
 
 
 class SourceReader:

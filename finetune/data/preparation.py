@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.chat_format import thought_and_text
 from finetune.data.column_advice import json_advice
-from finetune.data.examples import choose_held_out, sources_of, split_notes
+from finetune.data.conversation import Example
+from finetune.data.examples import choose_held_out
 from finetune.data.findings import find_leaks, find_problems
-from finetune.data.pictures.source import source_of
+from finetune.data.pictures.placement import text_pieces
+from finetune.data.pictures.source import source_of, stored
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import PICTURES, SourcePart, StoredRows, summarise_pictures
-from finetune.data.sources import Source
+from finetune.data.sources import Source, sources_of, split_notes
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
+from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.methods import METHODS
@@ -218,6 +222,34 @@ def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     infos = {source: FileInfo.of(source) for source in eval_sources or sources}
     stored = _load_rows(list(infos), infos, dataset, encoder, lambda _: None)
     return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
+
+
+def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str, Any]]:
+    """Return prompt, tokens and answer of each row, with thought, calls and images if any."""
+    rows = []
+    for example in examples:
+        question, calls, answer, thought = example.question(), example.calls(), example.reference(), ""
+        if example.messages:
+            thought, text = thought_and_text(example.messages[example.answers[-1]])
+            answer = display_text(Answer(text, calls))
+        # plain text has no prompt, and an answer marked bad is no reference
+        if not question or answer is None or example.desirable is False:
+            continue
+        last: Any = question[-1]
+        text = question if isinstance(question, str) else " ".join(text_pieces(last)) if "pictures" in last else last["content"]
+        prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
+        row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
+        if example.messages:
+            messages = list(example.messages[: example.answers[-1] + 1])
+            whole = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
+            # tokens of thought and answer
+            row |= {"thought": thought, "answer_tokens": max(0, len(whole) - len(prompt_ids))}
+        if example.tools or calls:
+            row |= {"tools": list(example.tools), "calls": calls}
+        if example.pictures:
+            row["pictures"] = [stored(picture) for picture in example.pictures]
+        rows.append(row)
+    return rows
 
 
 def _load_rows(

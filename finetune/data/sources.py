@@ -16,8 +16,9 @@ from typing import Any
 from finetune import hub
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, drop_nulls, file_type, read_file
 from finetune.data.report import Refused, first_line, printable
-from finetune.errors import DataError
+from finetune.errors import DataError, RecipeError
 from finetune.files import expanded, read_object
+from finetune.settings import DatasetRecipe
 
 #: Files that a folder is read for; a .txt there is as often a licence as data.
 FOLDER_TYPES = tuple(kind for kind in READERS if kind != ".txt")
@@ -75,12 +76,12 @@ class DataFiles:
         """Return whether some names say that rows are not for training."""
         return bool(set(self.splits.values()) - {TRAIN, None})
 
-    def _named(self, *splits: str | None) -> list[Path]:
+    def named(self, *splits: str | None) -> list[Path]:
         return [file for file, split in self.splits.items() if split in splits]
 
     def of_split(self, name: str) -> list[Path]:
         """Return the files of a split. Raise DataError without files."""
-        files = self._named(_SPLIT_WORDS.get(name.lower(), name))
+        files = self.named(_SPLIT_WORDS.get(name.lower(), name))
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
             raise DataError(
@@ -90,7 +91,7 @@ class DataFiles:
 
     def training(self) -> list[Path]:
         """Return the files to train on. Raise DataError for unclear names."""
-        files, unclear = self._named(TRAIN, None), self._named(_MIXED, None)
+        files, unclear = self.named(TRAIN, None), self.named(_MIXED, None)
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
             if not files:
@@ -100,14 +101,6 @@ class DataFiles:
             raise DataError(problem, self._explicit(files or unclear or list(self.splits)))
         return files
 
-    def held_out(self) -> list[Path]:
-        # test files are left alone
-        return self._named(VALIDATION) if self.is_split else []
-
-    def evaluation(self) -> list[Path]:
-        """Return the files to evaluate on, if the whole path is held out."""
-        return self._named(VALIDATION) or self._named(TEST) or list(self.splits)
-
     def names(self, files: list[Path]) -> str:
         """Name some files, with folders if there are several."""
         root = os.path.commonpath([file.parent for file in self.splits])
@@ -115,7 +108,7 @@ class DataFiles:
         return f"{', '.join(printable(file.relative_to(root).as_posix()) for file in files[:_LISTED_FILES])}{more}"
 
     def _explicit(self, training: list[Path]) -> str:
-        held_out = [file for file in self._named(VALIDATION) if file not in training]
+        held_out = [file for file in self.named(VALIDATION) if file not in training]
         if len(training) + len(held_out) > _LISTED_FILES:
             return "Put the files into folders named train, validation and test, or name them:  'dataset.path=[FILE, FILE]'"
         values = {
@@ -125,14 +118,6 @@ class DataFiles:
         }
         arguments = (shlex.quote(f"dataset.{name}={value}") for name, value in values.items())
         return f"Name the files to train on and to hold out:  {'  '.join(arguments)}"
-
-
-def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) -> str:
-    """Describe which files are trained on, held out and not read."""
-    uses = [(trained, "to train on"), (held_out, "held out"), (set(files.splits) - trained - held_out, "not read")]
-    named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
-    parts = [f"{names} {use}" for names, use in named if names]
-    return f"files of {printable(files.path, 200)} are used by name: {'; '.join(parts)}"
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -175,11 +160,10 @@ class Source:
 
     name: str
     path: Path | None = None
+    #: The split to read; None for a whole file.
+    split: str | None = None
     config: str | None = None
-    split: str = "train"
     revision: str | None = None
-    #: Read only `split` from a local file with splits.
-    only_split: bool = False
     #: The local file must have splits.
     has_splits: bool = False
     #: How often each row is used in an epoch.
@@ -188,23 +172,70 @@ class Source:
     def rows(self) -> Iterator[Row | Refused]:
         """Read the rows, also unreadable ones. Raise DataError for the whole source."""
         if self.path is not None:
-            return read_file(self.path, self.name, self.split if self.only_split else None, has_splits=self.has_splits)
-        return read_hub(self.name, self.config, self.split, self.revision)
+            return read_file(self.path, self.name, self.split, has_splits=self.has_splits)
+        return read_hub(self.name, self.config, self.split or TRAIN, self.revision)
+
+
+def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
+    """Return the training and held-out sources. Raise DataError or RecipeError."""
+    _check_holdout(dataset)
+    names_split = "split" in dataset.model_fields_set
+    train = find_sources(
+        dataset.path, dataset, split=dataset.split if names_split or dataset.eval_split else None, weights=dataset.weights
+    )
+    if dataset.eval_path:
+        return train, find_sources(dataset.eval_path, dataset, rows="eval")
+    if dataset.eval_split:
+        return train, find_sources(dataset.path, dataset, split=dataset.eval_split, has_splits=True)
+    if dataset.test_split_size:
+        return train, []
+    if isinstance(dataset.path, str) and (bundled := _bundled(dataset.path)):
+        return train, [Source(f"{dataset.path} (eval)", bundled["eval"])]
+    # test files are left alone
+    folders = [] if names_split else _split_files(dataset.path)
+    return train, [_file_source(file) for files in folders for file in files.named(VALIDATION)]
+
+
+def _check_holdout(dataset: DatasetRecipe) -> None:
+    size = dataset.test_split_size
+    options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
+    if len(options) > 1:
+        raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
+    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
+    if dataset.weights and len(dataset.weights) != len(paths):
+        raise RecipeError(
+            f"dataset.weights has {len(dataset.weights)} number(s) for {len(paths)} path(s)",
+            "Give one for each path, in order.",
+        )
+    if size is not None and size >= 1 and size != int(size):
+        raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
+
+
+def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
+    """Describe which files of each folder or pattern are trained on, held out and not read."""
+    trained, evaluated = ({source.path for source in sources} for sources in (training, held_out))
+    notes = []
+    for files in _split_files(dataset.path):
+        uses = [(trained, "to train on"), (evaluated, "held out"), ({*files.splits} - trained - evaluated, "not read")]
+        named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
+        parts = [f"{names} {use}" for names, use in named if names]
+        notes.append(f"files of {printable(files.path, 200)} are used by name: {'; '.join(parts)}")
+    return notes
 
 
 def find_sources(
-    paths: str | list[str], *, bundled: str = "train", config: str | None = None, split: str = "train",
-    revision: str | None = None, only_split: bool = False, has_splits: bool = False, weights: list[float] | None = None,
+    paths: str | list[str], dataset: DatasetRecipe, *, rows: str = TRAIN, split: str | None = None, has_splits: bool = False,
+    weights: list[float] | None = None,
 ) -> list[Source]:  # fmt: skip
     """Find and check the sources of `paths`. Raise DataError with every problem."""
+    # `rows` (train, eval): which rows of a bundled dataset or a folder
     sources, problems, fixes = [], [], []
     path_list = [paths] if isinstance(paths, str) else paths
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
         try:
-            local, are_split = _local_sources(path, split if only_split else None, bundled)
-            if only_split and not are_split:
-                local = [replace(source, split=split, only_split=True, has_splits=has_splits) for source in local]
-            sources += [replace(source, weight=weight) for source in local or [Source(path, None, config, split, revision)]]
+            hub_source = Source(path, None, split or dataset.split, dataset.name, dataset.revision)
+            found = _local_sources(path, rows, split, has_splits) or [hub_source]
+            sources += [replace(source, weight=weight) for source in found]
         except DataError as error:
             problems += error.problems
             fixes += [error.fix] if error.fix not in fixes else []
@@ -213,18 +244,7 @@ def find_sources(
     return sources
 
 
-def bundled_eval(path: str | list[str]) -> list[Source]:
-    """Return a bundled dataset's held-out rows."""
-    return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
-
-
-def held_out_by_name(paths: str | list[str]) -> list[Source]:
-    """Return files that are for validation by name."""
-    files = [file for folder in split_files(paths) for file in folder.held_out()]
-    return [_file_source(file, printable(str(file), 200)) for file in files]
-
-
-def split_files(paths: str | list[str]) -> list[DataFiles]:
+def _split_files(paths: str | list[str]) -> list[DataFiles]:
     """Return folders and patterns that name files by split."""
     folders = [_data_files(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return [files for files in folders if files is not None and files.is_split]
@@ -235,18 +255,20 @@ def _data_files(path_text: str) -> DataFiles | None:
     return None if files is None or _is_saved(expanded(path_text)) else files
 
 
-def _local_sources(path_text: str, split: str | None, rows: str) -> tuple[list[Source], bool]:
-    """Return the sources of a local path, none for a hub id, and whether `split` chose them."""
-    # `rows` (train, eval): which rows of a bundled dataset or a folder
+def _local_sources(path_text: str, rows: str, split: str | None, has_splits: bool) -> list[Source]:
+    """Return the sources of a local path, none for a hub id."""
     if arrow_files := _saved_arrow_files(path_text, split):
-        return [Source(printable(str(file), 200), file) for file in arrow_files], True
+        return list(map(_file_source, arrow_files))
     files = _data_files(path_text)
     if files is None or not files.splits:
-        source = _local_source(path_text, rows)
-        return [source] if source else [], False
-    are_split = split is not None and files.is_split
-    paths = files.of_split(split or "") if are_split else files.training() if rows == "train" else files.evaluation()
-    return [_file_source(file, printable(str(file), 200)) for file in paths], are_split
+        found = _local_source(path_text, rows)
+    elif split is not None and files.is_split:
+        return list(map(_file_source, files.of_split(split)))
+    elif rows == TRAIN:
+        found = list(map(_file_source, files.training()))
+    else:  # the whole path is held out
+        found = list(map(_file_source, files.named(VALIDATION) or files.named(TEST) or files.splits))
+    return [replace(source, split=split, has_splits=has_splits) for source in found]
 
 
 def _is_saved(folder: Path) -> bool:
@@ -297,9 +319,8 @@ def is_local(text: str) -> bool:
     return path.exists() or bool(_bundled(text)) or bool((files := _data_files(text)) and files.splits)
 
 
-def _local_source(path_text: str, bundled: str) -> Source | None:
-    name = printable(path_text, 200)
-    path = expanded(path_text)
+def _local_source(path_text: str, rows: str) -> list[Source]:
+    name, path = printable(path_text, 200), expanded(path_text)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -308,24 +329,24 @@ def _local_source(path_text: str, bundled: str) -> Source | None:
         problem = f"{name}: can't be opened: {getattr(error, 'strerror', None) or error}"
         raise DataError(problem, "Check the path given as dataset.path.") from None
     if mode is not None and stat.S_ISREG(mode):
-        return _file_source(path, name)
+        return [_file_source(path, name)]
     if files := _bundled(path_text):
-        return Source(path_text, files[bundled])
-    if mode is not None and stat.S_ISDIR(mode):
-        try:
-            content = f"it has {', '.join(map(printable, sorted(entry.name for entry in path.iterdir())[:8])) or 'nothing'}"
-        except OSError as error:
-            content = f"(the directory can't be listed: {error.strerror})"
-        raise DataError(
-            f"{name}: is a directory without data files",
-            f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {content}",
-        )
-    if mode is not None:
+        return [Source(path_text, files[rows])]
+    if mode is None:
+        require_path_or_id(path_text)
+        if _looks_local(path, path_text):
+            raise DataError(f"{name}: there is no such file", _path_hint(path))
+        return []
+    if not stat.S_ISDIR(mode):
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
-    require_path_or_id(path_text)
-    if _looks_local(path, path_text):
-        raise DataError(f"{name}: there is no such file", _path_hint(path))
-    return None
+    try:
+        content = f"it has {', '.join(map(printable, sorted(entry.name for entry in path.iterdir())[:8])) or 'nothing'}"
+    except OSError as error:
+        content = f"(the directory can't be listed: {error.strerror})"
+    raise DataError(
+        f"{name}: is a directory without data files",
+        f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {content}",
+    )
 
 
 def require_path_or_id(path_text: str) -> None:
@@ -340,7 +361,8 @@ def require_path_or_id(path_text: str) -> None:
         )
 
 
-def _file_source(path: Path, name: str) -> Source:
+def _file_source(path: Path, name: str = "") -> Source:
+    name = name or printable(str(path), 200)
     if path.suffix.lower() == ".zip":
         raise DataError(
             f"{name}: is a zip file, which is not supported",

@@ -83,7 +83,7 @@ class FileInfo:
             raise DataError(
                 f"{source.name}: can't be read: {error.strerror or error}", "Check the file and its disk."
             ) from None
-        return cls(stat, digest.hexdigest(), lines if path.suffix.lower() in _LINE_TYPES and not source.only_split else None)
+        return cls(stat, digest.hexdigest(), lines if path.suffix.lower() in _LINE_TYPES and source.split is None else None)
 
 
 def tokenise_source(
@@ -226,7 +226,7 @@ def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: in
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
     path = source.path or Path()
     # paths of images start in the file's folder
-    kind = [file_type(path), path.suffix.lower(), source.split if source.only_split else None, str(path.parent.absolute())]
+    kind = [file_type(path), path.suffix.lower(), source.split, str(path.parent.absolute())]
     parts = [info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -16,10 +16,9 @@ import numpy as np
 
 from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.chat_format import ChatFormat, common_prefix_length
-from finetune.data.checks import BadRow
+from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import Example, Message
-from finetune.data.escaping import SpecialTokenEscaper
-from finetune.data.template import Rendered, Template
+from finetune.data.template import Rendered, Span, Template
 from finetune.errors import DataError, RecipeError
 from finetune.settings.methods import NOT_TRAINED
 
@@ -56,7 +55,7 @@ class Encoder:
     """Turns examples into tokens with one tokenizer and chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool = False, train_on_inputs: bool = False,
         pictures: ModelPictures | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
@@ -73,11 +72,8 @@ class Encoder:
         sequence_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         # GPT-2's unknown token is its EOS
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in sequence_ids else None
-        if conversations:
+        if conversations:  # else each row decides
             self.use_template()
-        # None: each row decides
-        if conversations is not None:
-            self._require_end()
 
     def use_template(self) -> Template:
         """Return the chat template. Raise RecipeError without a template or an end token."""
@@ -207,7 +203,16 @@ class Encoder:
         return rendered
 
     def _tokenise(self, texts: list[Rendered]) -> list[Encoded]:
-        encoded = self._encode_byte_level(texts)
+        encoded, bos = dict[int, Encoded](), self.tokenizer.bos_token_id
+        if self._byte_level is not None:
+            group = {n: text for n, text in enumerate(texts) if not text.is_plain and not text.escaped_spans}
+            all_ids = self._byte_level.ids([rendered.text for rendered in group.values()])
+            for (index, rendered), ids in zip(group.items(), all_ids, strict=True):
+                # trained tokens follow from the tokens' lengths in bytes
+                trained_mask = self._byte_level.trained_mask(ids, rendered.text, rendered.spans)
+                # `_tokenise_texts` drops a second BOS
+                if trained_mask is not None and ids[:2] != [bos, bos]:
+                    encoded[index] = self._with_labels(ids, trained_mask, rendered)
         for plain in (False, True):
             group = {n: text for n, text in enumerate(texts) if text.is_plain == plain and n not in encoded}
             # only plain text gets the tokenizer's BOS; chat templates write their own
@@ -219,23 +224,9 @@ class Encoder:
                 elif encoding is None:
                     trained_mask = self._mask_by_prefix(ids, rendered)
                 else:
-                    trained_mask = _mask_from_encoding(encoding, rendered)
+                    trained_mask = overlap_mask(encoding.offsets, rendered.spans)
                 encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered)
         return [encoded[index] for index in range(len(texts))]
-
-    def _encode_byte_level(self, texts: list[Rendered]) -> dict[int, Encoded]:
-        byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
-        if byte_level is None:
-            return encoded
-        group = {n: text for n, text in enumerate(texts) if not text.is_plain and not text.escaped_spans}
-        all_ids = byte_level.ids([rendered.text for rendered in group.values()])
-        for (index, rendered), ids in zip(group.items(), all_ids, strict=True):
-            # trained tokens follow from the tokens' lengths in bytes
-            trained_mask = byte_level.trained_mask(ids, rendered.text, rendered.spans)
-            # `_tokenise_texts` drops a second BOS
-            if trained_mask is not None and (bos is None or ids[:2] != [bos, bos]):
-                encoded[index] = self._with_labels(ids, trained_mask, rendered)
-        return encoded
 
     @cached_property
     def _byte_level(self) -> ByteLevel | None:
@@ -250,7 +241,7 @@ class Encoder:
         )
         bos = self.tokenizer.bos_token_id
         return [
-            (ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids, encoding)
+            (ids[1:] if ids[:2] == [bos, bos] else ids, encoding)
             for ids, encoding in zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True)
         ]
 
@@ -319,17 +310,106 @@ def _checked(example: Example, sequences: list[Encoded]) -> list[Encoded]:
     return sequences
 
 
-def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray:
-    # as `overlap_mask`, from two tokens of each span, unless tokens omit white space there, or the tokenizer adds some
-    mask = np.zeros(len(encoding), dtype=bool)
-    for span_start, span_end in rendered.spans:
-        first = encoding.char_to_token(span_start)
-        end = len(encoding) if span_end >= len(rendered.text) else encoding.char_to_token(span_end)
-        if first is None or end is None or rendered.is_plain:
-            return overlap_mask(encoding.offsets, rendered.spans)
-        starts_inside = end < len(encoding) and encoding.token_to_chars(end)[0] < span_end
-        mask[first : end + starts_inside] = True
-    return mask
+#: First of the placeholders for special tokens while the chat template is rendered: the end of Unicode's private use area.
+_FIRST_PLACEHOLDER = 0x10E000
+#: Roles whose texts are escaped; a system prompt and the answers may have special tokens, such as <think>.
+_ESCAPED_ROLES = ("user", "tool")
+
+
+def _placeholder(index: int) -> str:
+    return chr(_FIRST_PLACEHOLDER + index)
+
+
+class SpecialTokenEscaper:
+    """Escapes special tokens in users' texts while a template is rendered."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added_tokens = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special_tokens = sorted({*added_tokens, *map(str, tokenizer.all_special_tokens)} - {""}, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+        self._placeholder_pattern = re.compile(f"[{_placeholder(0)}-{_placeholder(len(self._special_tokens))}]")
+        patterns = []
+        for index, name in enumerate(self._special_tokens):
+            left_spaces, right_spaces = (
+                r"\s*" if getattr(added_tokens.get(name), strip_side, False) else "" for strip_side in ("lstrip", "rstrip")
+            )
+            patterns.append(f"{left_spaces}(?P<t{index}>{re.escape(name)}){right_spaces}")
+        self._token_pattern = re.compile("|".join(patterns) or "(?!)")
+
+    def contains_special(self, text: str) -> bool:
+        return self._special_pattern.search(text) is not None
+
+    def escape(self, messages: list[Message]) -> list[Message]:
+        """Put placeholders for special tokens in users' texts. Raise BadRow."""
+        return [self._escape_message(message, f"messages[{index}].content") for index, message in enumerate(messages)]
+
+    def _escape_message(self, message: Message, path: str) -> Message:
+        match = self._special_pattern.search(message["content"]) if message["role"] in _ESCAPED_ROLES else None
+        if match is None:
+            return message
+        if not self._can_split() or self._placeholder_pattern.search(message["content"]):
+            raise BadRow(path, f"has {quoted(match[0])}, a special token of the model; remove it or rewrite it")
+        text = self._special_pattern.sub(lambda token: _placeholder(self._special_tokens.index(token[0])), message["content"])
+        return {**message, "content": text}
+
+    def unescape(self, rendered: Rendered) -> Rendered:
+        """Put special tokens back in place of placeholders, as `escaped_spans`."""
+        matches = self._placeholder_pattern.finditer(rendered.text)
+        replacements = [(match.start(), self._token_of(match)) for match in matches]
+        if not replacements:
+            return rendered
+
+        def shifted(position: int) -> int:
+            return position + sum(len(name) - 1 for offset, name in replacements if offset < position)
+
+        text = self._placeholder_pattern.sub(self._token_of, rendered.text)
+        spans = [(shifted(start), shifted(end)) for start, end in rendered.spans]
+        escaped_spans = [(shifted(offset), shifted(offset) + len(name)) for offset, name in replacements]
+        return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
+
+    def _token_of(self, placeholder: re.Match[str]) -> str:
+        return self._special_tokens[ord(placeholder[0]) - _FIRST_PLACEHOLDER]
+
+    def tokenise(self, text: str, escaped_spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """Return ids and character spans, with `escaped_spans` tokenised as text."""
+        ids: list[int] = []
+        offsets: list[Span] = []
+        for start, end, token in self._split_at_special(text, escaped_spans):
+            if token is not None:
+                ids += list(self._tokenizer.convert_tokens_to_ids([token]))  # type: ignore[arg-type]
+                offsets.append((start, end))
+            elif start < end:
+                piece = self._tokenizer(
+                    text[start:end],
+                    add_special_tokens=False,
+                    split_special_tokens=True,
+                    return_offsets_mapping=True,
+                    verbose=False,
+                )
+                ids += piece["input_ids"]
+                offsets += [(start + token_start, start + token_end) for token_start, token_end in piece["offset_mapping"]]
+        return ids, offsets
+
+    def _split_at_special(self, text: str, escaped_spans: list[Span]) -> Iterator[tuple[int, int, str | None]]:
+        previous_end = 0
+        for match in self._token_pattern.finditer(text):
+            group = match.lastgroup or ""
+            if any(start <= match.start(group) < end for start, end in escaped_spans):
+                continue
+            # None: text between special tokens
+            yield previous_end, match.start(), None
+            yield match.start(), match.end(), match[group]
+            previous_end = match.end()
+        yield previous_end, len(text), None
+
+    def _can_split(self) -> bool:
+        if not self._tokenizer.is_fast:
+            return False
+        backend = self._tokenizer.backend_tokenizer
+        # a space at the start of a piece would change its tokens
+        rules = f"{backend.normalizer} {backend.pre_tokenizer}"
+        return not any(word in rules for word in ("Prepend", "Metaspace", "add_prefix_space=True"))
 
 
 def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -11,8 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.data.examples import sources_of
-from finetune.data.sources import Source
+from finetune.data.sources import Source, sources_of
 from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError, ModelError
 from finetune.hub import is_switched_off

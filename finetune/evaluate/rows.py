@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Example
-from finetune.data.questions import questions_of
 from finetune.data.report import refusal_lines
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
@@ -94,14 +93,17 @@ def file_rows(
     path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: ModelPictures | None = None
 ) -> EvalRows:
     """Return at most `limit` rows of a file, read like the run's data. Raise DataError."""
-    split = _read_like(settings, path, limit, Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures))
+    from finetune.data.preparation import questions_of
+
+    encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures)
+    split = _read_like(settings, path, limit, encoder)
     if split.refused and settings.dataset.on_bad_rows == "fail":
         raise DataError(refusal_lines(split.refused, split.unlimited.rows_read), "Correct these rows.")
     if not split.used.any():
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     tables = [table.to_pydict() for table in split.tables()]
     sequences: dict[str, Any] = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
-    return replace(_eval_rows(questions_of(split.examples, tokenizer, pictures)), **sequences)
+    return replace(_eval_rows(questions_of(split.examples, encoder)), **sequences)
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.examples import SourceReader, sources_of
+from finetune.data.examples import SourceReader
 from finetune.data.preparation import encode
+from finetune.data.sources import sources_of
 from finetune.recipe import recipe_from
 from finetune.settings import DatasetRecipe
 

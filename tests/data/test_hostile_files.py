@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from small_data import read_examples, recipe, talk
 
 from finetune.data.readers import read_file
-from finetune.data.sources import DataFiles, Source, find_sources, read_hub
+from finetune.data.sources import DataFiles, Source, read_hub, sources_of
 from finetune.errors import DataError, FinetuneError
 
 GOOD = json.dumps(talk("Hi", "Hello")) + "\n"
@@ -69,7 +69,7 @@ def test_links_that_lead_in_a_circle_pipes_and_impossible_names_are_errors(tmp_p
     assert "not a regular file" in problem(str(tmp_path / "pipe.jsonl"))
     for name in ("rows\0.jsonl", "r" * 5000 + ".jsonl"):
         with pytest.raises(DataError, match="can't be opened"):
-            find_sources(name)
+            sources_of(recipe(name).dataset)
 
 
 def test_a_file_that_may_not_be_read_says_so():
@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read_says_so():
             try:
                 if os.geteuid() == 0:
                     os.setuid(65534)
-                find_sources(str(path))
+                sources_of(recipe(str(path)).dataset)
             except FinetuneError as error:
                 os.write(write_end, "\n".join([*error.problems, error.fix]).encode())
             finally:

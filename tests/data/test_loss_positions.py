@@ -53,7 +53,7 @@ def test_a_tokenizer_that_adds_its_own_end_token_does_not_get_a_second_one():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     [sequence] = encode({"prompt": "Hi ", "completion": "Hello"}, tokenizer, "prompt_completion")
     assert trained_text(sequence, tokenizer) == "Hello</s>"
-    encoder = Encoder(tokenizer, conversations=False)
+    encoder = Encoder(tokenizer)
     assert tokenizer.decode(encoder.prompt_ids("Hi ")) == "Hi "
 
 
@@ -83,7 +83,7 @@ def test_special_tokens_in_a_users_text_are_mentioned_and_stay_text(write):
 
 
 def test_a_user_without_special_tokens_gets_the_same_ids_in_pieces_as_in_one():
-    from finetune.data.escaping import SpecialTokenEscaper
+    from finetune.data.tokens import SpecialTokenEscaper
 
     tokenizer = build_tokenizer()
     text = "<|im_start|>user\nWhere is  my tea?<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
