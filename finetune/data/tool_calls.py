@@ -320,15 +320,10 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _python(text: str, match: re.Match[str]) -> _Read:
-    end = text.find("<|tool_call_end|>", match.end())
-    while end >= 0:
-        try:
-            tree = ast.parse(text[match.end() : end].strip(), mode="eval").body
-            break
-        except SyntaxError:  # the mark may be inside an argument
-            end = text.find("<|tool_call_end|>", end + 1)
-    else:
+    source, mark, _ = text[match.end() :].partition("<|tool_call_end|>")
+    if not mark:
         raise ValueError("a list without its end")
+    tree = ast.parse(source.strip(), mode="eval").body
     items: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
     if any(not isinstance(item, ast.Call) or item.args for item in items):
         raise ValueError("no call with named arguments")
@@ -336,7 +331,7 @@ def _python(text: str, match: re.Match[str]) -> _Read:
         (ast.unparse(item.func), {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in item.keywords})
         for item in items
     ]
-    return named, end + len("<|tool_call_end|>")
+    return named, match.end() + len(source + mark)
 
 
 def _gemma(text: str, match: re.Match[str]) -> _Read:
