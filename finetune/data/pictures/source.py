@@ -7,9 +7,9 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -188,55 +188,50 @@ def too_many_pixels(pixels: int | None) -> str:
     return f"{count}; the limit is {MAX_PIXELS // 10**6} megapixels"
 
 
-def _opened(content: bytes) -> Image:
-    require_pillow()
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise BadPicture for an error of a decoder."""
     from PIL import Image, UnidentifiedImageError
 
-    if not content:
-        raise BadPicture("is empty (0 bytes)")
     try:
         with warnings.catch_warnings(action="ignore"):
-            image = Image.open(BytesIO(content), formats=_FORMATS)
+            yield
+    except MemoryError:
+        raise
     except Image.DecompressionBombError as error:
         count = re.search(r"\d+", str(error))
         raise BadPicture(f"has {too_many_pixels(int(count[0]) if count else None)}") from None
     except UnidentifiedImageError:
         raise BadPicture(f"is not an image in one of the formats {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
-        raise BadPicture(_damage(error)) from None
+        message = str(error).split("\n")[0][:100]
+        is_cut = "truncated" in message.lower()
+        raise BadPicture("is truncated" if is_cut else f"is damaged: {message or type(error).__name__}") from None
+
+
+def _opened(content: bytes) -> Image:
+    require_pillow()
+    from PIL import Image
+
+    if not content:
+        raise BadPicture("is empty (0 bytes)")
+    with _decoding():
+        image = Image.open(BytesIO(content), formats=_FORMATS)
     # files are untrusted: the size is checked before anything is decoded
-    _check_header(image)
-    return image
-
-
-def _check_header(image: Image) -> None:
     if problem := size_problem(*image.size):
         raise BadPicture(problem)
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
-    try:
-        # phones write photos as MPO, a JPEG with more frames
+    with _decoding():  # the second frame is looked for; phones write photos as MPO, a JPEG with more frames
         is_animated = image.format not in ("JPEG", "MPO") and bool(getattr(image, "is_animated", False))
-    except Exception as error:  # noqa: BLE001 - the second frame is looked for
-        raise BadPicture(_damage(error)) from None
     if is_animated:
         raise BadPicture("is animated or has several pages; only one is allowed")
+    return image
 
 
 def _load(image: Image) -> None:
-    try:
-        is_large = image.width * image.height > _LARGE_PIXELS
-        with warnings.catch_warnings(action="ignore"), _LARGE if is_large else nullcontext():
-            image.load()
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
-        raise BadPicture(_damage(error)) from None
-
-
-def _damage(error: Exception) -> str:
-    message = str(error).split("\n")[0][:100]
-    return "is truncated" if "truncated" in message.lower() else f"is damaged: {message or type(error).__name__}"
+    with _decoding(), _LARGE if image.width * image.height > _LARGE_PIXELS else nullcontext():
+        image.load()
 
 
 def _orientation(image: Image) -> int:
