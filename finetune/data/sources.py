@@ -213,7 +213,7 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
 
 def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
     """Describe which files of each folder or pattern are trained on, held out and not read."""
-    trained, evaluated = ({source.path for source in sources} for sources in (training, held_out))
+    trained, evaluated = ({source.path for source in sources if source.path} for sources in (training, held_out))
     notes = []
     for files in _split_files(dataset.path):
         uses = [(trained, "to train on"), (evaluated, "held out"), ({*files.splits} - trained - evaluated, "not read")]

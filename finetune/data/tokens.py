@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -375,33 +375,24 @@ class SpecialTokenEscaper:
         """Return ids and character spans, with `escaped_spans` tokenised as text."""
         ids: list[int] = []
         offsets: list[Span] = []
-        for start, end, token in self._split_at_special(text, escaped_spans):
-            if token is not None:
-                ids += list(self._tokenizer.convert_tokens_to_ids([token]))  # type: ignore[arg-type]
-                offsets.append((start, end))
-            elif start < end:
-                piece = self._tokenizer(
-                    text[start:end],
-                    add_special_tokens=False,
-                    split_special_tokens=True,
-                    return_offsets_mapping=True,
-                    verbose=False,
-                )
+        matches = [
+            match
+            for match in self._token_pattern.finditer(text)
+            if not any(start <= match.start(match.lastgroup or "") < end for start, end in escaped_spans)
+        ]
+        end = 0
+        for match in (*matches, None):
+            start, end = end, match.start() if match else len(text)
+            if start < end:
+                options = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
+                piece = self._tokenizer(text[start:end], add_special_tokens=False, **options)
                 ids += piece["input_ids"]
                 offsets += [(start + token_start, start + token_end) for token_start, token_end in piece["offset_mapping"]]
+            if match:
+                end = match.end()
+                ids += list(self._tokenizer.convert_tokens_to_ids([match[match.lastgroup or ""]]))  # type: ignore[arg-type]
+                offsets.append(match.span())
         return ids, offsets
-
-    def _split_at_special(self, text: str, escaped_spans: list[Span]) -> Iterator[tuple[int, int, str | None]]:
-        previous_end = 0
-        for match in self._token_pattern.finditer(text):
-            group = match.lastgroup or ""
-            if any(start <= match.start(group) < end for start, end in escaped_spans):
-                continue
-            # None: text between special tokens
-            yield previous_end, match.start(), None
-            yield match.start(), match.end(), match[group]
-            previous_end = match.end()
-        yield previous_end, len(text), None
 
     def _can_split(self) -> bool:
         if not self._tokenizer.is_fast:

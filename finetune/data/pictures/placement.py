@@ -50,15 +50,10 @@ def picture_references(value: Any, field: str) -> list[PictureReference]:
         value = parse_if_text(value, field)
     if is_blank(value):
         return []
-    if isinstance(value, (list, tuple)):
-        return [picture_reference(item, f"{field}[{index}]") for index, item in enumerate(value)]
-    return [picture_reference(value, field)]
-
-
-def picture_reference(value: Any, field: str) -> PictureReference:
-    """Read a path, a data: URI, bytes, or an object with one of these. Raise BadRow."""
+    is_list = isinstance(value, (list, tuple))
+    items = {f"{field}[{index}]": item for index, item in enumerate(value)} if is_list else {field: value}
     # objects as OpenAI and `datasets` write them
-    return _from_object(value, field, _OBJECT_KEYS) if isinstance(value, dict) else _plain(value, field)
+    return [_from_object(item, at, _OBJECT_KEYS) if isinstance(item, dict) else _plain(item, at) for at, item in items.items()]
 
 
 def _plain(value: Any, field: str) -> PictureReference:
