@@ -7,6 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
+from finetune.data import template
+from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.errors import DataError, RecipeError
 
 
@@ -102,10 +105,33 @@ def test_a_template_that_would_take_minutes_is_refused(write):
         prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("{# " + "x" * 1_000_000 + " #}"), max_length=None)
 
 
+def test_a_template_that_never_ends_is_ended(write, monkeypatch):
+    monkeypatch.setattr(template, "RENDER_S", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RecipeError, match="the chat template takes more than"):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(endless), max_length=None)
+
+
 def test_a_template_runs_only_in_the_sandbox(write):
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="the chat template refuses it"):
         prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(escape), max_length=None)
+
+
+def test_the_bundled_rows_are_all_used_and_held_out_prompts_have_the_tokens_of_training():
+    data_recipe = recipe("support", model_name_or_path="tiny")
+    tokenizer = load_tokenizer(data_recipe)
+    prepared = prepare(data_recipe, tokenizer, max_length=512)
+    for report in (prepared.report, prepared.eval_report):
+        assert report.rows_used == report.rows_read == report.sequences
+        assert not report.warnings and not report.rows_refused
+    assert prepared.report.rows_used >= 600 and prepared.eval_report.rows_used >= 100
+    encoder = Encoder(tokenizer)
+    for example, row in zip(prepared.splits[1].examples, prepared.eval, strict=True):
+        prompt_ids = encoder.prompt_ids(example.question())
+        assert row["input_ids"][: len(prompt_ids)] == prompt_ids
+        assert row["labels"] == [-100] * len(prompt_ids) + row["input_ids"][len(prompt_ids) :]
+        assert tokenizer.decode(row["input_ids"][len(prompt_ids) :]) == f"{example.reference()}{tokenizer.eos_token}"
 
 
 def test_importing_the_data_package_loads_no_heavy_library():

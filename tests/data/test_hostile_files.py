@@ -35,6 +35,22 @@ def problem(path, **dataset) -> str:
     return text
 
 
+def refused(path):
+    return [(row.row, row.field, row.reason) for row in read_examples(recipe(path).dataset).train.refused]
+
+
+def test_a_row_of_five_million_characters_is_refused_at_once(write):
+    path = write("rows.jsonl", [{"text": "ok"}, {"text": "a" * 5_000_000}])
+    assert refused(path) == [(2, "text", "has 5,000,000 characters; the limit of one row is 4,194,304")]
+
+
+@pytest.mark.parametrize("levels", [101, 600, 100_000])
+def test_a_row_that_is_nested_deeply_is_refused_and_a_file_that_is_not_read(write, levels):
+    nested = "[" * levels + "]" * levels
+    assert refused(write("rows.jsonl", '{"text": "ok"}\n{"text": ' + nested + "}")) == [(2, None, "is nested too deeply")]
+    assert "rows.json: is nested too deeply" in problem(write("rows.json", nested))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "begin", "end"), [("jsonl", b'{"text": "', b'"}'), ("csv", b"text\n", b""), ("csv", b'text\n"', b'"\n')]

@@ -5,7 +5,7 @@ from small_data import build_tokenizer, recipe
 
 from finetune.data.tokenizer import add_tokens, rows_of_tokens
 from finetune.data.tokens import Encoder
-from finetune.errors import DataError, RecipeError
+from finetune.errors import RecipeError
 
 
 def with_tokens(new_tokens, **settings):
@@ -83,9 +83,3 @@ def test_rows_of_new_tokens_follow_the_models_own(new_tokens, more_rows, highest
     add_tokens(tokenizer, wanted)
     seen = rows_of_tokens(tokenizer, wanted, end + more_rows, highest if highest >= 0 else end - 1)
     assert seen == [end + row for row in rows]
-
-
-def test_tokens_of_another_model_are_refused():
-    tokenizer = build_tokenizer()
-    with pytest.raises(DataError, match="another model"):
-        rows_of_tokens(tokenizer, recipe("rows.jsonl"), 100, highest=200)

@@ -57,12 +57,3 @@ def test_a_row_longer_than_the_sequence_is_refused_where_trl_would_cut_it():
     assert sum(map(len, pack_dataset(dataset, 32)["input_ids"])) == 37
     with pytest.raises(DataError, match="40 tokens.*max_length 32"):
         pack(dataset, 32, 0)
-
-
-def test_trls_collator_starts_each_packed_row_at_position_0():
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    packed = pack(dataset_of([3, 2]), 8, 0)
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([packed[0]])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]

@@ -96,15 +96,6 @@ def test_a_part_stands_where_the_row_has_it(cats, write):
     assert [source.width for source in example.pictures] == [8, 20]
 
 
-def test_parquet_rows_have_pictures_as_bytes(cats):
-    from datasets import Dataset, Features, Image, Value
-
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    rows = {"image": [picture(8, 6), picture(9, 5)], "question": ["a?", "b?"], "answer": ["a", "b"]}
-    Dataset.from_dict(rows, features=features).to_parquet(str(cats / "rows.parquet"))
-    assert [example.pictures[0].width for example in _read(cats / "rows.parquet")] == [8, 9]
-
-
 def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, monkeypatch):
     from datasets import Dataset, Features, Image, List, Value
 
