@@ -33,19 +33,6 @@ def test_markers_and_prefixes_agree_token_by_token_on_any_text(turns):
     assert text == "|".join(f"{answer}<|im_end|>" for answer in turns[1::2])
 
 
-def test_markers_agree_with_transformers_own_mask_but_for_the_end_token():
-    tokenizer = build_tokenizer(CHATML_MARKED)
-    row = talk("What is 2+2?", "It is 4.", "And 3+4?", "7")
-    [sequence] = encode(row, tokenizer)
-    expected = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
-    mask = [int(label != -100) for label in sequence.labels]
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert [flag for flag, token in zip(mask, sequence.input_ids, strict=True) if token != end] == [
-        flag for flag, token in zip(expected["assistant_masks"], expected["input_ids"], strict=True) if token != end
-    ]
-    assert sum(mask) == sum(expected["assistant_masks"]) + 2
-
-
 def test_a_tokenizer_that_adds_its_own_end_token_does_not_get_a_second_one():
     from tokenizers.processors import TemplateProcessing
 
