@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
+#: Files with the settings of a processor.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 #: Suffixes of files that the library reads with a tokenizer.
 _SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 #: Usual pad tokens, best first; used only if in the vocabulary.
@@ -67,16 +70,27 @@ class ModelPictures:
     @property
     def identity(self) -> list[Any]:
         """Return everything that decides an image's tokens beside the tokenizer."""
-        from finetune.data.pictures.processing import processor_identity
-
-        return [pixel_limit(self._recipe), *processor_identity(self._path)]
+        # a hub id's revision is known elsewhere
+        paths = [self._path / name for name in _PROCESSOR_FILES] if isinstance(self._path, Path) else []
+        return [pixel_limit(self._recipe), *(sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file())]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Load the processor. Raise ModelError."""
-        from finetune.data.pictures.processing import processor_for
+        """Load the processor. Raise ModelError for an unusable processor."""
+        from finetune.compat.processors import load_processor
+        from finetune.data.pictures.processing import PictureProcessor
+        from finetune.data.pictures.source import require_pillow
 
+        require_pillow()
         revision = self._recipe.model_revision if isinstance(self._path, str) else None
-        return processor_for(self._recipe, tokenizer, self._path, revision=revision)
+        try:
+            processor = load_processor(str(self._path), tokenizer, revision=revision)
+        except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
+            name = self._recipe.model_name_or_path
+            raise ModelError(
+                f"the rows have images, and the processor of {name} can't be used: {first_line(error)}",
+                "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
+            ) from None
+        return PictureProcessor(processor, pixel_limit(self._recipe))
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from finetune.compat.processors import (
-    load_processor,
     patch_text,
     picture_kind,
     picture_texts,
@@ -24,9 +21,7 @@ from finetune.compat.processors import (
 )
 from finetune.data.checks import BadRow
 from finetune.data.pictures.source import MIN_SIDE, BadPicture, open_picture, require_pillow
-from finetune.data.report import first_line
-from finetune.errors import DataError, ModelError
-from finetune.settings.vision import pixel_limit
+from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,10 +29,7 @@ if TYPE_CHECKING:
     from finetune.data.pictures.source import PictureSource
     from finetune.data.shards import PictureSizes
     from finetune.data.template import Rendered, Span
-    from finetune.settings import Recipe
 
-#: Files with the settings of a processor.
-FILES = ("processor_config.json", "preprocessor_config.json")
 #: A processor that gives a square of this side in pixels as many values as a small one scales all images to one size.
 _LARGE_WIDTH = 2048
 #: Width and height of an image that checks a processor's rule for patches: no multiple of any patch, and no square.
@@ -150,24 +142,3 @@ def blank(width: int, height: int) -> Image:
     import PIL.Image
 
     return PIL.Image.new("RGB", (width, height), (127, 127, 127))
-
-
-def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revision: str | None = None) -> PictureProcessor:
-    """Load a model's processor. Raise ModelError for an unusable processor."""
-    require_pillow()
-    name = recipe.model_name_or_path
-    try:
-        processor = load_processor(str(folder), tokenizer, revision=revision)
-    except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
-        raise ModelError(
-            f"the rows have images, and the processor of {name} can't be used: {first_line(error)}",
-            "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
-        ) from None
-    return PictureProcessor(processor, pixel_limit(recipe))
-
-
-def processor_identity(folder: Path | str) -> list[str]:
-    """Return digests of a folder's processor settings."""
-    # a hub id's revision is known elsewhere
-    paths = [Path(folder) / name for name in FILES] if isinstance(folder, Path) else []
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()]
