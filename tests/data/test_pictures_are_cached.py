@@ -96,9 +96,3 @@ def test_the_file_of_sizes_stays_bounded(tmp_path, monkeypatch):
     assert first.get(f"{3:040x}") is None and first.get(f"{29:040x}") == (8, 6)
     second = source.SizeCache(tmp_path)
     assert second.get(f"{29:040x}") == (8, 6) and len(second.path.read_text().splitlines()) <= 10
-
-
-def test_the_report_counts_pictures_and_says_how_large_they_are(data):
-    summary = _prepare(data).report.pictures
-    # images, rows, most in a row, smallest, median, largest, megapixels
-    assert list(vars(summary).values()) == [4, 4, 1, (8, 6), (9, 6), (11, 6), 0.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture, small_pictures
 from finetune.data.sources import read_hub
 from finetune.data.tokens import decode_spans, with_counts
-from finetune.errors import PackagesError, RecipeError
+from finetune.errors import PackagesError
 
 RED = encoded(picture(8, 6, seed=1))
 BASE64 = base64.b64encode(RED).decode()
@@ -108,11 +107,8 @@ def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, m
     assert isinstance(row.values["image"]["bytes"], bytes) and isinstance(row.values["images"][0]["bytes"], bytes)
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
-def test_a_folder_of_images_is_read_with_its_metadata(name, cats):
-    row = {"file_name": "1.png", "text": "A cat."}
-    text = json.dumps(row) if name.endswith("jsonl") else "file_name,text\n1.png,A cat."
-    (cats / "cats" / name).write_text(f"{text}\n", encoding="utf-8")
+def test_a_folder_of_images_is_read_with_its_metadata(cats):
+    (cats / "cats" / "metadata.csv").write_text("file_name,text\n1.png,A cat.\n", encoding="utf-8")
     (example,) = _read(cats / "cats")
     assert example.pictures[0].path == cats / "cats" / "1.png"
 
@@ -155,12 +151,6 @@ def test_equal_questions_about_other_pictures_are_other_prompts(cats, write, vis
     data = prepare(recipe(write("rows.jsonl", rows), test_split_size=1), vision_tokenizer, max_length=None)
     assert [example.pictures[0].width for example in data.splits[1].examples] == [20]
     assert data.report.duplicate_rows == 1
-
-
-def test_a_model_of_text_is_refused_in_one_sentence(cats, write, tokenizer):
-    with pytest.raises(RecipeError, match="the model reads text only") as error:
-        prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), tokenizer, max_length=None)
-    assert len(error.value.problems) == 1 and "ignore_columns=[images, image]" in error.value.fix
 
 
 def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
