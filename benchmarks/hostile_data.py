@@ -23,8 +23,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from finetune.data.examples import SourceReader  # noqa: E402
 from finetune.data.sources import sources_of  # noqa: E402
+from finetune.data.token_cache import SourceReader  # noqa: E402
 from finetune.errors import DataError  # noqa: E402
 from finetune.recipe import parse_recipe  # noqa: E402
 

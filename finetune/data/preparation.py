@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -14,7 +16,6 @@ import numpy as np
 from finetune.data.chat_format import thought_and_text
 from finetune.data.column_advice import json_advice
 from finetune.data.conversation import Example
-from finetune.data.examples import choose_held_out
 from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.source import source_of, stored
@@ -29,6 +30,7 @@ from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.methods import METHODS
+from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -208,12 +210,41 @@ def encode(
     notes = split_notes(dataset, sources, eval_sources)
     if eval_sources:
         splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
-    elif count := sum(chosen := choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
+    elif count := sum(chosen := _choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
         mask = np.array(chosen, dtype=bool)
         splits = [DataSplit(train, ~mask, held_out=count), DataSplit(train, mask, split_off=True)]
         if dataset.test_split_size is None:
             notes.append(f"{count:,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
     return EncodedRows(encoder, splits, notes)
+
+
+def _choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> list[bool]:
+    """Choose the rows that `test_split_size` holds out, by prompt digests. Raise DataError."""
+    is_default, size = size is None, DEFAULT_SHARE * (len(digests) >= LEAST_ROWS) if size is None else size
+    if not size:
+        return [False] * len(digests)
+    target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
+    if target_rows >= len(digests):
+        raise DataError(
+            f"dataset.test_split_size holds out {target_rows:,} of {len(digests):,} usable rows; none are left to train on",
+            "Hold out fewer rows, or none:  dataset.test_split_size=0",
+        )
+    # rows with the same prompt stay together, so no held-out prompt is trained on
+    row_counts = Counter(digests)
+    shuffled = list(row_counts)
+    random.Random(seed).shuffle(shuffled)
+    held_out_digests: set[int] = set()
+    held_out_rows = 0
+    for digest in shuffled:
+        if held_out_rows + row_counts[digest] <= target_rows:
+            held_out_digests.add(digest)
+            held_out_rows += row_counts[digest]
+    if not held_out_digests and not is_default:
+        raise DataError(
+            "dataset.test_split_size: all rows have the same prompt; none can be held out",
+            "Give other rows with dataset.eval_path.",
+        )
+    return [digest in held_out_digests for digest in digests]
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:

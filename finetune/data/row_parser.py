@@ -1,14 +1,25 @@
-"""Turn a source's rows into examples, in a way chosen from its first rows."""
+"""Turn a source's rows into examples, in a way chosen from its first rows, as is the method."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import BadRow, Values
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, apply_columns, check_other_data, check_placeholders
 from finetune.data.conversation import Columns, Example, MessageReader
-from finetune.data.formats import FORMATS, check_columns, detect, parse, reasoning_column, rename_columns, usual_columns
+from finetune.data.formats import (
+    FORMATS,
+    LABELLED_ANSWERS,
+    check_columns,
+    detect,
+    filled,
+    parse,
+    reasoning_column,
+    rename_columns,
+    usual_columns,
+)
 from finetune.data.pictures.placement import (
     PictureReference,
     picture_columns,
@@ -20,8 +31,12 @@ from finetune.data.pictures.placement import (
 from finetune.data.pictures.source import FileStat, PictureReader
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
+from finetune.data.sources import is_local, sources_of
 from finetune.settings import DatasetRecipe
-from finetune.settings.methods import METHOD_FORMATS
+from finetune.settings.methods import METHOD_FORMATS, METHODS
+
+#: Values of a label that marks an answer good or bad; others are classes.
+_MARKS = (True, False, "true", "false", "True", "False")
 
 
 @dataclass(frozen=True)
@@ -159,3 +174,23 @@ def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:
     else:
         texts = [row[name] for name in (*FORMATS[format_name].required, "input") if isinstance(row.get(name), str)]
     return [text.strip() for text in texts if text.strip()]
+
+
+def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
+    """Choose the training method by the first rows, with the reason. Raise DataError or RecipeError."""
+    for name, method in METHODS.items():
+        if method.has_own_format and dataset.format == method.row_format:
+            return name, f"dataset.format is {dataset.format}"
+    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
+    if not all(map(is_local, paths)):
+        return "sft", "the rows are not on this machine"
+    rows = [row.values for row in itertools.islice(sources_of(dataset)[0][0].rows(), 100) if isinstance(row, Row)]
+    renamed = [rename_columns(values, dataset.columns) for values in rows]
+    filled_columns = filled(renamed)
+    if filled_columns.issuperset(FORMATS["preference"].required):
+        return "dpo", "the rows have a chosen and a rejected answer"
+    has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
+    for column in ("label", "kto_tag") if has_answers else ():
+        if column in filled_columns and all(values.get(column) in _MARKS for values in renamed):
+            return "kto", f"the answers are marked good or bad ({column})"
+    return "sft", "the rows have one answer each"

@@ -1,4 +1,4 @@
-"""Tokenise a source in processes, and keep the rows on disk, in a folder by content and everything that decides the tokens."""
+"""Read a source and tokenise it in processes; keep the rows in a folder by content and everything that decides the tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from typing import Any
 import pyarrow as pa
 
 from finetune.checksum import with_checksum
-from finetune.data.examples import SourceReader
+from finetune.data.column_advice import advice_for, advice_for_unused
+from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
 from finetune.data.pictures.source import FileStat, file_stat
-from finetune.data.readers import file_type
-from finetune.data.report import Refused
-from finetune.data.row_parser import ParsedBatch, RowParser
+from finetune.data.readers import Row, file_type
+from finetune.data.report import Refused, printable
+from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
 from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
@@ -43,6 +44,12 @@ from finetune.system import take_lock, usable_cpus
 
 #: Called with the number of tokenised rows.
 Progress = Callable[[int], None]
+#: Rows read to detect the format.
+_SAMPLE_ROWS = 1000
+#: A batch ends after this number of rows, or of characters, as does the sample.
+BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
+#: Rows of a batch with images, as each image is decoded.
+PICTURE_BATCH_ROWS = 256
 #: Smaller files are tokenised in memory each time.
 SMALL_BYTES = 2**20
 #: Settings of `dataset` that choose rows or name files; all others decide how rows are read.
@@ -84,6 +91,70 @@ class FileInfo:
                 f"{source.name}: can't be read: {error.strerror or error}", "Check the file and its disk."
             ) from None
         return cls(stat, digest.hexdigest(), lines if path.suffix.lower() in _LINE_TYPES and source.split is None else None)
+
+
+class SourceReader:
+    """Reads one source in batches."""
+
+    def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
+        self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
+        self._sample = _take(self._remaining_rows, _SAMPLE_ROWS)
+        self._dataset = dataset
+        rows = [row for row in self._sample if isinstance(row, Row)]
+        if not rows:
+            problem = f"{source.name}: none of the first {len(self._sample):,} row(s) can be read"
+            raise DataError([problem, str(self._sample[0])], "Correct the file.")
+        try:
+            folder = None if source.path is None else source.path.parent
+            self.parser = choose_parser(source.name, [row.values for row in rows], dataset, folder)
+        except DataError as error:
+            raise advice_for(error, rows, source.name, dataset) from None
+        #: Unread columns and fields; `finish` raises DataError if they stop the run.
+        self.unused = UnusedColumns(self.parser.file, self.parser.format)
+
+    def batches(self) -> Iterator[list[Row | Refused]]:
+        rows = itertools.chain(self._sample, self._remaining_rows)
+        batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
+        while batch := _take(rows, batch_rows):
+            yield batch
+
+    def parsed(self) -> Iterator[ParsedBatch]:
+        """Yield parsed batches, then `finish`."""
+        for batch in self.batches():
+            parsed = self.parser.parse(batch)
+            self.unused.merge(parsed.unused)
+            yield parsed
+        self.finish()
+
+    @property
+    def unused_columns(self) -> tuple[str, ...]:
+        fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
+
+    def finish(self) -> None:
+        """Raise DataError for unread columns or fields that may change the meaning."""
+        if asked := self.unused.asked():
+            sample = [row for row in self._sample if isinstance(row, Row)]
+            fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
+            raise DataError(self.unused.problems(asked), "\n".join(fixes))
+
+
+def _take(rows: Iterator[Row | Refused], most: int) -> list[Row | Refused]:
+    taken: list[Row | Refused] = []
+    characters = 0
+    for row in itertools.islice(rows, most):
+        taken.append(row)
+        characters += _size(row.values) if isinstance(row, Row) else 0
+        if characters > _BATCH_CHARACTERS:
+            break
+    return taken
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 8 + sum(map(_size, items))
 
 
 def tokenise_source(

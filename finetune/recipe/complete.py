@@ -40,7 +40,7 @@ def complete(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     recipe, note = named_model(recipe)
     reasons: dict[str, str] = {}
     if recipe.method == AUTO:
-        from finetune.data.examples import method_of_rows
+        from finetune.data.row_parser import method_of_rows
 
         method, reasons["method"] = method_of_rows(recipe.dataset)
         recipe = _filled(recipe, f"method {method}, because {reasons['method']}", method=method)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.examples import SourceReader
 from finetune.data.preparation import encode
 from finetune.data.sources import sources_of
+from finetune.data.token_cache import SourceReader
 from finetune.recipe import recipe_from
 from finetune.settings import DatasetRecipe
 

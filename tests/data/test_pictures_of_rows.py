@@ -162,9 +162,9 @@ def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
 
 
 def test_rows_of_text_never_import_pillow():
-    code = "import sys; from finetune.data.examples import SourceReader, sources_of; from finetune.recipe import load_recipe\n"
-    code += "dataset = load_recipe('tiny-cpu').dataset; [source] = sources_of(dataset)[0]\n"
-    code += "list(SourceReader(source, dataset, None).parsed()); print('PIL' in sys.modules)"
+    code = "import sys; from finetune.data.token_cache import SourceReader; from finetune.recipe import load_recipe\n"
+    code += "from finetune.data.sources import sources_of; dataset = load_recipe('tiny-cpu').dataset\n"
+    code += "list(SourceReader(sources_of(dataset)[0][0], dataset, None).parsed()); print('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
-from finetune.data import examples, token_cache
+from finetune.data import token_cache
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, DiskFull, OutOfMemory
 from finetune.planner.planning import RowProgress
@@ -20,7 +20,7 @@ ROWS = [talk(f"How much is {n} and {n}?", f"It is {n + n}.") for n in range(22)]
 def small_batches(monkeypatch):
     """Every file is cached, in batches of four rows, made in this process."""
     monkeypatch.setattr(token_cache, "SMALL_BYTES", 0)
-    monkeypatch.setattr(examples, "BATCH_ROWS", 4)
+    monkeypatch.setattr(token_cache, "BATCH_ROWS", 4)
     monkeypatch.setattr(token_cache, "usable_cpus", lambda: 1)
 
 

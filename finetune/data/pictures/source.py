@@ -321,27 +321,21 @@ class PictureReader:
         return next((path for path in allowed if file_stat(path)), allowed[0])
 
 
-class SizeCache:
+class SizeCache(dict[str, tuple[int, int]]):
     """Sizes of checked images by digest, so that each image is decoded once for all runs."""
 
     def __init__(self, folder: Path) -> None:
         # other limits, other answers
         self.path = folder / f"sizes-{MAX_PIXELS}-{MIN_SIDE}-{MAX_ASPECT}.txt"
-        self._sizes: dict[str, tuple[int, int]] = {}
         with suppress(OSError, ValueError):
             # other processes append to the file; a damaged line is left out
             matches = map(_LINE.fullmatch, self.path.read_text("ascii").splitlines(keepends=True))
-            self._sizes = {match[1]: (int(match[2]), int(match[3])) for match in matches if match}
-
-    def get(self, digest: str) -> tuple[int, int] | None:
-        """Return width and height; None for an unchecked image."""
-        return self._sizes.get(digest)
+            self.update({match[1]: (int(match[2]), int(match[3])) for match in matches if match})
 
     def add(self, digest: str, size: tuple[int, int]) -> None:
-        is_full = len(self._sizes) >= MAX_SIZES
-        if is_full:
-            self._sizes.clear()
-        self._sizes[digest] = size
+        if is_full := len(self) >= MAX_SIZES:
+            self.clear()
+        self[digest] = size
         # a disk that can't be written costs only time
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
