@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -278,9 +277,9 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     import datasets
     from trl import pack_dataset
 
-    before, longest = _totals(dataset)
+    before = _lengths(dataset)
     # TRL would truncate the row silently
-    if longest > max_length:
+    if (longest := before.max(initial=0)) > max_length:
         raise DataError(
             f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
@@ -293,24 +292,14 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     finally:
         if not bars_disabled:
             datasets.enable_progress_bars()
-    after, longest = _totals(packed)
-    after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
-    if before != after or longest > max_length:
-        raise FinetuneError(
-            f"packing changed the data: {dict(before)} before, {dict(after)} after, longest {longest:,} of {max_length:,}"
-        )
+    after, rows = _lengths(packed), sum(len(lengths) for lengths in packed["seq_lengths"])
+    if (rows, after.sum()) != (len(before), before.sum()) or after.max(initial=0) > max_length:
+        counts = f"{len(before):,} rows, {before.sum():,} tokens before, {rows:,} rows, {after.sum():,} tokens after"
+        raise FinetuneError(f"packing changed the data: {counts}")
     return packed
 
 
-def _totals(dataset: Dataset) -> tuple[Counter[str], int]:
-    totals, longest = Counter[str](), 0
-    for batch in dataset.with_format("numpy").iter(batch_size=1000):
-        ids, labels = (
-            np.concatenate([np.asarray(row, dtype=np.int64) for row in batch[name]]) for name in ("input_ids", "labels")
-        )
-        totals.update({
-            "rows": len(batch["input_ids"]), "tokens": ids.size, "trained tokens": int((labels != NOT_TRAINED).sum()),
-            "sum of ids": int(ids.sum()), "sum of labels": int(labels.sum()), "labels that agree": int((ids == labels).sum()),
-        })  # fmt: skip
-        longest = max(longest, *map(len, batch["input_ids"]))
-    return totals, longest
+def _lengths(dataset: Dataset) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
