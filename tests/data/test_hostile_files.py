@@ -18,6 +18,7 @@ from small_data import read_examples, recipe, talk
 from finetune.data.readers import read_file
 from finetune.data.sources import DataFiles, Source, read_hub, sources_of
 from finetune.errors import DataError, FinetuneError
+from hostile_data import column_cases, field_cases, problems, split_cases
 
 GOOD = json.dumps(talk("Hi", "Hello")) + "\n"
 
@@ -111,14 +112,6 @@ def test_a_file_that_may_not_be_read_says_so():
         text = os.read(read_end, 10_000).decode()
         os.close(read_end)
     assert "Permission denied" in text and f"chmod u+r {path}" in text
-
-
-def test_names_with_control_characters_are_printed_inert(tmp_path):
-    path = str(tmp_path / "a\x1b[31m.jsonl")
-    Path(path).write_text("")
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    assert "\x1b" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -253,3 +246,11 @@ def test_a_table_of_a_hundred_thousand_columns_is_refused_by_its_header(tmp_path
 def test_a_pattern_that_searches_a_whole_disk_is_refused(pattern):
     with pytest.raises(DataError, match="would search all of"):
         DataFiles.of(pattern)
+
+
+@pytest.mark.parametrize("seed", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_generated_files_are_asked_about_or_read_rightly(tmp_path, seed):
+    samples = [cases(seed) for cases in (column_cases, field_cases, split_cases)]
+    samples = [cases[::2] if seed == 1 else random.Random(7).sample(cases, 60) for cases in samples]
+    assert sum(map(len, samples)) > (1_000 if seed == 1 else 100)
+    assert not problems(*samples, tmp_path)

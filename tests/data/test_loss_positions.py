@@ -1,10 +1,13 @@
-"""Only answers and their EOS are trained, whatever the template."""
+"""Only answers and their EOS are trained, whatever the template, by token lengths as by the tokenizer's offsets."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, recipe, talk, trained_text
+from tokenizers import normalizers, pre_tokenizers, processors
 
+from finetune.bundled import model_path
+from finetune.data.byte_level import ByteLevel
 from finetune.data.formats import parse
 from finetune.data.tokens import Encoder, decode_spans
 
@@ -76,3 +79,51 @@ def test_a_user_without_special_tokens_gets_the_same_ids_in_pieces_as_in_one():
     text = "<|im_start|>user\nWhere is  my tea?<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert SpecialTokenEscaper(tokenizer).tokenise(text, []) == (whole["input_ids"], whole["offset_mapping"])
+
+
+WORDS = ["Hi", " ", "  ", "\n", "\t", "\xa0", "é", "e\u0301", "🙂", "👩‍👩‍👧", "日本", "4", "</s>", "<|im_end|>", "don't", "?"]
+
+
+def tokenizer_of(*, trims, nfc):
+    tokenizer = build_tokenizer(CHATML, bos=True)
+    if trims:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    if nfc:
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+TOKENIZERS = [tokenizer_of(trims=trims, nfc=nfc) for trims in (False, True) for nfc in (False, True)]
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(turns=st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join), min_size=2, max_size=4))
+def test_rows_are_the_same_as_with_the_tokenizers_offsets(turns):
+    turns = [turn if turn.strip() else f"{turn}x" for turn in turns[: len(turns) // 2 * 2]]
+    example = parse(talk(*turns), "messages", "rows.jsonl", 1)
+    for tokenizer in TOKENIZERS:
+        fast, slow = Encoder(tokenizer), Encoder(tokenizer)
+        slow._byte_level = None
+        [[by_lengths]], [[by_offsets]] = fast.encode([example]), slow.encode([example])
+        assert by_lengths.input_ids.tolist() == by_offsets.input_ids.tolist()
+        assert by_lengths.labels.tolist() == by_offsets.labels.tolist() and by_lengths.notes == by_offsets.notes
+
+
+def test_it_is_used_for_byte_level_tokenizers_that_change_no_text():
+    from transformers import AutoTokenizer
+
+    assert all(ByteLevel.of(tokenizer) for tokenizer in [*TOKENIZERS, AutoTokenizer.from_pretrained(model_path("tiny"))])
+    unsuitable = build_tokenizer()
+    unsuitable.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert ByteLevel.of(unsuitable) is None
+    unsuitable = build_tokenizer()
+    unsuitable.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert ByteLevel.of(unsuitable) is None
+
+
+@pytest.mark.parametrize("text", ["", "e\u0301"])
+def test_a_text_that_its_tokens_do_not_add_up_to_has_no_mask(text):
+    byte_level = ByteLevel.of(TOKENIZERS[1])
+    [ids] = byte_level.ids([text])
+    assert byte_level.trained_mask(ids, text, [(0, 1)]) is None
