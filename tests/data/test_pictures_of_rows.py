@@ -67,9 +67,9 @@ def cats(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def vision_tokenizer():
-    return build_tokenizer(VISION_CHATML, extra=("<|image_pad|>",))
+def _prepare(path, *, report_only=False, **settings):
+    tokenizer = build_tokenizer(VISION_CHATML, extra=("<|image_pad|>",))
+    return prepare(recipe(path, **settings), tokenizer, max_length=None, report_only=report_only)
 
 
 def _read(path, **settings):
@@ -116,7 +116,8 @@ def test_a_folder_of_images_is_read_with_its_metadata(cats):
     assert example.pictures[0].path == cats / "cats" / "1.png"
 
 
-def test_only_named_columns_are_pictures(cats, write):
+def test_only_named_columns_are_pictures_and_can_be_left_out(cats, write):
+    assert _read(write("rows.jsonl", [ROWS["questions"]]), ignore_columns=["images", "image"])[0].pictures == ()
     (example,) = _read(write("rows.jsonl", [{"file_name": "1.png", "prompt": "a", "completion": "b"}]))
     assert example.pictures == () and example.prompt == "a"
     path = write("rows.jsonl", [{"photo": "cats/1.png", "question": "What?", "answer": "A cat."}])
@@ -130,9 +131,9 @@ def test_paths_may_start_in_another_folder(cats, write):
     assert _read(path, image_folder=str(cats / "cats"))[0].pictures[0].path == cats / "cats" / "1.png"
 
 
-def test_tokens_have_the_picture_where_the_row_has_it(cats, write, vision_tokenizer):
-    data = prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), vision_tokenizer, max_length=None)
-    spans = decode_spans(*data.sequence()[:2], vision_tokenizer)
+def test_tokens_have_the_picture_where_the_row_has_it(cats, write):
+    data = _prepare(write("rows.jsonl", [ROWS["llava"]]))
+    spans = decode_spans(*data.sequence()[:2], data.encoded.encoder.tokenizer)
     assert spans == [
         ("<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False),
         ("A cat.<|im_end|>", True), ("\n", False),
@@ -141,17 +142,17 @@ def test_tokens_have_the_picture_where_the_row_has_it(cats, write, vision_tokeni
     assert not data.report.findings
 
 
-def test_rows_of_text_beside_them_stay_as_they_are(cats, write, vision_tokenizer):
+def test_rows_of_text_beside_them_stay_as_they_are(cats, write):
     rows = [ROWS["llava"], {"conversations": [{"from": "human", "value": "Hi \ufffc"}, {"from": "gpt", "value": "Yes"}]}]
-    data = prepare(recipe(write("rows.jsonl", rows)), vision_tokenizer, max_length=None)
+    data = _prepare(write("rows.jsonl", rows))
     example = data.splits[0].examples[1]
     assert example.messages[0] == {"role": "user", "content": "Hi \ufffc"} and not example.pictures
 
 
-def test_equal_questions_about_other_pictures_are_other_prompts(cats, write, vision_tokenizer):
+def test_equal_questions_about_other_pictures_are_other_prompts(cats, write):
     (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
     rows = [{"image": f"cats/{name}.png", "question": "What?", "answer": "A cat."} for name in (1, 2, 1)]
-    data = prepare(recipe(write("rows.jsonl", rows), test_split_size=1), vision_tokenizer, max_length=None)
+    data = _prepare(write("rows.jsonl", rows), test_split_size=1)
     assert [example.pictures[0].width for example in data.splits[1].examples] == [20]
     assert data.report.duplicate_rows == 1
 
@@ -169,11 +170,6 @@ def test_rows_of_text_never_import_pillow():
     code += "from finetune.data.sources import sources_of; dataset = load_recipe('tiny-cpu').dataset\n"
     code += "list(SourceReader(sources_of(dataset)[0][0], dataset, None).parsed()); print('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def test_pictures_can_be_left_out(cats, write):
-    path = write("rows.jsonl", [ROWS["questions"]])
-    assert _read(path, ignore_columns=["images", "image"])[0].pictures == ()
 
 
 def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
@@ -216,11 +212,6 @@ def decoded(monkeypatch):
     return pictures
 
 
-def _prepare(path, **settings):
-    tokenizer = build_tokenizer(VISION_CHATML, extra=("<|image_pad|>",))
-    return prepare(recipe(path, **settings), tokenizer, max_length=None, report_only=True)
-
-
 def _widths(prepared):
     return [example.pictures[0].width for example in prepared.splits[0].examples]
 
@@ -238,7 +229,7 @@ def test_the_second_reading_decodes_nothing_and_gives_the_same(data, decoded, mo
 
 def test_a_missing_a_changed_and_another_folders_picture_are_read_again(data, tmp_path):
     (tmp_path / "2.png").rename(tmp_path / "away.png")
-    assert len(_prepare(data).report.rows_refused) == 1
+    assert len(_prepare(data, report_only=True).report.rows_refused) == 1
     (tmp_path / "away.png").rename(tmp_path / "2.png")
     first = _prepare(data)
     (tmp_path / "2.png").write_bytes(encoded(picture(99, 6)))

@@ -174,9 +174,7 @@ def test_progress_messages_have_count_rate_and_time_left(monkeypatch):
     progress = RowProgress(messages.append)
     for now[0], count, total in ((0.1, 10, 1000), (1.0, 250, 1000), (2.0, 500, None)):
         progress(count, total)
-    assert messages == [
-        "tokenising rows: 250 of 1,000, 250 per second, 3 s left", "tokenising rows: 500, 250 per second",
-    ]  # fmt: skip
+    assert messages == ["tokenising rows: 250 of 1,000, 250 per second, 3 s left", "tokenising rows: 500, 250 per second"]
 
 
 def test_the_cache_is_listed_and_cleared(write, capsys):
