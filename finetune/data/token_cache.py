@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, DiskFull, OutOfMemory
-from finetune.files import cache_dir, read_object, write_text
+from finetune.files import cache_dir, read_object, sha256_of, write_text
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.settings import DatasetRecipe
 from finetune.system import take_lock, usable_cpus
@@ -58,8 +57,8 @@ _SELECTING_SETTINGS = (
     "max_rows", "weights",
 )  # fmt: skip
 _ENCODE_ROWS = 256
-#: Threads that verify checksums.
-_CHECKSUM_THREADS = 4
+#: Threads that verify hashes.
+_HASH_THREADS = 4
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
@@ -192,7 +191,7 @@ def cache_folder() -> Path:
 
 def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> SourcePart:
     part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
-    batches: dict[int, tuple[ParsedBatch, pa.Table | int]] = {}
+    batches: dict[int, tuple[ParsedBatch, pa.Table | str]] = {}
     work = partial(_tokenise_batch, folder, reader.parser, encoder)
     tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
     with contextlib.closing(results_in_forks(work, tasks)) as results:
@@ -209,7 +208,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
         part.tables = [tokens for _, (_, tokens) in in_order]
     else:
         values = {
-            "crc32": [crc32 for _, (_, crc32) in in_order], "read": part.rows_read, "format": part.format,
+            "sha256": [sha256 for _, (_, sha256) in in_order], "read": part.rows_read, "format": part.format,
             "columns": part.columns, "unused_columns": part.unused_columns,
             "refused": [(row.row, row.field, row.reason) for row in part.refused],
             "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
@@ -223,8 +222,8 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
 
 def _tokenise_batch(
     folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
-) -> tuple[int, int, ParsedBatch, pa.Table | int]:
-    """Return the batch's index, number of rows, and table; the checksum of a table in the folder."""
+) -> tuple[int, int, ParsedBatch, pa.Table | str]:
+    """Return the batch's index, number of rows, and table; the hash of a table in the folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
@@ -239,7 +238,7 @@ def _tokenise_batch(
         path.unlink(missing_ok=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-        return index, len(rows), parsed, _crc32(path)
+        return index, len(rows), parsed, sha256_of(path)
 
 
 def _read(folder: Path, name: str) -> SourcePart | None:
@@ -249,10 +248,10 @@ def _read(folder: Path, name: str) -> SourcePart | None:
         return None
     if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in values["pictures"].items()):
         return None
-    shards = [_shard(folder, index) for index in range(len(values["crc32"]))]
+    shards = [_shard(folder, index) for index in range(len(values["sha256"]))]
     try:
-        with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:  # computing checksums takes longer than mapping the files
-            if list(pool.map(_crc32, shards)) != values["crc32"]:
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing takes longer than mapping the files
+            if list(pool.map(sha256_of, shards)) != values["sha256"]:
                 return None
         tables = [*map(_mapped, shards)]
     except OSError:
@@ -280,15 +279,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             f"{folder}: tokenised rows can't be written: {error.strerror or error}",
             "Free some space (`finetune cache clear` deletes older rows), or set FINETUNE_CACHE to a folder on another disk.",
         ) from None
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    # a mapped file would count as memory of the process
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(2**22):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.data.report import first_line, printable
 from finetune.errors import DataError, ModelError, RecipeError
-from finetune.files import GGUF_FIX, IS_GGUF, IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer
+from finetune.files import GGUF_FIX, IS_GGUF, IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer, sha256_of
 from finetune.settings import Recipe
 from finetune.settings.vision import pixel_limit
 
@@ -72,7 +71,7 @@ class ModelPictures:
         """Return everything that decides an image's tokens beside the tokenizer."""
         # a hub id's revision is known elsewhere
         paths = [self._path / name for name in _PROCESSOR_FILES] if isinstance(self._path, Path) else []
-        return [pixel_limit(self._recipe), *(sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file())]
+        return [pixel_limit(self._recipe), *(sha256_of(path) for path in paths if path.is_file())]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
         """Load the processor. Raise ModelError for an unusable processor."""
