@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 #: Values of a row by column, or of an object in it by key.
@@ -29,6 +30,14 @@ class BadRow(Exception):  # noqa: N818 - caught where file and row number are kn
         #: `field` is the path inside the row; None for the whole row.
         self.field, self.reason = field, reason
         super().__init__(reason)
+
+
+def or_bad_row(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result, or the BadRow that was raised."""
+    try:
+        return function(*arguments)
+    except BadRow as error:
+        return error
 
 
 def is_missing(value: Any) -> bool:

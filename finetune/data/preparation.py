@@ -53,11 +53,7 @@ class EncodedRows:
 
     def select(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
         """Apply a max_length; None is no limit."""
-        weighted = bool(recipe.dataset.weights)
-        splits = [
-            LimitedSplit(split, max_length, recipe.excess_length, weighted=weighted and index == 0, seed=recipe.seed)
-            for index, split in enumerate(self.splits)
-        ]
+        splits = [LimitedSplit(split, max_length, recipe.excess_length, recipe.seed) for split in self.splits]
         return SelectedRows(self, recipe, max_length, splits)
 
 

@@ -55,9 +55,7 @@ class DataSplit:
 class LimitedSplit:
     """One split under a max_length: its rows as masks, and its sequences."""
 
-    def __init__(
-        self, unlimited: DataSplit, max_length: int | None, excess_length: str, *, weighted: bool = False, seed: int = 0
-    ) -> None:
+    def __init__(self, unlimited: DataSplit, max_length: int | None, excess_length: str, seed: int = 0) -> None:
         self.unlimited, self.max_length = unlimited, max_length
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = unlimited.stored
@@ -73,8 +71,8 @@ class LimitedSplit:
         self.too_long = over_limit & ~answer_cut & ~self.chunked
         self.truncated = self.too_long if excess_length == "truncate" else no_rows
         usable = unlimited.row_mask & ~without_sequences & ~answer_cut & (~self.too_long | self.truncated)
-        #: A mask for each pass over the data in an epoch; one without `dataset.weights`.
-        self.passes = _passes(stored, usable, seed) if weighted else [usable]
+        #: A mask for each pass over the data in an epoch; one without `dataset.weights`, which held-out rows don't have.
+        self.passes = [usable] if unlimited.split_off else _passes(stored, usable, seed)
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
         self.refused = [] if unlimited.split_off else [row for part in stored.parts for row in part.refused]

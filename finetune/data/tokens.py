@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -16,7 +16,7 @@ import numpy as np
 
 from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.chat_format import ChatFormat, common_prefix_length
-from finetune.data.checks import BadRow, quoted
+from finetune.data.checks import BadRow, or_bad_row, quoted
 from finetune.data.conversation import Example, Message
 from finetune.data.template import Rendered, Span, Template
 from finetune.errors import DataError, RecipeError
@@ -117,10 +117,10 @@ class Encoder:
         if any(example.pictures for example in examples):
             self._require_pictures()
         self._require_end()
-        texts = [_or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
+        texts = [or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
         encoded = iter(self._tokenise([text for row in texts if not isinstance(row, BadRow) for text in row]))
         return [
-            row if isinstance(row, BadRow) else _or_bad_row(_checked, example, [next(encoded) for _ in row])
+            row if isinstance(row, BadRow) else or_bad_row(_checked, example, [next(encoded) for _ in row])
             for example, row in zip(examples, texts, strict=True)
         ]
 
@@ -291,13 +291,6 @@ class Encoder:
 
     def _is_blank(self, ids: list[int]) -> bool:
         return not ids or not str(self.tokenizer.decode(ids, skip_special_tokens=False)).strip()
-
-
-def _or_bad_row(function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except BadRow as error:
-        return error
 
 
 def _checked(example: Example, sequences: list[Encoded]) -> list[Encoded]:

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.checks import BadRow
+from finetune.data.checks import BadRow, or_bad_row
 from finetune.data.pictures.placement import MAX_FILE_BYTES, PictureReference
 from finetune.errors import DiskFull, PackagesError
 from finetune.files import cache_dir
@@ -282,13 +282,7 @@ class PictureReader:
     def read(self, rows: Iterable[list[PictureReference]]) -> list[tuple[PictureSource, ...] | BadRow]:
         """Return each row's images, or why an image can't be used."""
         with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
-            return list(pool.map(self._read_row, rows))
-
-    def _read_row(self, references: list[PictureReference]) -> tuple[PictureSource, ...] | BadRow:
-        try:
-            return tuple(map(self._read, references))
-        except BadRow as error:
-            return error
+            return list(pool.map(lambda references: or_bad_row(lambda: tuple(map(self._read, references))), rows))
 
     def _read(self, reference: PictureReference) -> PictureSource:
         try:
