@@ -19,7 +19,7 @@ from finetune.data.conversation import Example
 from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.source import source_of, stored
-from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
+from finetune.data.report import DataReport, Finding, refusal_lines
 from finetune.data.shards import PICTURES, SourcePart, StoredRows, summarise_pictures
 from finetune.data.sources import Source, sources_of, split_notes
 from finetune.data.splits import DataSplit, LimitedSplit
@@ -301,6 +301,8 @@ def _load_rows(
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
     unlimited = limited.unlimited
     parts = limited.stored.parts
+    # by nearest rank
+    ranks = np.percentile(limited.lengths, (50, 95, 99, 100), method="inverted_cdf") if len(limited.lengths) else ()
     return DataReport(
         files=tuple(part.file for part in parts),
         format=", ".join(dict.fromkeys(part.format for part in parts)),
@@ -318,7 +320,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         sequences=len(limited.lengths),
         total_tokens=limited.total_tokens,
         trained_tokens=limited.trained_tokens,
-        lengths=percentiles(limited.lengths),
+        lengths=dict(zip(("p50", "p95", "p99", "max"), map(int, ranks), strict=False)),
         unused_columns=unlimited.unused_columns,
         columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=findings,

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from finetune.data.shards import PictureSummary
 
 
@@ -114,16 +112,6 @@ class DataReport:
         """Return the content of `finetune data --json`."""
         names = ("trained_token_share", "rows_dropped", "warnings")
         return {**asdict(self), **{name: getattr(self, name) for name in names}, "account": self.account()}
-
-
-def percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """Return p50, p95, p99 (nearest rank) and max; empty for no lengths."""
-    if not len(lengths):
-        return {}
-    ordered = lengths.copy()
-    ordered.sort()
-    ranks = {f"p{share}": int(ordered[-(-len(ordered) * share // 100) - 1]) for share in (50, 95, 99)}
-    return {**ranks, "max": int(ordered[-1])}
 
 
 def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10) -> list[str]:

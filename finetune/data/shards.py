@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PICTURES = "pictures"
 _PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 LIST_OF_PICTURES = pa.list_(_PICTURE)
+_SEQUENCES = pa.list_(pa.list_(pa.int32()))
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "example": pa.array(contents, pa.large_binary()),
         "bad_field": pa.array([error and error.field for error in errors], pa.string()),
         "bad_reason": pa.array([error and error.reason for error in errors], pa.string()),
-        "input_ids": _nested([[sequence.input_ids for sequence in row] for row in sequences]),
-        "labels": _nested([[sequence.labels for sequence in row] for row in sequences]),
+        "input_ids": pa.array([[sequence.input_ids for sequence in row] for row in sequences], _SEQUENCES),
+        "labels": pa.array([[sequence.labels for sequence in row] for row in sequences], _SEQUENCES),
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
         PICTURES: pa.array([list(map(stored, example.pictures)) for example in examples], LIST_OF_PICTURES),
@@ -178,17 +179,6 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
     }
     names = {name for name, is_set in applies.items() if name and is_set}.union(*(sequence.notes for sequence in sequences))
     return sum(_BIT[name] for name in names)
-
-
-def _nested(rows: list[list[np.ndarray]]) -> pa.ListArray:
-    arrays = [array for row in rows for array in row]
-    values = pa.array(np.concatenate([np.array([], dtype=np.int32), *arrays]))
-    inner = pa.ListArray.from_arrays(_offsets(list(map(len, arrays))), values)
-    return pa.ListArray.from_arrays(_offsets(list(map(len, rows))), inner)
-
-
-def _offsets(lengths: list[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
 @dataclass

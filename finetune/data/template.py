@@ -8,7 +8,7 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,16 @@ class Rendered:
     turns: list[int] = field(default_factory=list)
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text
     is_plain: bool = False  # without a template
+
+
+def moved(spans: Iterable[Span], replaced: Sequence[tuple[Span, int]]) -> list[Span]:
+    """Return spans of a text after parts of it were replaced: `replaced` has their spans before, and their lengths after."""
+    growths = [(end, length - (end - start)) for (start, end), length in replaced]
+
+    def position(old: int) -> int:
+        return old + sum(growth for end, growth in growths if end <= old)
+
+    return [(position(start), position(end)) for start, end in spans]
 
 
 class Template:

@@ -18,7 +18,7 @@ from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.chat_format import ChatFormat, common_prefix_length
 from finetune.data.checks import BadRow, or_bad_row, quoted
 from finetune.data.conversation import Example, Message
-from finetune.data.template import Rendered, Span, Template
+from finetune.data.template import Rendered, Span, Template, moved
 from finetune.errors import DataError, RecipeError
 from finetune.settings.methods import NOT_TRAINED
 
@@ -349,17 +349,12 @@ class SpecialTokenEscaper:
     def unescape(self, rendered: Rendered) -> Rendered:
         """Put special tokens back in place of placeholders, as `escaped_spans`."""
         matches = self._placeholder_pattern.finditer(rendered.text)
-        replacements = [(match.start(), self._token_of(match)) for match in matches]
-        if not replacements:
+        replaced = [(match.span(), len(self._token_of(match))) for match in matches]
+        if not replaced:
             return rendered
-
-        def shifted(position: int) -> int:
-            return position + sum(len(name) - 1 for offset, name in replacements if offset < position)
-
         text = self._placeholder_pattern.sub(self._token_of, rendered.text)
-        spans = [(shifted(start), shifted(end)) for start, end in rendered.spans]
-        escaped_spans = [(shifted(offset), shifted(offset) + len(name)) for offset, name in replacements]
-        return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
+        escaped_spans = moved([before for before, _ in replaced], replaced)
+        return replace(rendered, text=text, spans=moved(rendered.spans, replaced), escaped_spans=escaped_spans)
 
     def _token_of(self, placeholder: re.Match[str]) -> str:
         return self._special_tokens[ord(placeholder[0]) - _FIRST_PLACEHOLDER]

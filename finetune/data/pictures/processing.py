@@ -21,6 +21,7 @@ from finetune.compat.processors import (
 )
 from finetune.data.checks import BadRow
 from finetune.data.pictures.source import MIN_SIDE, BadPicture, open_picture, require_pillow
+from finetune.data.template import Rendered, moved
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.source import PictureSource
     from finetune.data.shards import PictureSizes
-    from finetune.data.template import Rendered, Span
 
 #: A processor that gives a square of this side in pixels as many values as a small one scales all images to one size.
 _LARGE_WIDTH = 2048
@@ -86,7 +86,8 @@ class PictureProcessor:
         if count != len(texts):
             raise BadRow("messages", f"the chat template writes {count} image tokens for {len(texts)} image(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
-        spans, escaped_spans = _moved(rendered.spans, moves), _moved(rendered.escaped_spans, moves)
+        replaced = [(before, end - start) for before, (start, end) in moves]
+        spans, escaped_spans = moved(rendered.spans, replaced), moved(rendered.escaped_spans, replaced)
         return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
 
     def text_of(self, width: int, height: int) -> str:
@@ -124,16 +125,6 @@ class PictureProcessor:
         """Return each row's number of pixel values; `sizes` are unscaled."""
         counts = [self.value_count(*self.size(*pair)) for pair in sizes.pairs.tolist()]
         return np.bincount(sizes.rows, counts, rows).astype(np.int64)
-
-
-def _moved(spans: Sequence[Span], moves: Sequence[tuple[Span, Span]]) -> list[Span]:
-    # `moves`: (start, end) of each image token, before and after
-    growths = [(before[1], after[1] - after[0] - (before[1] - before[0])) for before, after in moves]
-
-    def position(old: int) -> int:
-        return old + sum(growth for end, growth in growths if end <= old)
-
-    return [(position(start), position(end)) for start, end in spans]
 
 
 def blank(width: int, height: int) -> Image:
