@@ -23,8 +23,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from finetune.data.sources import sources_of  # noqa: E402
-from finetune.data.token_cache import SourceReader  # noqa: E402
+from finetune.data import sources, token_cache  # noqa: E402
 from finetune.errors import DataError  # noqa: E402
 from finetune.recipe import parse_recipe  # noqa: E402
 
@@ -160,10 +159,10 @@ def typed(fix: str) -> list[list[str]]:
     return [line for line in overrides if line]
 
 
-def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[list[Any], list[Any], list[str]]:
+def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[list[Any], ...]:
     """The training rows of a path, as a recipe with these overrides reads them; the refused ones, and the unused columns."""
     recipe = parse_recipe(f"model_name_or_path: tiny\ndataset: {{path: {json.dumps(str(path))}}}\n", "recipe", overrides)
-    readers = [SourceReader(source, recipe.dataset, None) for source in sources_of(recipe.dataset)[0]]
+    readers = [token_cache.SourceReader(source, recipe.dataset, None) for source in sources.sources_of(recipe.dataset)[0]]
     batches = [parsed for reader in readers for parsed in reader.parsed()]
     examples = [example for parsed in batches for example in parsed.examples]
     refused = [row for parsed in batches for row in parsed.refused]

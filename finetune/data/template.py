@@ -58,7 +58,7 @@ class Rendered:
 
 
 def moved(spans: Iterable[Span], replaced: Sequence[tuple[Span, int]]) -> list[Span]:
-    """Return spans of a text after parts of it were replaced: `replaced` has their spans before, and their lengths after."""
+    """Return spans after parts of the text were replaced: `replaced` has spans before, and lengths after."""
     growths = [(end, length - (end - start)) for (start, end), length in replaced]
 
     def position(old: int) -> int:
