@@ -234,8 +234,8 @@ def find_sources(
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
         try:
             hub_source = Source(path, None, split or dataset.split, dataset.name, dataset.revision)
-            found = _local_sources(path, rows, split, has_splits) or [hub_source]
-            sources += [replace(source, weight=weight) for source in found]
+            path_sources = _local_sources(path, rows, split, has_splits) or [hub_source]
+            sources += [replace(source, weight=weight) for source in path_sources]
         except DataError as error:
             problems += error.problems
             fixes += [error.fix] if error.fix not in fixes else []
@@ -261,14 +261,14 @@ def _local_sources(path_text: str, rows: str, split: str | None, has_splits: boo
         return list(map(_file_source, arrow_files))
     files = _data_files(path_text)
     if files is None or not files.splits:
-        found = _local_source(path_text, rows)
+        local_sources = _local_source(path_text, rows)
     elif split is not None and files.is_split:
         return list(map(_file_source, files.of_split(split)))
     elif rows == TRAIN:
-        found = list(map(_file_source, files.training()))
+        local_sources = list(map(_file_source, files.training()))
     else:  # the whole path is held out
-        found = list(map(_file_source, files.named(VALIDATION) or files.named(TEST) or files.splits))
-    return [replace(source, split=split, has_splits=has_splits) for source in found]
+        local_sources = list(map(_file_source, files.named(VALIDATION) or files.named(TEST) or files.splits))
+    return [replace(source, split=split, has_splits=has_splits) for source in local_sources]
 
 
 def _is_saved(folder: Path) -> bool:

@@ -209,16 +209,10 @@ class LimitedSplit:
 
     def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
         rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
-        starts = self.stored.sequence_starts[rows]
-        wanted = np.zeros(len(self.stored.lengths), dtype=bool)
-        wanted[np.concatenate([starts, starts + 1])] = True
-        tokens = [
-            ids.values.to_numpy()[: self._limit].tobytes()
-            for table, part, _ in self.stored.sequences_in(wanted)
-            for ids in table["input_ids"].filter(part)
-        ]
+        ids = pa.chunked_array([chunk.flatten() for chunk in self.stored.table["input_ids"].chunks])
+        pairs = ((ids[start].values, ids[start + 1].values) for start in self.stored.sequence_starts[rows].tolist())
         mask = np.zeros(len(self.stored), dtype=bool)
-        mask[rows] = [chosen == rejected for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=True)]
+        mask[rows] = [chosen[: self._limit].equals(rejected[: self._limit]) for chosen, rejected in pairs]
         return mask
 
     def _cut_refusal(self, index: int) -> Refused:
