@@ -28,14 +28,14 @@ import pyarrow as pa
 from finetune.checksum import with_checksum
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
-from finetune.data.pictures.source import FileStat, file_stat
+from finetune.data.pictures.source import FileStat, disk_errors, file_stat
 from finetune.data.readers import Row, file_type
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
 from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
-from finetune.errors import DataError, DiskFull, OutOfMemory
+from finetune.errors import DataError, OutOfMemory
 from finetune.files import cache_dir, read_object, sha256_of, write_text
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.settings import DatasetRecipe
@@ -166,7 +166,7 @@ def tokenise_source(
     folder = cache_folder() / _cache_key(info, source, dataset, limit, encoder)
     part = _read(folder, source.name)
     if part is None:
-        with _disk_errors(folder):
+        with disk_errors(folder, "tokenised rows"):
             folder.mkdir(parents=True, exist_ok=True)
             while (lock := take_lock(folder / "lock", 0.5)) is None:
                 progress(0)
@@ -214,7 +214,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
             "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
         }  # fmt: skip
         # the last file: a folder without it is unfinished
-        with _disk_errors(folder):
+        with disk_errors(folder, "tokenised rows"):
             part.tables = [_mapped(_shard(folder, index)) for index, _ in in_order]
             write_text(folder / "source.json", with_checksum(json.dumps(values)))
     return part
@@ -233,7 +233,7 @@ def _tokenise_batch(
     if folder is None:
         return index, len(rows), parsed, table
     path = _shard(folder, index)
-    with _disk_errors(folder):
+    with disk_errors(folder, "tokenised rows"):
         # a process may have a damaged one mapped
         path.unlink(missing_ok=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -268,17 +268,6 @@ def _shard(folder: Path, index: int) -> Path:
 def _mapped(path: Path) -> pa.Table:
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
-
-
-@contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DiskFull(
-            f"{folder}: tokenised rows can't be written: {error.strerror or error}",
-            "Free some space (`finetune cache clear` deletes older rows), or set FINETUNE_CACHE to a folder on another disk.",
-        ) from None
 
 
 def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:

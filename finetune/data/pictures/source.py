@@ -351,18 +351,26 @@ def _store(content: bytes, digest: str) -> Path:
     if path.is_file():
         return path
     temporary = path.with_name(f".{digest}.{os.getpid()}.{threading.get_ident()}")
+    with disk_errors(path.parent, "images of rows"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(content)
+            replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+@contextmanager
+def disk_errors(folder: Path, content: str) -> Iterator[None]:
+    """Raise DiskFull for an error of writing into the cache."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        replace(temporary, path)
+        yield
     except OSError as error:
         raise DiskFull(
-            f"{path.parent}: images of rows can't be written: {error.strerror or error}",
-            "Free some space, or set FINETUNE_CACHE to a folder on another disk.",
+            f"{folder}: {content} can't be written: {error.strerror or error}",
+            "Free some space (`finetune cache clear` deletes older rows), or set FINETUNE_CACHE to a folder on another disk.",
         ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def file_stat(path: Path) -> FileStat:
