@@ -95,7 +95,7 @@ def test_a_part_stands_where_the_row_has_it(cats, write):
     example = _read(write("rows.jsonl", [row]))[0]
     question = with_parts(list(example.messages))[0]["content"]
     assert question == [TEXT, IMAGE, {"type": "text", "text": "And "}, IMAGE]
-    assert [source.width for source in example.pictures] == [8, 20]
+    assert [image.width for image in example.pictures] == [8, 20]
 
 
 def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, monkeypatch):
