@@ -22,6 +22,10 @@ class FinetuneError(Exception):
     run_state = "failed"
     title = "Something went wrong"
 
+    def __init_subclass__(cls, **facts: int | str) -> None:
+        for name, value in facts.items():
+            setattr(cls, name, value)
+
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
         # one line each, all problems together: a user corrects a file in one go
         self.problems = [SECRET.sub("***", problem) for problem in ([problems] if isinstance(problems, str) else problems)]
@@ -46,89 +50,52 @@ class FinetuneError(Exception):
             return None
 
 
-class RecipeError(FinetuneError):
+class RecipeError(FinetuneError, exit_code=2, cause="recipe", title="The recipe needs a change"):
     """The recipe, an override or the command's usage is wrong."""
 
-    exit_code = 2
-    cause = "recipe"
-    title = "The recipe needs a change"
 
-
-class CommandError(RecipeError):
+class CommandError(RecipeError, title="This can't be done"):
     """A command's run, file or option is wrong."""
 
-    title = "This can't be done"
 
-
-class ModelError(RecipeError):
+class ModelError(RecipeError, title="The model can't be used"):
     """The base model can't be read."""
 
-    title = "The model can't be used"
 
-
-class MachineError(RecipeError):
+class MachineError(RecipeError, title="This machine lacks something"):
     """The machine lacks GPUs or a package."""
 
-    title = "This machine lacks something"
 
-
-class NoCard(RecipeError):
+class NoCard(RecipeError, title="There is no such GPU"):
     """The GPU is missing, unknown or can't train."""
 
-    title = "There is no such GPU"
 
-
-class HubError(FinetuneError):
+class HubError(FinetuneError, title="The hub can't be used now"):
     """The hub or the network failed."""
 
-    title = "The hub can't be used now"
 
-
-class PackagesError(RecipeError):
+class PackagesError(RecipeError, title="The installed packages need a change"):
     """A package is missing or unsupported."""
 
-    title = "The installed packages need a change"
 
-
-class DoesNotFit(FinetuneError):
+class DoesNotFit(FinetuneError, exit_code=3, cause="GPU", title="This will not fit"):
     """The forecast says that the plan does not fit the GPU."""
 
-    exit_code = 3
-    cause = "GPU"
-    title = "This will not fit"
 
-
-class CardError(RecipeError):
+class CardError(RecipeError, exit_code=3, cause="GPU", title="The GPU can't be used"):
     """The planned GPU can't be used: its driver, its memory, or the installed torch."""
 
-    exit_code = 3
-    cause = "GPU"
-    title = "The GPU can't be used"
 
-
-class DataError(FinetuneError):
+class DataError(FinetuneError, exit_code=4, cause="data", title="The data needs a change"):
     """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
 
-    exit_code = 4
-    cause = "data"
-    title = "The data needs a change"
 
-
-class OutOfMemory(FinetuneError):
+class OutOfMemory(FinetuneError, exit_code=5, cause="out of memory", title="Out of memory"):
     """Memory ran out and no smaller plan is left to try."""
 
-    exit_code = 5
-    cause = "out of memory"
-    title = "Out of memory"
 
-
-class Diverged(FinetuneError):
+class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged", title="Training diverged"):
     """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
-
-    exit_code = 6
-    cause = "diverged"
-    run_state = "diverged"
-    title = "Training diverged"
 
 
 # no user sees it: the supervisor resumes from the last checkpoint
@@ -136,13 +103,8 @@ class LossSpike(Diverged):
     """The loss spiked."""
 
 
-class DiskFull(FinetuneError):
+class DiskFull(FinetuneError, exit_code=7, cause="disk", run_state="paused", title="The disk needs attention"):
     """The disk is full, or a path can't be written."""
-
-    exit_code = 7
-    cause = "disk"
-    run_state = "paused"
-    title = "The disk needs attention"
 
 
 def exit_code_causes() -> dict[int, str]:
