@@ -32,13 +32,6 @@ def uuid() -> str:
     return nvidia.UUID_PREFIX + gpu_uuid.removeprefix(nvidia.UUID_PREFIX)
 
 
-def total_bytes() -> int:
-    """Return the GPU's memory."""
-    import torch
-
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
 def free_bytes() -> int:
     """Return the GPU's free memory."""
     import torch
@@ -46,11 +39,12 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def limit_reserved(share: float) -> None:
-    """Limit torch's allocator to this share of GPU memory."""
+def limit_reserved(allowed_bytes: int) -> None:
+    """Limit torch's allocator to these bytes."""
     import torch
 
-    torch.cuda.set_per_process_memory_fraction(share)
+    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed_bytes / total_bytes))
 
 
 def release_cached() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from finetune.card import nvidia
 from finetune.card.nvidia import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
@@ -16,24 +15,15 @@ _NO_CARD = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090
 SIMILAR = 0.9
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A chosen GPU."""
-
-    device: Device
-    #: Why this GPU; empty for the only GPU.
-    reason: str
-    #: Why torch can't use the GPU, and the fix.
-    problem: tuple[str, str] | None
-
-
 def cards_here() -> list[tuple[str, str]]:
     """Return label and index of each usable GPU."""
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
-def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = "") -> Choice:
-    """Return the fastest GPU among the emptiest. Raises NoCard."""
+def choose_device(
+    gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = ""
+) -> tuple[Device, str, tuple[str, str]]:
+    """Return the fastest GPU among the emptiest, why this GPU, and why torch can't use it with the fix. Raises NoCard."""
     try:
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()
@@ -75,7 +65,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         # a run uses the first GPUs, and its plan must fit on each
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; GPU {chosen.index} has the least free memory of the run's {len(used)} GPUs"
-    return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
+    return chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver) or ("", "")
 
 
 def _with_article(name: str) -> str:

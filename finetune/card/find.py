@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.card.device_selection import Choice, choose_device
+from finetune.card.device_selection import choose_device
 from finetune.card.host import host_card
 from finetune.card.measured import measured_context, with_measured_rates
 from finetune.card.nvidia import Device
@@ -42,7 +42,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
         card = with_measured_rates(host_card())
     elif wanted == "auto" or _DEVICE_ID.fullmatch(wanted):
         accepts = None if wanted == "auto" else lambda device: wanted == device.index or device.uuid.lower().startswith(wanted)
-        card = _measured_card(choose_device(gpu, accepts, processes))
+        card = _measured_card(*choose_device(gpu, accepts, processes))
     else:
         card = _catalogue_card(gpu)
         # training: a named card must be in this machine, and torch must be able to use the card
@@ -55,7 +55,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
                     raise
                 fix = f"Add gpu=auto to train on this machine's GPU. To plan only: finetune plan RECIPE --gpu {card.name}"
                 raise NoCard(error.problems, fix) from None
-            card = _measured_card(choice)
+            card = _measured_card(*choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     # `free_bytes`: plan for another machine
@@ -107,8 +107,7 @@ def listed_card(device: Device) -> Card:
     return _from_entry(name) if name else UNLISTED
 
 
-def _measured_card(choice: Choice) -> Card:
-    device = choice.device
+def _measured_card(device: Device, why_this: str, problem: tuple[str, str]) -> Card:
     # the driver reports name, memory, capability and PCIe link; compute and memory rates come from the catalogue until
     # `finetune doctor --measure` has run
     listed = listed_card(device)
@@ -116,14 +115,13 @@ def _measured_card(choice: Choice) -> Card:
     context, spread = measured or (listed.context_bytes, listed.context_uncertainty_bytes)
     holders = f" by {', '.join(device.holders[:4])}" if device.holders else ""
     context_source = "measured here" if measured else "from the catalogue" if listed.name else "assumed"
-    problem, fix = choice.problem or ("", "")
     card = dataclasses.replace(
         listed, name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         pcie_bytes_s=device.pcie_bytes_s or listed.pcie_bytes_s, context_bytes=context, context_uncertainty_bytes=spread,
         source="measured",
         reason=f"this machine: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{choice.reason}",
-        uuid=device.uuid, problem=problem, problem_fix=fix,
+        f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{why_this}",
+        uuid=device.uuid, problem=problem[0], problem_fix=problem[1],
     )  # fmt: skip
     return with_measured_rates(card, device)
 

@@ -6,6 +6,8 @@ import importlib.metadata
 import statistics
 from dataclasses import dataclass, replace
 
+from pydantic import PositiveInt
+
 from finetune.card.card import Card
 from finetune.card.nvidia import Device
 from finetune.files import cache_dir, read_object, write_json
@@ -23,11 +25,9 @@ SPREAD = 40 * MIB
 
 def record_measurement(card_name: str, context_bytes: int) -> None:
     """Record the CUDA context of a process. Raises OSError."""
-    if context_bytes <= 0:
-        raise ValueError(f"context_bytes is {context_bytes}; a CUDA context is never empty")
-    if context_bytes > MOST_CONTEXT_BYTES:
+    if not 0 < context_bytes <= MOST_CONTEXT_BYTES:
         return
-    values, path = _read(), cache_dir() / CONTEXTS
+    values, path = _contexts(), cache_dir() / CONTEXTS
     values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, values, checksum=True)
@@ -35,19 +35,15 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
 
 def measured_context(card_name: str) -> tuple[int, int] | None:
     """Return median and spread of the context in bytes, None if never measured."""
-    counts = _read().get(card_name)
+    counts = _contexts().get(card_name)
     if not counts:
         return None
     return int(statistics.median_high(counts)), max(SPREAD, max(counts) - min(counts))
 
 
-def _read() -> dict[str, list[int]]:
-    return {
-        name: counts
-        # a damaged cache counts as empty, as the next run measures again
-        for name, counts in (read_object(cache_dir() / CONTEXTS) or {}).items()
-        if isinstance(counts, list) and all(isinstance(count, int) and count > 0 for count in counts)
-    }
+def _contexts() -> dict[str, list[int]]:
+    # a damaged cache counts as empty, as the next run measures again
+    return read_own(cache_dir() / CONTEXTS, dict[str, list[PositiveInt]]) or {}
 
 
 @dataclass(frozen=True)

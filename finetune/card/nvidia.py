@@ -132,7 +132,7 @@ def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
                 lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
             else:
                 devices.append(_read(card, str(number)))
-        except pynvml.NVMLError as error:
+        except (pynvml.NVMLError, DriverError) as error:
             lost_cards.append(LostCard(str(number), driver_message(error), LOST_FIX))
     return tuple(devices), tuple(lost_cards)
 
@@ -202,11 +202,30 @@ class OpenDevice:
 
     @_driver_errors()
     def memory(self) -> tuple[int, int, int]:
-        return read_memory(self._handle)
+        """Return total bytes less the driver's reserve, free, and used."""
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
+            return memory.total - memory.reserved, memory.free, memory.used
+        except _MISSING:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+            # drivers before 510 count their reserve as used
+            return memory.total, memory.free, memory.used
 
     @_driver_errors()
     def memory_of_processes(self) -> dict[int, int | None] | None:
-        return memory_of_processes(self._handle)
+        """Return bytes by process id, or None when the driver lists no usable ids."""
+        # the driver lists process ids of the host
+        if in_container():
+            return None
+        # bytes are unknown, or 0, on Windows and WSL
+        bytes_by_pid: dict[int, int | None] = {}
+        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+            processes = _value(ask, self._handle)
+            if processes is None:
+                return None
+            # a process with both kinds of contexts is in both lists, each time with its full size
+            bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
+        return bytes_by_pid
 
     @_driver_errors()
     def temperature_c(self) -> float:
@@ -221,35 +240,9 @@ class OpenDevice:
         return pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
 
 
-def read_memory(handle: Any) -> tuple[int, int, int]:
-    """Return total bytes less the driver's reserve, free, and used."""
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        return memory.total - memory.reserved, memory.free, memory.used
-    except _MISSING:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        # drivers before 510 count their reserve as used
-        return memory.total, memory.free, memory.used
-
-
-def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
-    """Return bytes by process id, or None when the driver lists no usable ids."""
-    # the driver lists process ids of the host
-    if in_container():
-        return None
-    # bytes are unknown, or 0, on Windows and WSL
-    bytes_by_pid: dict[int, int | None] = {}
-    for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        processes = _value(ask, handle)
-        if processes is None:
-            return None
-        # a process with both kinds of contexts is in both lists, each time with its full size
-        bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
-    return bytes_by_pid
-
-
 def _read(card: Any, index: str) -> Device:
-    total, free, _ = read_memory(card)
+    opened = OpenDevice(card)
+    total, free, _ = opened.memory()
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
     generation = _value(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, card)
     lanes = _value(pynvml.nvmlDeviceGetMaxPcieLinkWidth, card)
@@ -262,7 +255,7 @@ def _read(card: Any, index: str) -> Device:
         power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
     return Device(
         name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
-        pcie_bytes_s=pcie_bytes_s, holders=_holders(card, total - free), index=index,
+        pcie_bytes_s=pcie_bytes_s, holders=_holders(opened, total - free), index=index,
         uuid=pynvml.nvmlDeviceGetUUID(card), speed=(cores or 0) * (megahertz or 0), driver=pynvml.nvmlSystemGetDriverVersion(),
         power_limit_w=power_limit_w,
     )  # fmt: skip
@@ -276,8 +269,8 @@ def _value(ask: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
-    bytes_by_pid = memory_of_processes(handle)
+def _holders(device: OpenDevice, used_bytes: int) -> tuple[str, ...]:
+    bytes_by_pid = device.memory_of_processes()
     if bytes_by_pid is None:
         hidden = ("programs that can't be named in a container or WSL",)
         return hidden if in_container() and used_bytes else ()

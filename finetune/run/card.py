@@ -120,8 +120,7 @@ def limit_card(plan: Plan) -> str:
     context, free = plan.card.context_bytes or 0, cuda.free_bytes()
     limit = max(0, plan.usable_bytes - context)
     # the Windows driver would spill to host memory
-    allowed = min(limit, free) if has_windows_driver() else limit
-    cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
+    cuda.limit_reserved(min(limit, free) if has_windows_driver() else limit)
     upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit
     needed = min(limit, upper_end) - plan.card.context_uncertainty_bytes
     if free >= needed:

@@ -97,10 +97,9 @@ def test_a_damaged_cache_is_the_same_as_none():
 
 
 def test_a_context_that_includes_other_programs_or_is_empty_is_not_recorded():
-    record_measurement("rtx-4090", 2 * GIB)
-    assert measured_context("rtx-4090") is None
-    with pytest.raises(ValueError, match="never empty"):
-        record_measurement("rtx-4090", 0)
+    for count in (2 * GIB, 0):
+        record_measurement("rtx-4090", count)
+        assert measured_context("rtx-4090") is None
 
 
 @pytest.mark.parametrize(

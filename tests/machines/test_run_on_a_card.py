@@ -224,7 +224,7 @@ def test_a_run_with_that_cap_ends_out_of_memory_or_finishes(machine, make_run, c
 
     def reserve(calls):
         limits = [arguments[0] for name, *arguments in calls if name == "limit_reserved"]
-        if needed > limits[-1] * plan.card.total_bytes:
+        if needed > limits[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     card(plan, broken={"reset_peak": reserve})
