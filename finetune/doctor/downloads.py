@@ -8,14 +8,13 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 from finetune.data.sources import Source, sources_of
 from finetune.doctor.findings import Finding
 from finetune.errors import FinetuneError, ModelError
 from finetune.hub import is_switched_off
-from finetune.model.configuration import model_file, resolve_model_path
+from finetune.model.configuration import CONFIG, model_file, resolve_model_path
 from finetune.model.weights import INDEX, file_problem, weight_files
 from finetune.settings import Recipe
 
@@ -70,7 +69,7 @@ def check_model(recipe: Recipe) -> Finding:
         source = resolve_model_path(recipe)
     except FinetuneError as error:
         return Finding("model", "fail", " ".join(error.problems), error.fix)
-    missing = _missing(lambda file: path if (path := model_file(recipe, file)) and path.is_file() else None)
+    missing = _missing(recipe)
     if Path(source).is_dir():
         if missing:
             return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
@@ -126,23 +125,18 @@ def _source_finding(source: Source) -> Finding:
     return Finding("data", "warn", f"{source.name}: a hub dataset that is not in the cache", fix)
 
 
-def _missing(find: Callable[[str], Path | None]) -> list[str]:
+def _missing(recipe: Recipe) -> list[str]:
     # cached files only: nothing is downloaded
-    missing = [] if find("config.json") else ["config.json is missing"]
-    if not any(find(file) for file in _TOKENIZERS):
-        missing.append("its tokenizer is missing")
-    index = find(INDEX)
+    config = model_file(recipe, CONFIG)
+    if config is None or not config.is_file():
+        return [f"{CONFIG} is missing"]
+    folder = config.parent
+    missing = [] if any((folder / name).is_file() for name in _TOKENIZERS) else ["its tokenizer is missing"]
     try:
-        files = weight_files(index.parent) if index else ["model.safetensors"]
+        names = weight_files(folder) or ["model.safetensors"]
     except ModelError:
         return [*missing, f"{INDEX} can't be read"]
-    for file in files:
-        path = find(file)
-        if path is None:
-            missing.append(f"{file} is missing")
-        elif problem := file_problem(path):
-            missing.append(f"{file} {problem}")
-    return missing
+    return missing + [f"{name} {problem}" for name in names if (problem := file_problem(folder / name))]
 
 
 def _datasets_cache(name: str) -> Path:

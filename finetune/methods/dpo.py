@@ -71,10 +71,6 @@ class Dpo(TrainingMethod):
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
-def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return -logsigmoid(beta * (chosen - rejected))
-
-
 def _robust(beta: float, chosen: Any, rejected: Any, _: Any, __: Any, swapped: float) -> torch.Tensor:
     # unbiased where a share `swapped` of the pairs is in the wrong order (Chowdhury et al., 2024)
     in_order, in_wrong_order = (-logsigmoid(sign * beta * (chosen - rejected)) for sign in (1, -1))
@@ -86,24 +82,13 @@ def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_t
     return (chosen / chosen_tokens - rejected / rejected_tokens - 1 / (2 * beta)) ** 2
 
 
-def _hinge(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return (1 - beta * (chosen - rejected)).relu()
-
-
-def _apo_zero(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
-
-
-def _apo_down(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid()
-
-
-def _sppo_hard(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
-
-
 #: `loss_type` -> losses of pairs, from beta, log-ratios and tokens of the chosen and rejected answers, and label_smoothing.
 PREFERENCE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "sigmoid": _sigmoid, "robust": _robust, "ipo": _ipo, "hinge": _hinge, "apo_zero": _apo_zero, "apo_down": _apo_down,
-    "sppo_hard": _sppo_hard,
-}  # fmt: skip
+    "sigmoid": lambda beta, chosen, rejected, *_: -logsigmoid(beta * (chosen - rejected)),
+    "robust": _robust,
+    "ipo": _ipo,
+    "hinge": lambda beta, chosen, rejected, *_: (1 - beta * (chosen - rejected)).relu(),
+    "apo_zero": lambda beta, chosen, rejected, *_: 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid(),
+    "apo_down": lambda beta, chosen, rejected, *_: (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid(),
+    "sppo_hard": lambda beta, chosen, rejected, *_: (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2,
+}

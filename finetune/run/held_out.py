@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.files import read_json, write_json
+from finetune.files import write_json
 from finetune.run.directory import RunDirectory
+from finetune.serialise import read_own, to_json
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,14 @@ def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: lis
     """Write the row losses and their mean over batches. Raises OSError."""
     path = run.path / "evaluations" / f"held-out-{step}.json"
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"mean": mean, "losses": [loss for loss, _ in rows], "tokens": [tokens for _, tokens in rows]})
+    losses, tokens = zip(*rows, strict=True) if rows else ((), ())
+    write_json(path, to_json(RowLosses(step, math.nan if mean is None else mean, losses, tokens)))
 
 
 def row_losses_of(run: RunDirectory) -> list[RowLosses]:
     """Return the saved held-out losses of an arm by step."""
-    entries = []
-    for path in (run.path / "evaluations").glob("held-out-*.json"):
-        try:
-            values, step = read_json(path, dict), int(path.stem.rpartition("-")[2])
-            mean = math.nan if values["mean"] is None else float(values["mean"])
-            entries.append(RowLosses(step, mean, tuple(map(float, values["losses"])), tuple(map(int, values["tokens"]))))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return sorted(entries, key=lambda entry: entry.step)
+    entries = (read_own(path, RowLosses) for path in (run.path / "evaluations").glob("held-out-*.json"))
+    return sorted(filter(None, entries), key=lambda entry: entry.step)
 
 
 def lowest(curve: Iterable[RowLosses]) -> RowLosses | None:
