@@ -23,7 +23,7 @@ def cards_here() -> list[tuple[str, str]]:
 def choose_device(
     gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = ""
 ) -> tuple[Device, str, tuple[str, str]]:
-    """Return the fastest GPU among the emptiest, why this GPU, and why torch can't use it with the fix. Raises NoCard."""
+    """Return the fastest GPU among the emptiest, the reason, and torch's problem with its fix. Raises NoCard."""
     try:
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()

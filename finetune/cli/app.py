@@ -12,6 +12,7 @@ import typer
 from finetune.errors import exit_code_causes
 from finetune.evaluate.scorers import SCORES
 from finetune.export.targets import GGUF_TYPES, LAYOUTS
+from finetune.requirements import refuse_missing_extra
 
 # pretty_exceptions_enable: `entry` prints errors itself
 cli = typer.Typer(
@@ -25,12 +26,14 @@ cli = typer.Typer(
 
 def command(
     group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
-    rare: str = "",
+    rare: str = "", extra: str = "",
 ) -> None:  # fmt: skip
     """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters only in --help-all."""
 
     def call(context: typer.Context, **options: Any) -> Any:
         options.pop("help_all", None)
+        if extra:
+            refuse_missing_extra(extra, f"finetune {name}")
         # imported when the command runs: --help and wrong usage import no torch
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
@@ -148,7 +151,7 @@ command(
     "Without values, tries five learning rates around the recommended one. Arms that fall behind are stopped early. "
     "Ctrl-C stops the sweep; to continue it, give its folder. Needs the extra `sweep`.",
     "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
-    "sweep runs/tiny-1a2b3c4d-sweep"
+    "sweep runs/tiny-1a2b3c4d-sweep", extra="sweep"
 )
 command(
     START, "recipes", "recipes.show_recipes", "List, show or copy recipes; list all settings or known models.",
@@ -176,7 +179,7 @@ command(
         option("runs", "Folder with the runs.", "runs"),
         option("allow_host", "Additional host name that browsers may use.", [], list[str]),
     ],
-    "The link contains a token. Ctrl-C stops the page; runs continue.", "ui"
+    "The link contains a token. Ctrl-C stops the page; runs continue.", "ui", extra="ui"
 )
 command(
     RUNS, "runs", "runs.change_runs", "List, show, delete or rename runs.",

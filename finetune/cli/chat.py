@@ -127,9 +127,20 @@ class _Chat:
     def _answer(self, model: str, question: str, turns: list[dict[str, Any]]) -> None:
         from finetune.evaluate.answer_stream import stream_answer
 
+        was_thought = False
+
+        def show(piece: str, is_thought: bool) -> None:
+            nonlocal was_thought
+            if self.as_json:
+                return
+            if was_thought and not is_thought:
+                print("\n")
+            was_thought, text = is_thought, escape(printable(piece))  # a model may write escape sequences
+            out.print(f"[dim]{text}[/]" if is_thought else text, end="", soft_wrap=True, highlight=False)
+
         with self.answerer.using(model), _stop_on_ctrl_c() as stopped:
             reply, answer = stream_answer(
-                self.answerer, turns, _PiecePrinter(quiet=self.as_json), tools=self.tools or None, pictures=self.sent_pictures,
+                self.answerer, turns, show, tools=self.tools or None, pictures=self.sent_pictures,
                 max_new_tokens=self.max_new_tokens, sampling=self.sampling, stopped=stopped,
             )  # fmt: skip
         turns.append(assistant_message(answer))
@@ -163,20 +174,6 @@ class _Chat:
             note = " ".join([*error.problems, error.fix]).strip()
         if not self.as_json:
             err.print(f"[dim]{escape(note)}[/]")
-
-
-class _PiecePrinter:
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._in_thought = quiet, False
-
-    def __call__(self, piece: str, is_thought: bool) -> None:
-        if self._quiet:
-            return
-        if self._in_thought and not is_thought:
-            print("\n")
-        self._in_thought = is_thought
-        text = printable(piece)  # a model may write escape sequences
-        out.print(f"[dim]{escape(text)}[/]" if is_thought else escape(text), end="", soft_wrap=True, highlight=False)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.markup import escape
 
@@ -18,16 +18,14 @@ from finetune.card.visible import environment_with_gpus, hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
+from finetune.cli.ui import page_command
 from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, FinetuneError, RecipeError
 from finetune.privacy import keep_private
 from finetune.recipe.load import load_changes
-from finetune.requirements import refuse_missing_extra
+from finetune.settings import Recipe
+from finetune.sweep.sweep import JOURNAL, LOCK, LOG, RULE, STOP, Sweep, create_sweep, drive, label, open_sweep
 from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
-    from finetune.sweep.sweep import Sweep
 
 _POLL_S = 0.3
 #: Seconds that the detached process gets to start.
@@ -44,9 +42,6 @@ def sweep_command(
     """Start, continue, `stop` or `show` a sweep."""
     if alone:  # planning the arms would open a CUDA context
         hide_gpus()
-    refuse_missing_extra("sweep", "finetune sweep")
-    from finetune.sweep.sweep import JOURNAL, LOG, STOP, open_sweep
-
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
         if overrides or budget:
@@ -78,8 +73,6 @@ def sweep_command(
 def _created(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, quiet: bool
 ) -> Sweep:
-    from finetune.sweep.sweep import create_sweep
-
     if source and "=" in source and not Path(source).exists():  # finetune sweep --model X learning_rate=1e-4,2e-4
         overrides, source = [source, *overrides], None
 
@@ -137,8 +130,6 @@ def _seconds_of(text: str) -> float:
 
 
 def _start(sweep: Sweep, log: Path) -> None:
-    from finetune.sweep.sweep import STOP
-
     (sweep.path / STOP).unlink(missing_ok=True)
     with log.open("ab") as output:
         # -P: no module of the working directory shadows an import
@@ -153,8 +144,6 @@ def main() -> int:
     """Run the detached process."""
     keep_private()
     ignore_hangup()
-    from finetune.sweep.sweep import JOURNAL, LOCK, drive, open_sweep
-
     path = Path(sys.argv[1])
     lock = take_lock(path / LOCK, wait_s=1)
     if lock is None:  # another process drives this sweep
@@ -171,8 +160,6 @@ def main() -> int:
 
 
 def _follow(sweep: Sweep, lines: IO[str], as_json: bool) -> int:
-    from finetune.sweep.sweep import STOP
-
     stop_request = sweep.path / STOP
     with caught_interrupts() as interrupts:
         while True:
@@ -191,8 +178,6 @@ def _follow(sweep: Sweep, lines: IO[str], as_json: bool) -> int:
 
 
 def _print_arms(sweep: Sweep) -> None:
-    from finetune.sweep.sweep import RULE, label
-
     arms, facts = sweep.study.trials, sweep.study.user_attrs
     out.print(f"[bold]{escape(str(sweep.path))}[/]: {len(arms)} arms, {facts['steps']:,} steps each")
     for arm in arms:
@@ -215,9 +200,6 @@ def _print_state(sweep: Sweep, as_json: bool) -> int:
 
 
 def _print_result(sweep: Sweep, as_json: bool) -> int:
-    from finetune.cli.ui import page_command
-    from finetune.sweep.sweep import label
-
     report = sweep.path / "report.html"
     command = [*page_command(".report"), str(report), str(sweep.path)]
     process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

@@ -13,7 +13,6 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import CommandError, FinetuneError
 from finetune.events import read_events
-from finetune.requirements import refuse_missing_extra
 from finetune.run.accuracy import outcome
 from finetune.run.best import compare_held_out
 from finetune.run.directory import RunDirectory, open_run
@@ -28,7 +27,6 @@ def page_command(module: str = "") -> list[str]:
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
     """Become the page."""
-    refuse_missing_extra("ui", "the page")
     names = [part for name in allow_host for part in ("--allow-host", name)]
     return exec_command([*page_command(), "--host", host, "--port", str(port), "--runs", runs, *names])
 

@@ -78,18 +78,15 @@ class Launcher:
             return code
         cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
         silent = [str(local) for local in ranks if local not in endings]
+        message, resume = "", f"with: finetune resume {self.run}"
         if silent and cause["exit_code"] == FAILED:  # lost connections of the remaining ranks follow from the kill
-            processes = f"process {', '.join(silent)} of {self.local_world_size}"
-            resume = f"resume from the last checkpoint with: finetune resume {self.run}"
-            message = f"{processes} was killed (often: out of host memory), see {self.log}; {resume}"
-            emit(State(state="failed", exit_code=FAILED, message=message))
+            reason = f"process {', '.join(silent)} of {self.local_world_size} was killed (often: out of host memory)"
+            message = f"{reason}, see {self.log}; resume from the last checkpoint {resume}"
         elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
             # any process on any machine may have failed first: the remaining processes only report a lost connection
             reason = f"a process ended, or its machine could not be reached ({cause['event'].get('message', '')[:200]})"
-            message = f"{reason}, see log.txt on each machine; resume on every machine with: finetune resume {self.run}"
-            emit(State(state="failed", exit_code=FAILED, message=message))
-        else:
-            emit(event_from(cause["event"]))
+            message = f"{reason}, see log.txt on each machine; resume on every machine {resume}"
+        emit(State(state="failed", exit_code=FAILED, message=message) if message else event_from(cause["event"]))
         return int(cause["exit_code"])
 
 

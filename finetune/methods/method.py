@@ -57,22 +57,19 @@ class TrainingMethod(ABC):
     @contextmanager
     def as_reference(self, model: Any) -> Iterator[None]:
         """Temporarily restore the model from before training, for passes without gradients."""
-        # precomputed before the first step, when the adapter is still the reference
-        if not self.reference_copies and self.settings.adapter_name_or_path is not None:
-            yield
-            return
-        if not self.reference_copies:
-            # a new adapter: the base model is the reference
+        if self.reference_copies:
+            parameters = _trainable(model)
+            trained = [parameter.data for parameter in parameters]
+            _set_data(parameters, self.reference_copies)
+            try:
+                yield
+            finally:
+                _set_data(parameters, trained)
+        elif self.settings.adapter_name_or_path is None:  # a new adapter: the base model is the reference
             with getattr(model, "module", model).disable_adapter():
                 yield
-            return
-        parameters = _trainable(model)
-        trained = [parameter.data for parameter in parameters]
-        _set_data(parameters, self.reference_copies)
-        try:
+        else:  # precomputed before the first step, when the adapter is still the reference
             yield
-        finally:
-            _set_data(parameters, trained)
 
     def collator(self, answers: Collator) -> Collator | None:
         """Return a collator based on the collator of single answers; None for that collator itself."""

@@ -188,9 +188,12 @@ class RunCallback(TrainerCallback):
         elif message := others_warning(memory, self._before):
             self._before = memory
             self._events.warn(message)
-        self._check_finite(state.global_step, logs, control)
-        self._check_collapse(state.global_step, tokens, control)
-        self._check_spike(state.global_step, logs["loss"], control)
+        self._check_finite(state.global_step, logs)
+        self._check_collapse(state.global_step, tokens)
+        self._check_spike(state.global_step, logs["loss"])
+        if self.diverged or self.spike:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
         self._compare(state, memory)
         self._history.after_step(memory, state.global_step, state.max_steps)
 
@@ -247,16 +250,15 @@ class RunCallback(TrainerCallback):
             if message := excess_warning(self.trainer.plan, check):
                 self._events.warn(message)
 
-    def _check_spike(self, step: int, loss: float, control: Any) -> None:
+    def _check_spike(self, step: int, loss: float) -> None:
         factor = self.trainer.plan.settings.loss_spike_factor
         if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
             usual = statistics.median(self._losses)
             if loss > factor * usual:
                 self.spike = f"loss {loss:.4g} at step {step} is {loss / usual:.1f} times the recent median {usual:.4g}"
-                _end_now(control)
         self._losses.append(loss)
 
-    def _check_finite(self, step: int, logs: dict[str, Any], control: Any) -> None:
+    def _check_finite(self, step: int, logs: dict[str, Any]) -> None:
         skipped = self.trainer.accelerator.optimizer_step_was_skipped
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         for name in ("loss", "grad_norm"):
@@ -266,18 +268,11 @@ class RunCallback(TrainerCallback):
                 continue
             if value is not None and not math.isfinite(value):
                 self.diverged = f"{name} is {value} at step {step}."
-                _end_now(control)
 
-    def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
+    def _check_collapse(self, step: int, counts: dict[str, Any]) -> None:
         # preference losses only push rejected answers below chosen ones: both can become unlikely
         collapse = self.trainer.method.collapse(counts)
         self.collapsed_steps = self.collapsed_steps + 1 if collapse else 0
         if self.collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
             self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."
-            _end_now(control)
-
-
-def _end_now(control: Any) -> None:
-    control.should_training_stop = True
-    control.should_save = control.should_evaluate = False

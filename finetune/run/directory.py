@@ -44,48 +44,27 @@ class RunDirectory:
 
     path: Path
 
-    #: The recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run.
-    recipe = _Entry("recipe.yaml")
-    #: The plan: every setting resolved, with reasons, and the forecast.
-    plan = _Entry("plan.json")
-    #: The events, one JSON object per line.
-    events = _Entry("events.jsonl")
-    #: Settings that retries have changed.
-    adjustments = _Entry("adjustments.json")
-    #: The forecast for the adjusted settings, and these settings.
-    adjusted_forecast = _Entry("adjusted_forecast.json")
-    #: Exists while a command waits for the CUDA allocator's history.
-    snapshot_request = _Entry("snapshot-request")
-    #: Exists after a request to end the run after its step, with a result.
-    finish_request = _Entry("finish-request")
-    #: Disk space that the supervisor frees to write the last events on a full disk.
-    reserve = _Entry(".reserve")
-    #: Output of the training process.
-    log = _Entry("log.txt")
-    #: Process ids with their start times.
-    process = _Entry("process.json")
-    #: Exists in an arm of a sweep: the run keeps the held-out loss of each row.
-    arm = _Entry("arm")
-    #: Lock file of the supervisor.
-    lock = _Entry("lock")
-    #: Lock file of the training process, which may outlive its supervisor.
-    worker_lock = _Entry("worker.lock")
-    #: Requests to stop: a line per request on Windows, elsewhere one line when the first signal was sent.
-    stop_requests = _Entry("stop")
-    #: Lock file of a command that requests a stop.
-    stop_lock = _Entry("stop.lock")
-    #: The tokenised rows.
-    data = _Entry("data")
-    #: Sealed checkpoints, `checkpoint-<step>`.
-    checkpoints = _Entry("checkpoints")
-    #: The adapter that training continued from; absent after a start with a new adapter.
-    base_adapter = _Entry("origin")
-    #: The result: adapter, tokenizer and plan; of the best step, with held-out rows.
-    adapter = _Entry("adapter")
-    #: The last step's adapter, when the best step is an earlier step.
-    last_adapter = _Entry("adapter-last")
-    #: Files of TensorBoard, W&B and Trackio.
-    trackers = _Entry("trackers")
+    recipe = _Entry("recipe.yaml")  # the recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run
+    plan = _Entry("plan.json")  # the plan: every setting resolved, with reasons, and the forecast
+    events = _Entry("events.jsonl")  # the events, one JSON object per line
+    adjustments = _Entry("adjustments.json")  # settings that retries have changed
+    adjusted_forecast = _Entry("adjusted_forecast.json")  # the forecast for the adjusted settings, and these settings
+    snapshot_request = _Entry("snapshot-request")  # exists while a command waits for the CUDA allocator's history
+    finish_request = _Entry("finish-request")  # exists after a request to end the run after its step, with a result
+    reserve = _Entry(".reserve")  # disk space that the supervisor frees to write the last events on a full disk
+    log = _Entry("log.txt")  # output of the training process
+    process = _Entry("process.json")  # process ids with their start times
+    arm = _Entry("arm")  # exists in an arm of a sweep: the run keeps the held-out loss of each row
+    lock = _Entry("lock")  # lock file of the supervisor
+    worker_lock = _Entry("worker.lock")  # lock file of the training process, which may outlive its supervisor
+    stop_requests = _Entry("stop")  # requests to stop: a line for each on Windows, elsewhere a line after the first signal
+    stop_lock = _Entry("stop.lock")  # lock file of a command that requests a stop
+    data = _Entry("data")  # the tokenised rows
+    checkpoints = _Entry("checkpoints")  # sealed checkpoints, `checkpoint-<step>`
+    base_adapter = _Entry("origin")  # the adapter that training continued from; absent after a start with a new adapter
+    adapter = _Entry("adapter")  # the result: adapter, tokenizer and plan; of the best step, with held-out rows
+    last_adapter = _Entry("adapter-last")  # the last step's adapter, when the best step is an earlier step
+    trackers = _Entry("trackers")  # files of TensorBoard, W&B and Trackio
 
     def snapshot(self, moment: str) -> Path:
         """Return the file of a CUDA memory history: `peak`, `now`, `out-of-memory` or `end`."""

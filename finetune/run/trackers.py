@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,17 @@ class Trackers:
 
     def _start(self, step: int) -> None:
         settings, facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
-        attempt = _Attempt(self._run, step, {**settings.model_dump(mode="json"), **facts, **self._forecast})
+        group = self._run.path.resolve().name
+        # W&B and Trackio can't undo steps: a resumed run is a new run in the same group
+        run: dict[str, Any] = {"name": f"{group}-from-{step}" if step else group, "group": group}
+        run["config"] = {**settings.model_dump(mode="json"), **facts, **self._forecast}
         for name in settings.report_to:
-            self._guarded(name, lambda name: self._open.update({name: _OPEN[name](attempt)}), name)
+            self._guarded(name, self._open_tracker, name, step, run)
+
+    def _open_tracker(self, name: str, step: int, run: dict[str, Any]) -> None:
+        folder = self._run.trackers.resolve() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open[name] = _OPEN[name](folder, step, run)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         for name, (log, _) in list(self._open.items()):
@@ -90,33 +98,12 @@ def _values(event: Step | Evaluation, names: dict[str, str], prefix: str) -> dic
     return fields | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    run: RunDirectory
-    step: int
-    config: dict[str, Any]
-
-    @property
-    def group(self) -> str:
-        return self.run.path.resolve().name
-
-    @property
-    def name(self) -> str:
-        # W&B and Trackio can't undo steps: a resumed run is a new run in the same group
-        return f"{self.group}-from-{self.step}" if self.step else self.group
-
-    def folder(self, name: str) -> Path:
-        folder = self.run.trackers.resolve() / name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-
-def _open_tensorboard(attempt: _Attempt) -> _Tracker:
+def _open_tensorboard(folder: Path, step: int, run: dict[str, Any]) -> _Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    hidden_from = attempt.step + 1 if attempt.step else None  # a resumed run repeats the steps after its checkpoint
-    writer = SummaryWriter(str(attempt.folder("tensorboard")), purge_step=hidden_from)
-    writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
+    # a resumed run repeats the steps after its checkpoint
+    writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+    writer.add_text("plan", f"```json\n{json.dumps(run['config'], indent=1)}\n```", step)
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -126,32 +113,28 @@ def _open_tensorboard(attempt: _Attempt) -> _Tracker:
     return log, lambda _: writer.close()
 
 
-def _open_wandb(attempt: _Attempt) -> _Tracker:
-    folder = str(attempt.folder("wandb"))
+def _open_wandb(folder: Path, step: int, run: dict[str, Any]) -> _Tracker:
     os.environ |= {
         "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "300",
-        "WANDB_DIR": str(attempt.run.trackers.resolve()), "WANDB_CACHE_DIR": f"{folder}/cache",
-        "WANDB_DATA_DIR": f"{folder}/data", "WANDB_PROJECT": _PROJECT, **os.environ,
+        "WANDB_DIR": str(folder.parent), "WANDB_CACHE_DIR": f"{folder}/cache", "WANDB_DATA_DIR": f"{folder}/data",
+        "WANDB_PROJECT": _PROJECT, **os.environ,
     }  # fmt: skip
     import wandb
 
-    run = wandb.init(name=attempt.name, group=attempt.group, config=attempt.config)
-    run.summary.update({name: value for name, value in attempt.config.items() if name.startswith("forecast/")})
-    return run.log, lambda code: run.finish(exit_code=code)
+    opened = wandb.init(**run)
+    opened.summary.update({name: value for name, value in run["config"].items() if name.startswith("forecast/")})
+    return opened.log, lambda code: opened.finish(exit_code=code)
 
 
-def _open_trackio(attempt: _Attempt) -> _Tracker:
-    os.environ.setdefault("TRACKIO_DIR", str(attempt.folder("trackio")))  # read by Trackio at import
+def _open_trackio(folder: Path, step: int, run: dict[str, Any]) -> _Tracker:
+    os.environ.setdefault("TRACKIO_DIR", str(folder))  # read by Trackio at import
     import trackio
 
-    run = trackio.init(
-        _PROJECT, name=attempt.name, group=attempt.group, config=attempt.config, embed=False,
-        auto_log_gpu=False, auto_log_cpu=False,
-    )  # fmt: skip
-    return run.log, lambda _: run.finish()
+    opened = trackio.init(_PROJECT, **run, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    return opened.log, lambda _: opened.finish()
 
 
 #: By name; `Trackers` in settings/schema.py lists the names for recipes.
-_OPEN: dict[str, Callable[[_Attempt], _Tracker]] = {
+_OPEN: dict[str, Callable[[Path, int, dict[str, Any]], _Tracker]] = {
     "tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio,
 }  # fmt: skip

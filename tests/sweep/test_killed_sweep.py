@@ -8,7 +8,7 @@ import pytest
 from optuna.trial import Trial
 
 from finetune import requirements
-from finetune.cli.sweep import sweep_command
+from finetune.cli.app import cli
 from finetune.errors import CommandError, DoesNotFit, FinetuneError, PackagesError
 from finetune.events import Step, read_events
 from finetune.files import write_json
@@ -139,4 +139,4 @@ def test_a_journal_that_ends_in_half_a_line_is_read_and_a_damaged_one_is_an_erro
 def test_without_optuna_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setattr(requirements.metadata, "requires", lambda _: ['no-such-optuna>=4.3; extra == "sweep"'])
     with pytest.raises(PackagesError, match=r"(?s)finetune sweep needs no-such-optuna.*pip install 'no-such-optuna>=4.3'"):
-        sweep_command("tiny-cpu", [], model=None, data=None, budget=None, detach=False, stop=False, show=False, as_json=False)
+        cli(["sweep", "tiny-cpu"], standalone_mode=False)
