@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,8 +39,10 @@ def installed_version(name: str) -> str | None:
 
 
 def packages(extra: str = "") -> list[Package]:
-    """Return finetune's requirements. Raises PackageNotFoundError."""
-    parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    """Return finetune's requirements; none in a checkout without `pip install`, which has no bounds."""
+    parsed = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
     return [Package(item, installed_version(item.name)) for item in needed]
 
@@ -51,22 +54,14 @@ def how_to_install(wrong: list[Package]) -> str:
 
 def refuse_other_versions(names: Collection[str]) -> None:
     """Raise PackagesError if a package is missing or unsupported."""
-    try:
-        wrong = [package for package in packages() if package.requirement.name in names and not package.fits]
-    except metadata.PackageNotFoundError:  # a checkout without `pip install` has no bounds
-        return
-    if wrong:
+    if wrong := [package for package in packages() if package.requirement.name in names and not package.fits]:
         fix = f"Forecasts hold for supported versions only. Run: {how_to_install(wrong)}"
         raise PackagesError([str(package) for package in wrong], fix)
 
 
 def refuse_missing_extra(extra: str, subject: str) -> None:
     """Raise PackagesError if packages of an extra are missing."""
-    try:
-        missing = [package for package in packages(extra=extra) if package.installed is None]
-    except metadata.PackageNotFoundError:
-        return
-    if missing:
+    if missing := [package for package in packages(extra=extra) if package.installed is None]:
         names = ", ".join(package.requirement.name for package in missing)
         problem = f"{subject} needs {names}, which is not installed (the extra '{extra}' of {DISTRIBUTION})"
         raise PackagesError(problem, f"Install it: {how_to_install(missing)}")

@@ -167,9 +167,13 @@ class _Copies(dict[int, Any]):
         super().__init__()
         self._device, self._keep_meta = device, keep_meta
 
-    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+    def add(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self:  # shared
+            return
         device = "meta" if tensor.is_meta and self._keep_meta else self._device
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        self[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
 
 def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Module:
@@ -182,7 +186,7 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
         part = "adapters" if has_adapters and parameter.requires_grad else "weights"
         tracker.layer = layer_number(name)
         with tracker.tagging(part):
-            _copy_parameter(parameter, copies)
+            copies.add(parameter)
         if part == "weights":
             tracker.recording.weights[tracker.layer] += parameter.nbytes
     tracker.layer = None
@@ -194,7 +198,7 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model without its weights."""
     copies = _Copies(device="meta")
     for parameter in model.parameters():
-        _copy_parameter(parameter, copies)
+        copies.add(parameter)
     return _copy_modules(model, copies)
 
 
@@ -202,11 +206,11 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
     # buffers, and tensors in attributes such as the QuantState of a 4-bit weight, must not be copied with their bytes
     parameters = list(model.parameters())
     for buffer in model.buffers():
-        _copy_tensor(buffer, copies)
+        copies.add(buffer)
     for owner in (*model.modules(), *parameters):
         for value in vars(owner).values():
             for tensor in _tensors_of(value):
-                _copy_tensor(tensor, copies)
+                copies.add(tensor)
     copied: Any = copy.deepcopy(model, copies)
     for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
         for name, value in vars(parameter).items():
@@ -214,11 +218,6 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
     if "_original_forward" in vars(copied):  # accelerate's own is a closure over the original's
         copied.forward = copied._original_forward
     return copied  # type: ignore[no-any-return]
-
-
-def _copy_parameter(parameter: torch.nn.Parameter, copies: _Copies) -> None:
-    if id(parameter) not in copies:  # else shared
-        copies[id(parameter)] = torch.nn.Parameter(copies.empty(parameter), requires_grad=parameter.requires_grad)
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -230,8 +229,3 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif type(value).__name__ == "QuantState":
         for item in vars(value).values():
             yield from _tensors_of(item)
-
-
-def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> None:
-    if id(tensor) not in copies:
-        copies[id(tensor)] = copies.empty(tensor)

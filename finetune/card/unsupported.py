@@ -28,16 +28,8 @@ _OTHERS = (
         "Apple's chips have no CUDA, which 4-bit training and the forecast need",
         "MLX (mlx-lm) trains LoRA adapters on them.",
     ),
-    (
-        r"intel|\barc\b|iris|\b[ab](3[18]0|5[78]0|7[57]0)m?$",
-        "an Intel GPU needs torch's XPU build, which is not tested",
-        "",
-    ),
-    (
-        r"jetson|orin|xavier|gb10|dgx.?spark",
-        "its memory is shared by CPU and GPU, which the forecast does not support",
-        "",
-    ),
+    (r"intel|\barc\b|iris|\b[ab](3[18]0|5[78]0|7[57]0)m?$", "an Intel GPU needs torch's XPU build, which is not tested", ""),
+    (r"jetson|orin|xavier|gb10|dgx.?spark", "its memory is shared by CPU and GPU, which the forecast does not support", ""),
     (r"\btpu\b|\bv[2-6]e?-\d+$|trillium", "a TPU has no CUDA, which 4-bit training and the forecast need", ""),
     (r"colab|kaggle", "this is a service, not a GPU", "Its free GPU is a Tesla T4: gpu=t4."),
 )

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ QUANTISATION_ERRORS = 0.045, 0.18
 
 def check_packages() -> Finding:
     """Check the versions of the dependencies."""
-    try:
-        every = packages(extra="ui")
-    except PackageNotFoundError:
+    every = packages(extra="ui")
+    if not every:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source, not installed, so versions are not checked", fix)
     # the page's dependencies count only where they are installed

@@ -212,10 +212,7 @@ class RunTrainer(SFTTrainer):
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         # arms of a sweep are compared row by row
         is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
-        with (
-            self.measured_phase("evaluate"),
-            recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows,
-        ):
+        with self.measured_phase("evaluate"), recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows:
             metrics = super().evaluate(*arguments, **named)
         if rows is not None:
             write_row_losses(self.run, self.state.global_step, metrics.get("eval_loss"), rows)

@@ -70,11 +70,7 @@ def test_a_port_in_use_is_found_and_another_one_proposed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("system", "release", "state"),
-    [
-        ("Linux", "6.8.0-generic", "ok"),
-        ("Linux", "5.15.167.4-microsoft-standard-WSL2", "warn"),
-        ("Windows", "11", "warn"),
-    ],
+    [("Linux", "6.8.0-generic", "ok"), ("Linux", "5.15.167.4-microsoft-standard-WSL2", "warn"), ("Windows", "11", "warn")],
 )
 def test_on_systems_that_fall_back_to_system_memory_the_setting_is_named(system, release, state, monkeypatch):
     monkeypatch.setattr("platform.system", lambda: system)

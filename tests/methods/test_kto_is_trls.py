@@ -9,12 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.methods.test_dpo_is_trls import assert_same_gradients, compute, gradients, method_with, trained_by_trl
 
 #: Prompt and answer as vocabulary, of uneven lengths, and whether it is good.
-ROWS = [
-    ("w3 w4 w5", "w6 w7", True),
-    ("w12", "w13 w14 w15 w16 w17", False),
-    ("w9 w8", "w7", True),
-    ("w30", "w32 w33", False),
-]
+ROWS = [("w3 w4 w5", "w6 w7", True), ("w12", "w13 w14 w15 w16 w17", False), ("w9 w8", "w7", True), ("w30", "w32 w33", False)]
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,7 @@ from finetune.planner.plan import read_plan
 from finetune.run import control
 from finetune.run.directory import RunDirectory, create, list_runs, open_run
 from finetune.run.retry import adjust, adjusted_plan
-from finetune.run.state import (
-    is_alive,
-    is_recorded_process,
-    living_processes,
-    process_record,
-    read_state,
-)
+from finetune.run.state import is_alive, is_recorded_process, living_processes, process_record, read_state
 from finetune.system import take_lock
 
 
