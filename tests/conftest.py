@@ -43,6 +43,19 @@ def of_all_processes(tmp_path_factory, name):
     return folder
 
 
+@pytest.fixture
+def cached_model(monkeypatch, tmp_path):
+    """The bundled model in a hub cache as owner/name; the folder of its snapshot."""
+    from finetune.bundled import model_path
+
+    repo = tmp_path / "hub" / "models--owner--name"
+    snapshot = Path(shutil.copytree(model_path("tiny"), repo / "snapshots" / ("a" * 40)))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
 @pytest.fixture(scope="session")
 def picture_model(tmp_path_factory):
     """picture_model(kind) -> the folder of a small model of images and text, saved once."""

@@ -2,8 +2,8 @@
 
 import http.server
 import json
-import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -86,63 +86,42 @@ def test_a_broken_token_is_not_shown_either(hub, monkeypatch):
     assert finding.state == "warn" and TOKEN not in json.dumps(finding.as_json())
 
 
-@pytest.fixture
-def cached(monkeypatch, tmp_path):
-    """The bundled model in a hub cache, under the name owner/name; returns its snapshot's folder."""
-    from finetune.bundled import model_path
-
-    cache = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    snapshot = cache / "models--owner--name" / "snapshots" / ("a" * 40)
-    shutil.copytree(model_path("tiny"), snapshot)
-    (cache / "models--owner--name" / "refs").mkdir()
-    (cache / "models--owner--name" / "refs" / "main").write_text("a" * 40)
-    return snapshot
-
-
 def test_the_bundled_model_and_data_work_offline():
     assert check_model(recipe()).state == "ok"
     assert [finding.state for finding in check_data(recipe())] == ["ok", "ok"]
 
 
-@pytest.fixture
-def broken(cached):
-    """broken(how): the snapshot, damaged."""
-    weights, shards = cached / "model.safetensors", {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
-
-    def shard():
-        (cached / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-        weights.rename(cached / shards["a"])
-
-    ways = {
-        "truncated": lambda: weights.write_bytes(weights.read_bytes()[:-1]), "empty": lambda: weights.write_bytes(b""),
-        "sharded": shard,
-    }  # fmt: skip
-    return lambda how: ways[how]() if how in ways else (cached / how).unlink()
+def split(weights):
+    """The first of two shards, and their index."""
+    shards = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate("ab", 1)}
+    (weights.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    weights.rename(weights.parent / shards["a"])
 
 
 @pytest.mark.parametrize(
-    ("how", "what"),
+    ("file", "damage", "what"),
     [
-        ("config.json", "config.json is missing"), ("model.safetensors", "model.safetensors is missing"),
-        ("tokenizer.json", "tokenizer is missing"), ("truncated", "is truncated"), ("empty", "truncated"),
-        ("sharded", "model-2-of-2.safetensors is missing"),
+        *((f"{name}.json", Path.unlink, f"{name}{end} is missing") for name, end in (("config", ".json"), ("tokenizer", ""))),
+        ("model.safetensors", Path.unlink, "model.safetensors is missing"),
+        ("model.safetensors", lambda weights: weights.write_bytes(weights.read_bytes()[:-1]), "is truncated"),
+        ("model.safetensors", lambda weights: weights.write_bytes(b""), "truncated"),
+        ("model.safetensors", split, "model-2-of-2.safetensors is missing"),
     ],
-)  # fmt: skip
-def test_a_missing_or_damaged_file_of_a_cached_model_is_named(broken, how, what):
-    broken(how)
+)
+def test_a_missing_or_damaged_file_of_a_cached_model_is_named(cached_model, file, damage, what):
+    damage(cached_model / file)
     finding = check_model(recipe(model_name_or_path="owner/name"))
     assert finding.state == "warn" and what in finding.what and "hf download owner/name" in finding.fix
 
 
-def test_another_revision_is_not_the_cached_one(cached):
+def test_another_revision_is_not_the_cached_one(cached_model):
     finding = check_model(recipe(model_name_or_path="owner/name", model_revision="b" * 40))
     assert finding.state == "warn" and f"--revision {'b' * 40}" in finding.fix
 
 
-def test_an_incomplete_local_model_is_a_failure(cached):
-    (cached / "model.safetensors").unlink()
-    assert check_model(recipe(model_name_or_path=str(cached))).state == "fail"
+def test_an_incomplete_local_model_is_a_failure(cached_model):
+    (cached_model / "model.safetensors").unlink()
+    assert check_model(recipe(model_name_or_path=str(cached_model))).state == "fail"
 
 
 def test_a_missing_file_of_rows_is_a_failure():

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 
-from finetune.bundled import model_path
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import ModelError, RecipeError
 from finetune.model.build import build_on_meta
@@ -17,19 +16,8 @@ from finetune.recipe import load_recipe
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def cached(monkeypatch, tmp_path):
-    """The bundled model in a hub cache; returns its name there."""
-    folder = tmp_path / "hub" / "models--owner--name"
-    shutil.copytree(model_path("tiny"), folder / "snapshots" / ("a" * 40))
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return "owner/name"
-
-
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_no_save_asks_for_the_base_models_vocabulary(make_run, train, cached, tmp_path, offline):
+def test_no_save_asks_for_the_base_models_vocabulary(make_run, train, cached_model, tmp_path, offline):
     asked = tmp_path / "asked"
 
     def on_a_machine_with_a_network():
@@ -39,7 +27,7 @@ def test_no_save_asks_for_the_base_models_vocabulary(make_run, train, cached, tm
         peft.utils.other.file_exists = lambda *_, **__: asked.touch()
         warnings.filterwarnings("error", message="Could not find a config file")
 
-    run = make_run(f"model_name_or_path={cached}", "max_steps=2")
+    run = make_run("model_name_or_path=owner/name", "max_steps=2")
     assert train(run, on_a_machine_with_a_network) == 0, run.log.read_text()[-2000:]
     assert (run.path / "adapter").is_dir() and not asked.exists()
 
@@ -52,18 +40,17 @@ class Model(LlamaForCausalLM): config_class, commit = Config, "{}"
 """
 
 
-def test_trusted_code_is_the_pinned_commits_also_after_a_newer_one_and_its_errors_have_a_fix(cached, tmp_path, monkeypatch):
+def test_trusted_code_is_the_pinned_commits_after_a_newer_one_and_its_errors_have_a_fix(cached_model, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "hub" / "models--owner--name"
-    pinned, newest = (folder / "snapshots" / (letter * 40) for letter in "ab")
+    pinned, newest = cached_model, cached_model.with_name("b" * 40)
     own = {"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (pinned / "config.json").write_text(json.dumps(json.loads((pinned / "config.json").read_text()) | own))
     shutil.copytree(pinned, newest)
     for snapshot in (pinned, newest):
         (snapshot / "code.py").write_text(CODE.format(snapshot.name[0]))
-    (folder / "refs" / "main").write_text(newest.name)
+    (pinned.parents[1] / "refs" / "main").write_text(newest.name)
     recipe = load_recipe(
-        "tiny-cpu", [f"model_name_or_path={cached}", "trust_remote_code=true", f"model_revision={pinned.name}"]
+        "tiny-cpu", ["model_name_or_path=owner/name", "trust_remote_code=true", f"model_revision={pinned.name}"]
     )
     assert build_on_meta(load_config(recipe), None, dtype=None, attention="sdpa").commit == "a"
     (pinned / "code.py").write_text("import no_such_package")

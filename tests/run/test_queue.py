@@ -4,7 +4,6 @@ import subprocess
 import sys
 import time
 
-from finetune.files import cache_dir
 from finetune.run.card_queue import Queue
 
 JOIN = "import sys, time; from pathlib import Path; from finetune.run.card_queue import Queue;"
@@ -55,16 +54,11 @@ def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
     assert second.ahead() == []
 
 
-def test_leaving_frees_the_place(tmp_path):
-    queue = Queue(CARD)
-    queue.join(tmp_path)
-    assert len(list(queue.folder.glob("*.json"))) == 1
-    queue.leave()
-    assert not list(queue.folder.glob("*.json"))
-
-
-def test_the_queue_stands_in_the_cache_folder_that_everything_else_uses(tmp_path, monkeypatch):
+def test_leaving_frees_the_place_in_the_users_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("FINETUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "finetune"
-    assert Queue(CARD).folder.is_relative_to(cache_dir())
+    queue, tickets = Queue(CARD), tmp_path / "finetune" / "queue"
+    queue.join(tmp_path)
+    assert len(list(tickets.glob("*.json"))) == 1
+    queue.leave()
+    assert not list(tickets.glob("*.json"))

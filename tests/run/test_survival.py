@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -84,17 +83,6 @@ def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_traine
     run = train.whole(make_run("max_steps=6", "lr_scheduler_type=constant"))
     killed = train.whole(copy_of(run, tmp_path / "killed", "adapter"))
     assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
-
-
-def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path):
-    pid = started_to(train, twin, 3, tmp_path / "asked")
-    os.kill(pid, signal.SIGTERM)
-    (tmp_path / "asked").touch()
-    assert train.wait(pid) == 143
-    assert read_state(twin).state == "paused"
-    assert train(twin) == 0
-    assert adapter_hash(twin) == adapter_hash(unbroken)
-    assert losses(twin) == losses(unbroken)
 
 
 def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, train, tmp_path):
