@@ -10,6 +10,7 @@ SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]
 
 #: Exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM.
 FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
+_CAUSES: dict[int, str] = {}
 
 
 class FinetuneError(Exception):
@@ -25,6 +26,8 @@ class FinetuneError(Exception):
     def __init_subclass__(cls, **facts: int | str) -> None:
         for name, value in facts.items():
             setattr(cls, name, value)
+        if cls.exit_code != FAILED:  # the help text names the internal error itself, and a class may inherit the code
+            _CAUSES[cls.exit_code] = cls.cause
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
         # one line each, all problems together: a user corrects a file in one go
@@ -109,10 +112,4 @@ class DiskFull(FinetuneError, exit_code=7, cause="disk", run_state="paused", tit
 
 def exit_code_causes() -> dict[int, str]:
     """Return the cause of each exit code."""
-    causes = {error.exit_code: error.cause for error in _kinds(FinetuneError)}
-    # the help text names the internal error itself, and a class may inherit the code
-    return {code: causes[code] for code in sorted(causes) if code != FAILED}
-
-
-def _kinds(error: type[FinetuneError]) -> list[type[FinetuneError]]:
-    return [kind for direct in error.__subclasses__() for kind in (direct, *_kinds(direct))]
+    return dict(sorted(_CAUSES.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -40,15 +39,11 @@ def track(model: torch.nn.Module | None = None, *, phase: str = "all") -> Iterat
     """
     tracker = MemoryTracker()
     tracker.phase, tracker.part = phase, "activations"
-    for tensor in _tensors_of(model) if model is not None else ():
-        with tracker.tagging("weights"):
-            tracker.track(tensor)
+    if model is not None:
+        gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        for tensor in (*model.parameters(), *model.buffers(), *gradients):
+            with tracker.tagging("weights"):
+                tracker.track(tensor)
     tracker.record()  # a peak even if the block allocates nothing
     with tracker:
         yield tracker
-
-
-def _tensors_of(model: Any) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    yield from (parameter.grad for parameter in model.parameters() if parameter.grad is not None)

@@ -91,7 +91,11 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         model.save_pretrained(str(building), safe_serialization=True)
     if not writes:
         return None
-    best = _best_earlier_step(trainer, run)
+    best = trainer.best if trainer.best and trainer.best.step != step else None
+    if best and (problems := _damage(run, best.step)):
+        message = unusable_best_message(best.step, "; ".join(problems[:3]))
+        trainer.events.warn(f"{message}; the result is the last step")
+        best = None
     if best is None:
         _finish(building, run.adapter, trainer, step, loss)
         shutil.rmtree(run.last_adapter, ignore_errors=True)
@@ -104,17 +108,6 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         step=best.step, path=run.adapter.name, eval_loss=best.loss,
         last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss,
     )  # fmt: skip
-
-
-def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep | None:
-    best = trainer.best
-    if best is None or best.step == trainer.state.global_step:
-        return None
-    if problems := _damage(run, best.step):
-        message = unusable_best_message(best.step, "; ".join(problems[:3]))
-        trainer.events.warn(f"{message}; the result is the last step")
-        return None
-    return best
 
 
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:

@@ -79,12 +79,10 @@ def living_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
     return {role: record for role, record in (read_object(run.process) or {}).items() if is_recorded_process(record)}
 
 
-def process_record(pid: int) -> dict[str, float]:
+def process_record(pid: int) -> dict[str, float | None]:
     """Return id and start of a process: wall clock, and clock ticks since boot on Linux."""
     # ids alone are reused
-    ticks = _ticks(pid)
-    start_facts = {} if ticks is None else {"started_ticks": ticks}
-    return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **start_facts}
+    return {"pid": pid, "started_s": psutil.Process(pid).create_time(), "started_ticks": _ticks(pid)}
 
 
 def is_recorded_process(record: Any) -> bool:
