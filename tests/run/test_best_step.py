@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from conftest import adapter_hash, copy_of, events_of, fresh_copy, manifest
+from conftest import adapter_hash, copy_of, events_of, fresh_copy, kill, manifest
 
 from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
@@ -80,7 +80,7 @@ def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train, kill):
+def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train):
     times, run = [event.time_s for event in read_events(overfitted.events)], fresh_copy(overfitted, tmp_path / "run")
     pid = train.start(run)
     time.sleep(random.Random(0).uniform(0.3, times[-1] - times[0] + 0.5))

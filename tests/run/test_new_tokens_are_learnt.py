@@ -1,12 +1,10 @@
 """A token that the tiny model lacks: learnt, resumed exactly, answered, merged and loaded again."""
 
 import json
-import os
-import signal
 
 import pytest
 import torch
-from conftest import adapter_hash, events_of, started_to
+from conftest import adapter_hash, events_of, kill, started_to
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.data.tokens import Encoder
@@ -61,8 +59,7 @@ def test_the_merged_model_has_the_token_and_loads_as_any_other(learnt, tmp_path)
 def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, tmp_path):
     run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16", "target_modules=all-linear")
     pid = started_to(train, run, 5, tmp_path / "never")
-    os.kill(pid, signal.SIGKILL)
-    train.wait(pid)
+    kill(pid)
     assert newest_verified(run.checkpoints)[0].step == 4
     train.whole(run)
     assert adapter_hash(run) == adapter_hash(learnt)

@@ -1,10 +1,8 @@
 """A reference that is computed before the training: as the one of each step, sealed, and computed again where it is damaged."""
 
-import os
-
 import numpy as np
 import pytest
-from conftest import adapter_hash, copy_of, events_of, manifest, started_to
+from conftest import adapter_hash, copy_of, events_of, kill, manifest, started_to
 
 from finetune.events import RunWarning, Step
 from finetune.manifest import MANIFEST, write_manifest
@@ -30,8 +28,7 @@ def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, ma
 def killed_once(make_run, train, tmp_path_factory):
     run = make_run(*PAIRS, "precompute_ref_log_probs=true")
     pid = started_to(train, run, 5, tmp_path_factory.getbasetemp() / "never")
-    os.kill(pid, 9)
-    train.wait(pid)
+    kill(pid)
     return run
 
 

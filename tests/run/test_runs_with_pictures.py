@@ -9,7 +9,7 @@ import torch
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 
-from finetune.errors import CommandError, RecipeError
+from finetune.errors import CommandError
 from finetune.export.gguf import export_gguf
 from finetune.recipe import recipe_from
 from finetune.run.picture_collator import picture_processor_of
@@ -91,11 +91,6 @@ def test_a_gguf_file_without_the_tower_is_not_made(model, tmp_path):
     run = create_run(prepare(recipe(model, tmp_path)))
     with pytest.raises(CommandError, match="with images; for these llama.cpp needs a second file"):
         export_gguf(run, llama_cpp=tmp_path)
-
-
-def test_pictures_for_a_model_of_text_are_refused(tmp_path):
-    with pytest.raises(RecipeError, match="text only"):
-        prepare(recipe("tiny", tmp_path))
 
 
 def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from child_faults import in_step, killed_before_seal
-from conftest import adapter_hash, copy_of, events_of, flip_one_byte, fresh_copy, started_to
+from conftest import adapter_hash, copy_of, events_of, flip_one_byte, fresh_copy, kill, started_to
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
@@ -59,7 +59,7 @@ def losses(run):
     ("overrides", "n_kills"),
     [((), 3), *(pytest.param(overrides, 20, marks=pytest.mark.exhaustive) for overrides in ((), PAIRS, LABELS))],
 )
-def test_killed_at_random_moments_the_adapter_is_the_same(unbroken, make_run, tmp_path, train, kill, overrides, n_kills):
+def test_killed_at_random_moments_the_adapter_is_the_same(unbroken, make_run, tmp_path, train, overrides, n_kills):
     whole = train.whole(make_run(*overrides)) if overrides else unbroken
     times = [event.time_s for event in read_events(whole.events)]
     lasts_s, moments = times[-1] - times[0] + 0.5, random.Random(0)
