@@ -36,10 +36,8 @@ WholeOrNone = Whole | None
 class Event:
     """Base class of events."""
 
-    #: First key of the line.
-    kind: ClassVar[str]
-    #: Whether the line is synced to disk.
-    durable: ClassVar[bool]
+    kind: ClassVar[str]  # first key of the line
+    durable: ClassVar[bool]  # whether the line is synced to disk
 
     time_s: Annotated[float | None, "time in seconds since 1970, set by the writer"] = None
 

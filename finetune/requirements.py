@@ -39,8 +39,8 @@ def installed_version(name: str) -> str | None:
 
 
 def packages(extra: str = "") -> list[Package]:
-    """Return finetune's requirements; none in a checkout without `pip install`, which has no bounds."""
-    parsed = []
+    """Return finetune's requirements."""
+    parsed = []  # in a checkout without `pip install`
     with contextlib.suppress(metadata.PackageNotFoundError):
         parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]

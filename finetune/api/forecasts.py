@@ -27,10 +27,8 @@ class Fit:
 
     gpu: str
     verdict: Verdict
-    #: Free memory of the GPU.
-    budget_bytes: int
-    #: Bytes by part, phase and layer, and the whole GPU's lower end, likely peak and upper end.
-    forecast: Forecast
+    budget_bytes: int  # free memory of the GPU
+    forecast: Forecast  # bytes by part, phase and layer, and the whole GPU's lower end, likely peak and upper end
 
     def __bool__(self) -> bool:
         return self.verdict.fits

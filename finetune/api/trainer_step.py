@@ -24,12 +24,9 @@ from finetune.model.padding import without_mask
 class LargestBatch:
     """The collated micro-batch of the longest rows."""
 
-    #: Only shape and dtype of tensors are simulated.
-    inputs: dict[str, Any]
-    #: Labels that count in the loss.
-    trained_tokens: int
-    #: Whether a batch of this size may have an attention mask.
-    padded: bool
+    inputs: dict[str, Any]  # only shape and dtype of tensors are simulated
+    trained_tokens: int  # labels that count in the loss
+    padded: bool  # whether a batch of this size may have an attention mask
 
 
 def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = None) -> LargestBatch:

@@ -18,14 +18,11 @@ class Card:
     name: str
     total_bytes: int
     free_bytes: int
-    #: CUDA compute capability; None for a CPU.
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None for a CPU
     bf16_flops: float | None = None
-    #: For GPUs without bf16.
-    fp32_flops: float | None = None
+    fp32_flops: float | None = None  # for GPUs without bf16
     bandwidth_bytes_s: float | None = None
-    #: Large matrix products reach 140 of 165 TFLOP/s on a 4090.
-    flops_share: float = 0.85
+    flops_share: float = 0.85  # large matrix products reach 140 of 165 TFLOP/s on a 4090
     bandwidth_share: float = 1.0
     attention_flops: float | None = None
     launch_s: float | None = None
@@ -35,8 +32,7 @@ class Card:
     context_uncertainty_bytes: int = 0
     source: str = "catalogue"  # catalogue | measured | cpu
     reason: str = ""
-    #: For CUDA_VISIBLE_DEVICES; only for a GPU of this machine.
-    uuid: str | None = None
+    uuid: str | None = None  # for CUDA_VISIBLE_DEVICES; only for a GPU of this machine
     problem: str = ""
     problem_fix: str = ""
 

@@ -52,15 +52,11 @@ class Rates:
 
     flops: float
     bandwidth_bytes_s: float
-    #: Host seconds per operator.
-    launch_s: float
-    #: Other conditions of the rates, which don't apply under different conditions.
-    conditions: str
+    launch_s: float  # host seconds per operator
+    conditions: str  # other conditions of the rates, which don't apply under different conditions
     measured_at: str
-    #: Causal, forward and backward; None on a CPU, like the copy rates.
-    attention_flops: float | None = None
-    #: Copies between host and GPU, in the slower direction.
-    pinned_bytes_s: float | None = None
+    attention_flops: float | None = None  # causal, forward and backward; None on a CPU, like the copy rates
+    pinned_bytes_s: float | None = None  # copies between host and GPU, in the slower direction
     pageable_bytes_s: float | None = None
 
 

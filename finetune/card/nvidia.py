@@ -36,21 +36,16 @@ class Device:
     """One GPU as reported by the driver."""
 
     name: str
-    #: Without the driver's reserve, as torch sees it.
-    total_bytes: int
+    total_bytes: int  # without the driver's reserve, as torch sees it
     free_bytes: int
     capability: tuple[int, int] | None
     pcie_bytes_s: float | None
-    #: Processes that use its memory, as text.
-    holders: tuple[str, ...]
-    #: As in nvidia-smi.
-    index: str = "0"
+    holders: tuple[str, ...]  # processes that use its memory, as text
+    index: str = "0"  # as in nvidia-smi
     uuid: str = ""
-    #: Cores x MHz, to compare GPUs; 0 if unknown.
-    speed: int = 0
+    speed: int = 0  # cores x MHz, to compare GPUs; 0 if unknown
     driver: str = ""
-    #: None if unreadable.
-    power_limit_w: float | None = None
+    power_limit_w: float | None = None  # None if unreadable
 
 
 @dataclass(frozen=True)

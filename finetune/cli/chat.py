@@ -105,10 +105,8 @@ class _Chat:
     system: str | None
     as_json: bool
     is_interactive: bool
-    #: Sent with the next message.
-    pictures: list[PictureSource] = field(default_factory=list)
-    #: All pictures of the conversation, in order.
-    sent_pictures: list[PictureSource] = field(default_factory=list)
+    pictures: list[PictureSource] = field(default_factory=list)  # sent with the next message
+    sent_pictures: list[PictureSource] = field(default_factory=list)  # all pictures of the conversation, in order
     #: Messages by model: a model continues only from answers that it wrote.
     turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 

@@ -21,8 +21,7 @@ class Finding:
     check: str
     state: str
     what: str
-    #: Empty when nothing needs fixing.
-    fix: str = ""
+    fix: str = ""  # empty when nothing needs fixing
     #: Numbers with units in their names. Neither they nor `what` has a secret or the user's name.
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -30,8 +30,7 @@ class MicroBatchLoss:
     """The loss of a micro-batch."""
 
     loss: torch.Tensor
-    #: A mixture's auxiliary loss.
-    auxiliary: torch.Tensor | None
+    auxiliary: torch.Tensor | None  # a mixture's auxiliary loss
     #: Sums over rows or tokens, on the device, which are added over an optimizer step and all ranks.
     counts: dict[str, torch.Tensor]
 

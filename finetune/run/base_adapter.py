@@ -27,12 +27,10 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class BaseAdapterFacts:
     """Origin of an adapter; None for facts that other programs do not record."""
 
-    #: Run or folder.
-    name: str
+    name: str  # run or folder
     step: int | None = None
     eval_loss: float | None = None
-    #: Hash of the base model's weights.
-    base: str | None = None
+    base: str | None = None  # hash of the base model's weights
 
     def summary(self) -> str:
         """Return a summary: `runs/first (step 40, held-out loss 0.0123)`."""

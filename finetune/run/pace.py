@@ -32,8 +32,7 @@ class Pace:
 
     #: From the end of the previous step: with a checkpoint in between, without an evaluation.
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
-    #: With the sample answers.
-    evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))
+    evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))  # with the sample answers
     #: step_s, host_wait_s, gpu_utilisation.
     waits: deque[tuple[float, float, float | None]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
     eval_steps: int | None = None

@@ -28,10 +28,8 @@ class RunState:
     """State of a run."""
 
     state: str
-    #: The reason and the next command.
-    message: str = ""
-    #: None while the run is alive.
-    exit_code: int | None = None
+    message: str = ""  # the reason and the next command
+    exit_code: int | None = None  # None while the run is alive
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None

@@ -55,11 +55,9 @@ class ArmResult:
     state: str
     step: int | None
     dropped_at: int | None
-    #: Lowest held-out loss, and its step.
-    loss: float | None
+    loss: float | None  # lowest held-out loss, and its step
     loss_step: int | None
-    #: Loss minus the winner's loss, where the row losses are known.
-    behind: Difference | None
+    behind: Difference | None  # loss minus the winner's loss, where the row losses are known
     curve: list[tuple[int, float]]
 
 
