@@ -133,7 +133,8 @@ def _missing(recipe: Recipe) -> list[str]:
     folder = config.parent
     missing = [] if any((folder / name).is_file() for name in _TOKENIZERS) else ["its tokenizer is missing"]
     try:
-        names = weight_files(folder) or ["model.safetensors"]
+        # an interrupted download may have shards and no index yet
+        names = weight_files(folder) if (folder / INDEX).is_file() else ["model.safetensors"]
     except ModelError:
         return [*missing, f"{INDEX} can't be read"]
     return missing + [f"{name} {problem}" for name in names if (problem := file_problem(folder / name))]

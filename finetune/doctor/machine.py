@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 import tempfile
@@ -153,13 +154,11 @@ def check_spill() -> Finding:
 def _makers_of_cards() -> set[str]:
     makers = set()
     for device in PCI_DEVICES.glob("*"):
-        try:
+        with contextlib.suppress(OSError):
             vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-        except OSError:
-            continue
-        # class 0x03 on the PCI bus: display and 3D controllers
-        if kind.startswith("0x03") and vendor in _MAKERS:
-            makers.add(_MAKERS[vendor])
+            # class 0x03 on the PCI bus: display and 3D controllers
+            if kind.startswith("0x03") and vendor in _MAKERS:
+                makers.add(_MAKERS[vendor])
     return makers
 
 

@@ -1,16 +1,13 @@
 """Generated recipes through `finetune run`: each refused in words that name the cause, nothing left behind."""
 
 import contextlib
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finetune.cli import main
 from finetune.settings.reference import settings_reference
 
 pytestmark = pytest.mark.slow
@@ -59,25 +56,14 @@ def workspace(tmp_path_factory):
 
 @given(recipes())
 @settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-def test_300_recipes_are_refused_with_their_cause_and_nothing_half_made(workspace, recipe):
+def test_300_recipes_are_refused_with_their_cause_and_nothing_half_made(workspace, finetune, recipe):
     dataset, text = recipe
     with contextlib.chdir(workspace):
         Path("recipe.yaml").write_text(text, encoding="utf-8")
         before = sorted(path.name for path in workspace.iterdir())
-        code, output = run("run", "recipe.yaml")
+        code, output = finetune("run", "recipe.yaml")
         assert code in (2, 3, 4), f"{code}: {output}\n{text}"
         assert "Traceback" not in output and "Internal error" not in output
         keys = [line.partition(":")[0] for line in text.splitlines()[3:]]
         assert any(word in output for word in ("recipe.yaml", dataset, *keys)), output
         assert sorted(path.name for path in workspace.iterdir()) == before
-
-
-def run(*arguments):
-    """The command in this process: its exit code and output."""
-    output, argv = io.StringIO(), sys.argv
-    sys.argv = ["finetune", *arguments]
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            return main(), output.getvalue()
-    finally:
-        sys.argv = argv
