@@ -93,9 +93,8 @@ def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
 
 def _zero(settings: Settings) -> dict[str, Any]:
     launch = settings.launch
-    offload: dict[str, Any] = {"device": launch.offload, "pin_memory": True}
-    if launch.offload == "nvme":
-        offload["nvme_path"] = launch.nvme_path
+    nvme = {"nvme_path": launch.nvme_path} if launch.offload == "nvme" else {}
+    offload = {"device": launch.offload, "pin_memory": True, **nvme}
     values: dict[str, Any] = {
         "stage": launch.zero_stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto",
     }  # fmt: skip

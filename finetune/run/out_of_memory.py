@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.events import Memory, OutOfMemory
 from finetune.memory.caching_allocator import SMALL_REQUEST
 from finetune.memory.forecast import DRY_RUN_ERROR, PhaseForecast
-from finetune.units import format_bytes
+from finetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.planner.plan import Plan
@@ -63,12 +63,8 @@ def _free_memory(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: M
 
 
 def _asked_bytes(text: str) -> int | None:
-    match = re.search(r"[Tt]ried to allocate ([0-9.]+) ([KMG]iB)|you tried to allocate (\d+) bytes", text)
-    if not match:
-        return None
-    if match[3]:
-        return int(match[3])
-    return round(float(match[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
+    match = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB)|you tried to allocate (\d+) bytes", text)
+    return parse_bytes(match[1] or match[2]) if match else None
 
 
 def requested_bytes(snapshot: dict[str, Any]) -> int | None:

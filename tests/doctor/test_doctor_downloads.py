@@ -106,6 +106,7 @@ def split(weights):
         ("model.safetensors", lambda weights: weights.write_bytes(weights.read_bytes()[:-1]), "is truncated"),
         ("model.safetensors", lambda weights: weights.write_bytes(b""), "truncated"),
         ("model.safetensors", split, "model-2-of-2.safetensors is missing"),
+        ("model.safetensors", lambda weights: weights.rename(weights.with_name("model-1-of-2.safetensors")), "is missing"),
     ],
 )
 def test_a_missing_or_damaged_file_of_a_cached_model_is_named(cached_model, file, damage, what):
