@@ -1,18 +1,23 @@
 """Through the real supervisor and real processes: out of memory, a killed worker, a hanging one, two starters."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+from child_faults import put_in
 from conftest import adapter_hash, events_of
-from forked import supervise
+from killed import Forked
 
 from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, State, Step
 from finetune.files import cache_dir
 from finetune.planner.plan import read_plan
 from finetune.run import control
+from finetune.run import supervise as supervise_module
+from finetune.run import worker as worker_module
 from finetune.run.retry import adjust, adjusted_plan, adjusted_since_s
 from finetune.run.state import is_alive, read_state
 from finetune.system import take_lock
@@ -20,6 +25,23 @@ from finetune.system import take_lock
 pytestmark = pytest.mark.slow
 #: Out of memory, a run continues with one row at a time instead of two.
 TWO_ROWS = ("effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32")
+
+
+def supervise(run, fault, **environment):
+    """Start the supervisor of a run, as a fork, whose forked worker has one fault in it, see child_faults.py."""
+
+    def worker():
+        put_in(*fault.split(":"), run.path)
+        sys.argv = ["worker", str(run.path)]
+        return worker_module.main()
+
+    def supervisor():
+        supervise_module.subprocess.Popen = lambda _, *, stdout, env, **__: Forked(worker, stdout, env)
+        sys.argv = ["supervise", str(run.path)]
+        return supervise_module.main()
+
+    with run.log.open("ab") as log:
+        return Forked(supervisor, log, {**os.environ, **environment}, new_session=True)
 
 
 def steps(run):
