@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-#: Followed by eight hexadecimal digits, a quote and a brace.
-_KEY = b', "checksum": "'
+_KEY = b', "checksum": "'  # followed by eight hexadecimal digits, a quote and a brace
 _BYTES = len(_KEY) + 10
 
 

@@ -8,8 +8,7 @@ import re
 #: Tokens of hubs and clouds, which errors mask.
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
 
-#: Exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM.
-FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
+FINISHED, FAILED, STOPPED = 0, 1, (130, 143)  # exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM
 _CAUSES: dict[int, str] = {}
 
 

@@ -384,8 +384,7 @@ def _field_order(kind: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
 
 
-#: The writer puts the kind first.
-_KIND = re.compile(rb'\{"kind": "(\w+)"')
+_KIND = re.compile(rb'\{"kind": "(\w+)"')  # the writer puts the kind first
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:

@@ -26,12 +26,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
 
 
-#: The largest tokenizer.json has 40 MB.
-MAX_JSON_BYTES = 2**28
-#: Nested values: well below Python's recursion limit.
-MAX_JSON_DEPTH = 100
-#: Of a safetensors file: https://github.com/huggingface/safetensors#format
-MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 2**28  # the largest tokenizer.json has 40 MB
+MAX_JSON_DEPTH = 100  # nested values: well below Python's recursion limit
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: https://github.com/huggingface/safetensors#format
 #: Phrases of error messages and their fixes.
 IS_LFS_POINTER, LFS_FIX = "is a pointer of git-lfs, not the file", "git lfs pull"
 IS_GGUF = "is a GGUF file, which can't be trained"

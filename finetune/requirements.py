@@ -11,8 +11,7 @@ from packaging.requirements import Requirement
 
 from finetune.errors import PackagesError
 
-#: The name to install: `finetune` on PyPI is another project.
-DISTRIBUTION = "finetune-forecast"
+DISTRIBUTION = "finetune-forecast"  # the name to install: `finetune` on PyPI is another project
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,10 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-#: Native Windows; WSL is Linux.
-WINDOWS = sys.platform == "win32"
-#: Seconds for which Windows may refuse to rename what a reader or a virus scanner has open.
-_IN_USE_S = 5.0
-#: Seconds for which a process that only checks a lock may hold it.
-_LOOK_S = 0.05
-#: Locked by the thread that moves a file's position, where reading moves it.
-_READING = threading.Lock()
+WINDOWS = sys.platform == "win32"  # native Windows; WSL is Linux
+_IN_USE_S = 5.0  # seconds for which Windows may refuse to rename what a reader or a virus scanner has open
+_LOOK_S = 0.05  # seconds for which a process that only checks a lock may hold it
+_READING = threading.Lock()  # locked by the thread that moves a file's position, where reading moves it
 
 
 def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:

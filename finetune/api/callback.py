@@ -13,8 +13,7 @@ from finetune.errors import DoesNotFit
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
 
-#: Steps before the peak is read: the optimizer allocates its states at the end of the first.
-_MEASURED_AFTER = 2
+_MEASURED_AFTER = 2  # steps before the peak is read: the optimizer allocates its states at the end of the first
 
 
 class MemoryCallback(TrainerCallback):

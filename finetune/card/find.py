@@ -21,10 +21,8 @@ from finetune.units import GIB, format_bytes
 
 #: Assumed CUDA context of a card neither measured nor in the catalogue.
 UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_bytes=round(0.25 * GIB))
-#: A card whose memory differs from the catalogue's by more than this share is another variant.
-MEMORY_TOLERANCE = 0.08
-#: Index in nvidia-smi, or a UUID or its beginning.
-_DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")
+MEMORY_TOLERANCE = 0.08  # a card whose memory differs from the catalogue's by more than this share is another variant
+_DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")  # index in nvidia-smi, or a UUID or its beginning
 #: Patterns in typed names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")

@@ -15,12 +15,10 @@ from finetune.serialise import read_own, to_json
 from finetune.units import GIB, MIB
 
 CONTEXTS, RATES = "contexts.json", "rates.json"
-#: Contexts stored per GPU, newest.
-MOST_MEASUREMENTS = 20
+MOST_MEASUREMENTS = 20  # contexts stored per GPU, newest
 #: Far above any published context: a larger measurement includes other programs and is dropped.
 MOST_CONTEXT_BYTES = round(1.5 * GIB)
-#: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
-SPREAD = 40 * MIB
+SPREAD = 40 * MIB  # a context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4
 
 
 def record_measurement(card_name: str, context_bytes: int) -> None:

@@ -88,8 +88,7 @@ def _show_all(context: typer.Context, is_set: bool) -> None:
 
 #: For commands with hidden options: --help lists at most eight.
 HELP_ALL = flag("help_all", "Show all options.", is_eager=True, callback=_show_all)
-#: Groups of commands in --help.
-START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
+START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"  # groups of commands in --help
 OVERRIDES = argument("overrides", "key=value", "Settings that override the recipe; the last one wins.", [], list[str])
 MODEL = option("model", "Model to train: hub id, short name or folder.")
 DATA = option("data", "Dataset to train on: file or hub id.")

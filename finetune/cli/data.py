@@ -15,8 +15,7 @@ from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
 
-#: Around trained tokens where there are no colours.
-_BRACKETS = "\u27e6", "\u27e7"
+_BRACKETS = "\u27e6", "\u27e7"  # around trained tokens where there are no colours
 
 
 def show_data(

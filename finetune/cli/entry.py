@@ -19,8 +19,7 @@ from finetune.printable import printable
 from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
 
-#: Full, limited or not ours to write.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full, limited or not ours to write
 
 
 def process() -> int:

@@ -24,12 +24,10 @@ from finetune.settings.base_formats import base_format_of
 from finetune.settings.vision import Sizes
 from finetune.units import format_bytes, parse_bytes
 
-#: Lines of a plan on a terminal of 80 columns.
-_LINES = 25
+_LINES = 25  # lines of a plan on a terminal of 80 columns
 _MORE = "[dim]All settings, reasons and notes: add --why[/]\n"
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
-#: Pictures of a row that are planned without data.
-_MOST_PICTURES = 64
+_MOST_PICTURES = 64  # pictures of a row that are planned without data
 _CHECKPOINTING = {False: "off", True: "every layer", "selective": "all but attention", "offload": "inputs offloaded"}
 
 

@@ -44,8 +44,7 @@ _STATE_COLOURS = {
 }  # fmt: skip
 #: Colours of verdicts, and the most lines of notes that a plan of 25 lines has room for.
 _COLOURS, _NOTE_LINES = {"ok": "green", "warn": "yellow"}, 3
-#: Seconds between lines of the same count in a file.
-_REPEAT_S = 10.0
+_REPEAT_S = 10.0  # seconds between lines of the same count in a file
 
 
 def print_error(error: FinetuneError) -> None:

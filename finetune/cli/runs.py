@@ -25,8 +25,7 @@ from finetune.units import format_bytes, format_measured
 
 _ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
-#: Seconds for a living run to end its step.
-_DEADLINE_S = 120.0
+_DEADLINE_S = 120.0  # seconds for a living run to end its step
 _MEASURES = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip

@@ -28,11 +28,9 @@ from finetune.system import caught_interrupts, ignore_hangup, start_detached, ta
 from finetune.units import format_seconds
 
 _POLL_S = 0.3
-#: Seconds that the detached process gets to start.
-_START_S = 60.0
+_START_S = 60.0  # seconds that the detached process gets to start
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-#: More arms are a typing error.
-_MOST_ARMS = 64
+_MOST_ARMS = 64  # more arms are a typing error
 
 
 def sweep_command(

@@ -20,8 +20,7 @@ from finetune.events import Event, State, event_from
 from finetune.files import read_object
 from finetune.planner.plan import Plan
 
-#: Seconds between the failure of a rank and the kill of all ranks.
-SHUTDOWN_S = 15
+SHUTDOWN_S = 15  # seconds between the failure of a rank and the kill of all ranks
 _WORKER = "finetune.run.worker"
 
 

@@ -18,8 +18,7 @@ from finetune.model.configuration import CONFIG, model_file, resolve_model_path
 from finetune.model.weights import INDEX, file_problem, weight_files
 from finetune.settings import Recipe
 
-#: Seconds to wait for the hub.
-TIMEOUT_S = 4.0
+TIMEOUT_S = 4.0  # seconds to wait for the hub
 _OFFLINE_FIX = "Cached and local models and data work without it; check a recipe's: finetune doctor RECIPE"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
 

@@ -24,14 +24,12 @@ _NO_CARD_FIX = (
     "(finetune run tiny-cpu)."
 )
 _MAKERS = {"0x1002": "AMD", "0x8086": "Intel", "0x10de": "NVIDIA"}
-#: A larger share of a GPU's memory in use is worth a warning.
-MOST_IN_USE = 0.15
+MOST_IN_USE = 0.15  # a larger share of a GPU's memory in use is worth a warning
 #: Less than the first is a warning; with less than the second the libraries and the bundled model hardly fit.
 RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 #: The weights of a 7B model are 15 GB in 16 bit; checkpoints and the adapter come on top.
 RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
-#: Default port of `finetune ui`.
-PORT = 7860
+PORT = 7860  # default port of `finetune ui`
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 

@@ -17,8 +17,7 @@ from finetune.settings.methods import METHODS
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 #: Trained tokens of the whole step.
 Items = torch.Tensor | int | None
-#: beta in DPO's paper, TRL, LLaMA-Factory and Axolotl.
-USUAL_BETA = 0.1
+USUAL_BETA = 0.1  # beta in DPO's paper, TRL, LLaMA-Factory and Axolotl
 #: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
 REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
 #: Nats by which collapsed answers are less likely than under the reference: an answer on average, and a token.

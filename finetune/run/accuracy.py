@@ -11,8 +11,7 @@ from finetune.planner.history import record_run, seconds_spent
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_seconds
 
-#: Excess over the forecast, as a share, from which a warning is emitted.
-MARGIN = 0.10
+MARGIN = 0.10  # excess over the forecast, as a share, from which a warning is emitted
 _WARM_UP_STEPS = 2
 
 

@@ -18,8 +18,7 @@ from finetune.recipe.complete import read_base_adapter
 from finetune.run.directory import RunDirectory
 from finetune.settings import Settings
 
-#: Names in RUN/origin: the adapter's facts, and the held-out rows of its run.
-_FACTS, HELD_OUT = "origin.json", "held-out"
+_FACTS, HELD_OUT = "origin.json", "held-out"  # names in RUN/origin: the adapter's facts, and the held-out rows of its run
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -32,8 +32,7 @@ _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEa
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
 _SPIKE_WINDOW = 5  # losses in the watchdog's median
 _COLLAPSED_STEPS = 8  # consecutive steps
-#: Request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP.
-_FINISH = 1
+_FINISH = 1  # request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP
 _OTHERS_GREW_BYTES = 512 * MIB
 _MOST_SKIPPED_STEPS = 20  # fp16's loss scale starts at 65536 and halves per skipped step: it reaches 1 after 16
 

@@ -11,8 +11,7 @@ from finetune.files import cache_dir, read_object, write_json
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import take_lock
 
-#: Limit of the wait for another run's `join`, which takes milliseconds.
-_JOIN_S = 10.0
+_JOIN_S = 10.0  # limit of the wait for another run's `join`, which takes milliseconds
 
 
 class Queue:

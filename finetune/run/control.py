@@ -26,8 +26,7 @@ from finetune.system import rename, start_detached
 
 #: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
-#: Settings that choose among the steps without changing them.
-_CHOOSE = {"eval_steps", "early_stopping_patience"}
+_CHOOSE = {"eval_steps", "early_stopping_patience"}  # settings that choose among the steps without changing them
 _SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
 _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot

@@ -21,10 +21,8 @@ from finetune.files import cache_dir, parse_checked
 from finetune.manifest import require_unchanged
 from finetune.system import is_locked, rename, take_lock
 
-#: Lock file of a run directory under construction; without a lock its process was killed.
-_UNFINISHED = ".being-made"
-#: Seconds after which a living process has taken the lock.
-_LOCKED_AFTER_S = 60
+_UNFINISHED = ".being-made"  # lock file of a run directory under construction; without a lock its process was killed
+_LOCKED_AFTER_S = 60  # seconds after which a living process has taken the lock
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
 }  # fmt: skip

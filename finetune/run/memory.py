@@ -19,10 +19,8 @@ from finetune.run.state import is_alive
 from finetune.system import peak_rss_bytes, replace
 
 _MOST_ENTRIES = 100_000
-#: First step to write: from step 2 on optimizer states are in memory.
-_FIRST_STEP = 2
-#: A new file needs a peak higher by this factor.
-_HIGHER = 1.01
+_FIRST_STEP = 2  # first step to write: from step 2 on optimizer states are in memory
+_HIGHER = 1.01  # a new file needs a peak higher by this factor
 _POLL_S = 0.2
 
 

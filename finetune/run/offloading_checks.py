@@ -16,8 +16,7 @@ from finetune.planner.plan import Plan
 from finetune.planner.resources import too_little_host_memory
 from finetune.units import MIB, format_bytes
 
-#: Slowest accepted step, as a multiple of its computing time: refuses hard disks and network drives.
-MOST_TIMES = 5.0
+MOST_TIMES = 5.0  # slowest accepted step, as a multiple of its computing time: refuses hard disks and network drives
 _OTHER_DRIVE = "set FINETUNE_CACHE to a folder on an NVMe drive"
 #: Bytes of the sample and of each piece; limit in seconds for writing, and for reading.
 SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0

@@ -17,8 +17,7 @@ from finetune.units import format_bytes, parse_bytes
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.planner.plan import Plan
 
-#: Holders in a message.
-MOST_HOLDERS = 6
+MOST_HOLDERS = 6  # holders in a message
 
 
 def describe(error: BaseException, phase: str, plan: Plan, now: Memory, snapshot: dict[str, Any]) -> OutOfMemory:

@@ -21,8 +21,7 @@ from finetune.settings.base_formats import SWITCHES
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
 
-#: Sealed facts that determine the values.
-_FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
+_FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)  # sealed facts that determine the values
 
 
 def add_reference(trainer: RunTrainer) -> str:

@@ -18,8 +18,7 @@ from finetune.system import is_locked
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.run.directory import RunDirectory
 
-#: queued starting running pausing paused finished diverged failed lost
-ENDED = (*ENDED_STATES, "lost")
+ENDED = (*ENDED_STATES, "lost")  # queued starting running pausing paused finished diverged failed lost
 _TAIL_BYTES = 256 * 1024
 
 

@@ -50,8 +50,7 @@ from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import NOT_TRAINED
 
 _PARTIAL = ".partial"
-#: Limits in tokens: the KV cache of an 8B model stays below 300 MB.
-_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
+_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64  # limits in tokens: the KV cache of an 8B model stays below 300 MB
 
 
 class OneCardConfig(SFTConfig):

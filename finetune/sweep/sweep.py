@@ -39,8 +39,7 @@ _DROPPED = (TrialState.PRUNED, TrialState.FAIL)
 #: Factors of the planner's learning rate: half a decade apart, a decade to both sides.
 _RATE_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 _POLL_S = 0.2
-#: Seconds for the last step and the checkpoint of a stopped arm.
-_STOP_DEADLINE_S = 600.0
+_STOP_DEADLINE_S = 600.0  # seconds for the last step and the checkpoint of a stopped arm
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
