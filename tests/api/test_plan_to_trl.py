@@ -1,10 +1,14 @@
 """A plan's arguments for plain TRL train what `finetune run` trains."""
 
 import pytest
+from trl import SFTTrainer
 
 import finetune
 from finetune.errors import FinetuneError
 from finetune.events import Step, read_events
+from finetune.recipe import load_recipe
+from finetune.run.prepare import create_run, prepare
+from finetune.run.worker import Worker
 
 RECIPE = [
     "dataset.max_rows=24", "max_steps=5", "effective_batch_size=6", "per_device_train_batch_size=2", "eval_steps=0",
@@ -18,12 +22,6 @@ RECIPE = [
     "more", [{"load_in_4bit": "false"}, {"activation_checkpointing": "true", "load_in_4bit": "true"}], ids=str
 )
 def test_plain_trl_has_the_losses_of_a_run(tmp_path, more):
-    from trl import SFTTrainer
-
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-    from finetune.run.worker import Worker
-
     overrides = [*RECIPE, *(f"{name}={value}" for name, value in more.items()), f"output_dir={tmp_path / 'run'}"]
     run = create_run(prepare(load_recipe("tiny-cpu", overrides)))
     assert Worker(run).main() == 0

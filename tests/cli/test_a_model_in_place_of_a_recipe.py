@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from finetune.cli.plan import show_plan
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import RecipeError
 from finetune.recipe.load import NO_DATASET
@@ -68,8 +69,6 @@ def test_nothing_at_all_is_an_error():
 
 @pytest.mark.slow
 def test_a_plan_of_a_careless_name_names_the_hub_id_and_the_assumed_rows(monkeypatch, capsys):
-    from finetune.cli.plan import show_plan
-
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code = show_plan("smollm2:135m", ["max_length=512"], model=None, data=None, gpu="4090", free=None, as_json=True)
     plan = json.loads(capsys.readouterr().out)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from finetune.cli.render import printable
+
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "gradio", "bitsandbytes")
 
 
@@ -84,6 +86,4 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_untrusted_text_does_not_control_the_terminal():
-    from finetune.cli.render import printable
-
     assert printable("a\x1b[2J\x07\u202eb\u3000é\n") == "a\\x1b[2J\\x07\\u202eb\u3000é\n"

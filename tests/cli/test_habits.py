@@ -9,14 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from finetune.cli.chat import read_tools_file
+from finetune.cli import render, runs
+from finetune.cli.chat import _questions, read_tools_file
+from finetune.cli.run import _data_lines
 from finetune.cli.source import recipe_of
+from finetune.data.report import DataReport, Finding
 from finetune.errors import CommandError, RecipeError
+from finetune.evaluate import score
+from finetune.evaluate.results import Comparison, Score
 from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
+from finetune.recipe import load_recipe
 from finetune.run.control import rename_run, update_settings
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
+from finetune.run.prepare import create_run, prepare
 from finetune.run.state import process_record
 
 
@@ -93,9 +101,6 @@ def test_runs_are_renamed_and_deleted_once(tmp_path, monkeypatch, finetune):
 
 
 def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-
     planned = create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
     assert open_run("latest").path == Path("elsewhere/mine")
     assert update_settings(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
@@ -111,17 +116,11 @@ def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
 
 
 def test_exit_leaves_the_chat(monkeypatch):
-    from finetune.cli.chat import _questions
-
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\n/exit\nnever asked\n")))
     assert list(_questions()) == ["Hi"]
 
 
 def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
-    from rich.console import Console
-
-    from finetune.cli import render, runs
-
     monkeypatch.chdir(tmp_path)
     run = make_run_directory(tmp_path / "runs" / ("a-long-name-of-a-run-" * 3))
     write_json(run.process, {})
@@ -155,9 +154,6 @@ def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, monk
 
 
 def test_a_note_on_held_out_rows_says_so():
-    from finetune.cli.run import _data_lines
-    from finetune.data.report import DataReport, Finding
-
     report = DataReport((), "text", 9, 9, findings=(Finding("near duplicates", "{rows} say the same", 2, (), ""),))
     assert "held-out" not in "".join(_data_lines("Training", report))
     assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))
@@ -172,9 +168,6 @@ def test_a_file_of_rows_that_is_not_there_brings_up_its_neighbour(tmp_path, monk
 
 
 def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypatch, kept_run, finetune):
-    from finetune.evaluate import score
-    from finetune.evaluate.results import Comparison, Score
-
     scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4], thoughts=[""])
     why = {"score": "json", "data": "orders.jsonl", "trained_rows": 1, "score_because": "JSON objects"}
     result = Comparison(1, scores, scores, ["p"], ['{"n": 1}'], 1.0, **why)

@@ -3,12 +3,21 @@
 from pathlib import Path
 
 import pytest
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import prepare_multi_gpu_env
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from finetune.card import find_card
 from finetune.distributed.configuration import accelerate_configuration, deepspeed_configuration, is_distributed
 from finetune.errors import RecipeError
+from finetune.files import write_json
+from finetune.model.quantisation import quantization_config
+from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, without_rows
-from finetune.recipe import recipe_from
+from finetune.recipe import load_recipe, recipe_from
+from finetune.recipe.yaml import dump
 from finetune.settings import plainest
 
 LAUNCHES = [
@@ -34,10 +43,6 @@ def settings(**launch):
 
 def parsed(tmp_path, launch_settings):
     """The arguments of accelerate's launcher from the configuration, after its validation."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    from finetune.recipe.yaml import dump
-
     path = tmp_path / "accelerate.yaml"
     path.write_text(dump(accelerate_configuration(launch_settings, tmp_path / "deepspeed.json")))
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "-m", "finetune.run.worker", "RUN"])
@@ -73,10 +78,6 @@ def test_accelerate_makes_torchruns_arguments_of_it(tmp_path, launch):
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_accelerate_makes_an_fsdp2_plugin_of_it(tmp_path, monkeypatch, offload):
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import prepare_multi_gpu_env
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     arguments = parsed(tmp_path, settings(num_processes=2, strategy="fsdp", offload=offload))
     for name, value in prepare_multi_gpu_env(arguments).items():
         if name.startswith("FSDP_"):
@@ -90,10 +91,6 @@ def test_accelerate_makes_an_fsdp2_plugin_of_it(tmp_path, monkeypatch, offload):
 
 @pytest.mark.parametrize("launch", DEEPSPEED)
 def test_accelerate_reads_the_deepspeed_configuration(tmp_path, launch):
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
-
-    from finetune.files import write_json
-
     launch_settings = settings(num_processes=2, strategy="deepspeed", **launch)
     arguments = parsed(tmp_path, launch_settings)
     assert arguments.use_deepspeed and arguments.deepspeed_multinode_launcher == "standard"
@@ -146,8 +143,6 @@ def test_all_reasons_are_given_at_once():
 
 
 def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu_before_anything_is_loaded(tmp_path):
-    from finetune.recipe import load_recipe
-
     with pytest.raises(RecipeError, match="needs NVIDIA GPUs"):
         load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
 
@@ -157,9 +152,6 @@ def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu_before_anything_is_loade
     [("ddp", 2, "uint8"), ("fsdp", 2, "bfloat16"), ("deepspeed", 2, "uint8"), ("deepspeed", 3, "bfloat16")],
 )
 def test_4_bit_weights_are_stored_in_a_dtype_that_the_strategy_can_shard(strategy, stage, dtype):
-    from finetune.model.quantisation import quantization_config
-    from finetune.model.transformers_config import load_config
-
     launch_settings = settings(num_processes=2, strategy=strategy, zero_stage=stage)
     storage = quantization_config(launch_settings, load_config(launch_settings)).bnb_4bit_quant_storage
     assert str(storage) == f"torch.{dtype}"

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
+from finetune.evaluate.score import compare
+from finetune.evaluate.scorers import scorer
 from finetune.events import Evaluation, Step, read_events
+from finetune.recipe import load_recipe
+from finetune.run.prepare import create_run, prepare
+from finetune.run.state import read_state
+from finetune.run.worker import Worker
+from tests.methods.test_dpo_is_trls import method_with
 
 
 @pytest.mark.parametrize(
@@ -19,8 +26,6 @@ from finetune.events import Evaluation, Step, read_events
     ],
 )
 def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_reference(settings, log_ratio, tokens, collapsed):
-    from tests.methods.test_dpo_is_trls import method_with
-
     method = method_with(**settings, beta=0.1)
     counts = {"chosen": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
     message = method.collapse(counts)
@@ -29,10 +34,6 @@ def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_ref
 
 def trained(*overrides):
     """A run of the bundled model with these overrides, and its exit status."""
-    from finetune.recipe import load_recipe
-    from finetune.run.prepare import create_run, prepare
-    from finetune.run.worker import Worker
-
     run = create_run(prepare(load_recipe("tiny-cpu", ["sample_answers=0", *overrides])))
     return run, Worker(run).main()
 
@@ -51,8 +52,6 @@ def trained_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(trained_on):
-    from finetune.run.state import read_state
-
     answer = "Yes, order {} is late, and we are sorry for {}."  # alike, so that what lowers one lowers both
     rows = [
         {"instruction": f"Is {n} late?", "chosen": answer.format(n, "that"), "rejected": answer.format(n, "it")}
@@ -67,9 +66,6 @@ def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(trained_o
 
 @pytest.mark.slow
 def test_held_out_pairs_are_put_in_order(trained_on, tmp_path):
-    from finetune.evaluate.score import compare
-    from finetune.evaluate.scorers import scorer
-
     rows = [{"instruction": f"Is order {n} late?", "chosen": "Yes, it is.", "rejected": "No."} for n in range(48)]
     overrides = ["dataset.test_split_size=16", "max_steps=12", "learning_rate=2e-3", "effective_batch_size=4"]
     overrides += ["per_device_train_batch_size=4", "eval_steps=6", "per_device_eval_batch_size=16"]
@@ -97,9 +93,6 @@ def test_held_out_pairs_are_put_in_order(trained_on, tmp_path):
 @pytest.mark.parametrize(("method", "steps"), [("dpo", 100), ("kto", 120)])
 def test_bundled_pairs_are_put_in_order_and_the_fine_tunes_task_stays(tmp_path, shipped_run, method, steps):
     """KTO in fewer steps at a higher rate than in docs/preferences.md, which has what its own command reaches."""
-    from finetune.evaluate.score import compare
-    from finetune.evaluate.scorers import scorer
-
     adapter = shipped_run[0] / json.loads(shipped_run[1].splitlines()[-1])["run"]
     settings = ["beta=0.5", "learning_rate=3e-4", f"max_steps={steps}", "eval_steps=0", f"output_dir={tmp_path / 'run'}"]
     run, code = trained(f"adapter_name_or_path={adapter}", "dataset=support-pairs", f"method={method}", *settings)

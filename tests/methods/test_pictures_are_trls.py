@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, Image, Sequence, load_from_disk
+from peft import LoraConfig, get_peft_model
 from picture_models import kinds, picture_run
+from transformers import AutoModelForImageTextToText
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
 
 from finetune.data.pictures.source import open_picture, source_of
 from finetune.events import read_events
+from finetune.planner.plan import read_plan
+from finetune.run.picture_collator import PictureCollator, picture_processor_of
+from finetune.run.worker import Worker
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (120, 100), (84, 28)]
 KINDS = sorted(kinds())
@@ -29,11 +37,6 @@ def trl_examples(rows):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_batch_is_that_of_trls_vision_collator(picture_model, tmp_path, kind):
-    from datasets import load_from_disk
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
-
-    from finetune.run.picture_collator import PictureCollator, picture_processor_of
-
     run, plan = picture_run(picture_model(kind), tmp_path, SIZES, **SETTINGS)
     processor = picture_processor_of(plan.settings, run.data)
     rows = [dict(row) for row in load_from_disk(str(run.data / "train"))]
@@ -55,15 +58,6 @@ def same(ours, theirs):
 
 def trl_losses(run, folder):
     """The losses of TRL's own trainer on the whole model, with the run's rows in its order and its first adapter."""
-    from datasets import Dataset, Image, Sequence
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForImageTextToText
-    from trl import SFTConfig, SFTTrainer
-
-    from finetune.planner.plan import read_plan
-    from finetune.run.picture_collator import picture_processor_of
-    from finetune.run.worker import Worker
-
     settings = read_plan(run.plan).settings
     own, _ = Worker(run)._build()
     order = list(own._get_train_sampler())
@@ -104,8 +98,6 @@ def trl_losses(run, folder):
 @pytest.mark.parametrize("train_vision", ["none", "all"])
 @pytest.mark.parametrize("kind", CASES)
 def test_losses_are_those_of_trls_trainer_with_its_vision_collator(picture_model, tmp_path, kind, train_vision):
-    from finetune.run.worker import Worker
-
     run, _ = picture_run(picture_model(kind), tmp_path, SIZES, **SETTINGS, train_vision=train_vision)
     theirs = trl_losses(run, tmp_path)
     assert Worker(run).main() == 0

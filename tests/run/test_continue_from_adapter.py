@@ -152,8 +152,6 @@ def test_where_training_on_only_makes_it_worse_the_result_is_what_it_began_with(
 
 @pytest.mark.slow
 def test_another_base_and_a_changed_adapter_are_refused(first, make, train, tmp_path):
-    from finetune.bundled import model_path
-
     shutil.copytree(model_path("tiny"), tmp_path / "base")
     weights = load_file(tmp_path / "base" / "model.safetensors")
     weights[next(iter(weights))] *= 2

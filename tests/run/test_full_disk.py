@@ -10,6 +10,7 @@ from conftest import adapter_hash, started_to
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
 from finetune.events import EventWriter, RunWarning, State, read_events
+from finetune.export.merge import merge
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -84,8 +85,6 @@ def test_the_supervisor_says_paused_and_resume_continues(make_run, finished, dis
 
 
 def test_merging_leaves_nothing_and_works_after_space_is_freed(finished, disk):
-    from finetune.export.merge import merge
-
     ballast = fill(disk, 9_000_000)  # enough by the check before, taken away by another program while it writes
 
     def taken(text):

@@ -8,9 +8,13 @@ import pytest
 import torch
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
 
 from finetune.errors import CommandError
+from finetune.evaluate.answerer import Answerer
 from finetune.export.gguf import export_gguf
+from finetune.export.merge import merge
+from finetune.planner.planning import encode_rows, statistics_of
 from finetune.recipe import recipe_from
 from finetune.run.picture_collator import picture_processor_of
 from finetune.run.prepare import create_run, prepare
@@ -60,11 +64,6 @@ def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("train_vision", "parts"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})])
 def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, parts):
-    from transformers import AutoModelForImageTextToText
-
-    from finetune.evaluate.answerer import Answerer
-    from finetune.export.merge import merge
-
     run = trained(recipe(model, tmp_path, train_vision=train_vision))
     batch = Worker(run)._build()[0]
     inputs = batch.data_collator([batch.train_dataset[index] for index in range(2)])
@@ -94,16 +93,12 @@ def test_a_gguf_file_without_the_tower_is_not_made(model, tmp_path):
 
 
 def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
-    from finetune.planner.planning import encode_rows
-
     lengths = [max(encode_rows(recipe(model, tmp_path, max_pixels=size)).select(recipe(model, tmp_path), None).lengths)
                for size in (None, 4096)]  # fmt: skip
     assert lengths[1] < lengths[0]
 
 
 def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_one(model, tmp_path):
-    from finetune.planner.planning import encode_rows, statistics_of
-
     for sizes, held_out_sizes, most in (([(300, 100), (400, 100)], [(60, 40)], 40_000), ([(60, 40)], [(300, 200)], 60_000)):
         rows, held_out = save_picture_rows(tmp_path, sizes), save_picture_rows(tmp_path, held_out_sizes, "held_out")
         settings = recipe(model, tmp_path, dataset={"path": rows, "eval_path": held_out})
