@@ -26,11 +26,16 @@ QUIET = {
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Exit status of this project's worker when it is out of memory.
 OUT_OF_MEMORY = 5
+WORKER_JOB = "worker.json"
 
 
 def main() -> None:
     """Train and write the figures. The exit status is 0 also for a run that is out of memory."""
     os.environ.update(QUIET)
+    if sys.argv[2].endswith(WORKER_JOB):
+        from finetune.run.worker import wait_for_run
+
+        wait_for_run()
     peer, job, result = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[3])
     train = {
         "finetune": train_worker if "run" in job else plan_and_train, "trl": train_trl, "unsloth": train_unsloth,
@@ -67,17 +72,23 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
-    """This project: planned as by `finetune run`, then trained by the worker in another process."""
+    """This project: planned as by `finetune run`, then trained in another process, which imports libraries meanwhile."""
     from finetune.card.visible import hide_gpus
-
-    hide_gpus()
-    assume_host_memory()
-    from finetune.recipe import recipe_from
-    from finetune.run.card import cards_of
-    from finetune.run.prepare import create_run, prepare
     from finetune.run.supervise import worker_environment
 
     folder = Path(job["folder"])
+    files = [str(folder / WORKER_JOB), str(folder / "worker_result.json")]
+    environment = worker_environment()
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, __file__, "finetune", *files]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
+    hide_gpus()
+    assume_host_memory()
+    from finetune.recipe import recipe_from
+    from finetune.run.card import cards_of, visibility
+    from finetune.run.prepare import create_run, prepare
+    from finetune.system import send_line
+
     prepared = prepare(recipe_from({
         "model_name_or_path": job["model"], "dataset": {"path": job["rows"], "test_split_size": 0}, "gpu": "auto",
         "lora_r": job["rank"], "lora_alpha": 2.0 * job["rank"], "load_in_4bit": True, "max_length": job["tokens"],
@@ -86,11 +97,10 @@ def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
         **job["settings"],
     }), force=True)  # fmt: skip
     plan, run = prepared.plan, create_run(prepared)
-    environment = worker_environment(cards_of(plan))
-    environment.pop("PYTHONSAFEPATH", None)
-    (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path), "began": PROCESS_BEGAN_S}), encoding="utf-8")
-    files = [str(folder / "worker.json"), str(folder / "worker_result.json")]
-    subprocess.run([sys.executable, __file__, "finetune", *files], env=environment, check=False)
+    Path(files[0]).write_text(json.dumps({**job, "run": str(run.path), "began": PROCESS_BEGAN_S}), encoding="utf-8")
+    assert worker.stdin is not None
+    send_line(worker.stdin, {"run": str(run.path), "environment": visibility(cards_of(plan))})
+    worker.wait()
     figures = json.loads(Path(files[1]).read_text(encoding="utf-8"))
     forecast_bytes = max(plan.forecast.peaks.values()) if plan.forecast else None
     return {**figures, "plan": plan.as_json()["plan"], "verdict": plan.verdict.value, "forecast_bytes": forecast_bytes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shlex
 import shutil
@@ -26,13 +27,31 @@ _LOOK_S = 0.05  # seconds for which a process that only checks a lock may hold i
 _READING = threading.Lock()  # locked by the thread that moves a file's position, where reading moves it
 
 
-def start_detached(command: list[str], log: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
+def start_detached(command: list[str], log: IO[bytes] | int, **options: Any) -> subprocess.Popen[bytes]:
     """Start a process that outlives this one and its terminal."""
     if sys.platform == "win32":  # a hidden console, which its children share
         options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
     else:
         options["start_new_session"] = True
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **options)
+    return subprocess.Popen(command, stdout=log, stderr=log, **{"stdin": subprocess.DEVNULL, **options})
+
+
+def send_line(pipe: IO[bytes], value: Any) -> None:
+    """Send a value as a line of JSON through an unbuffered pipe to a child process. Raises OSError if the child has ended."""
+    pipe.write(json.dumps(value).encode() + b"\n")
+
+
+def received_line() -> Any:
+    """Return what the parent process sent by `send_line`; None if the pipe was closed before."""
+    line = sys.stdin.buffer.readline()
+    return json.loads(line) if line else None
+
+
+def append_output(log: Path) -> None:
+    """Append this process's output to a file."""
+    with log.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 def exec_command(command: list[str]) -> int:

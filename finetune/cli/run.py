@@ -51,18 +51,20 @@ def run_recipe(
         hide_gpus()
     from finetune.run.prepare import create_run, prepare
 
-    with show_progress(quiet=as_json) as progress:
-        if measure:
-            from finetune.evaluate.quantisation import measure_recipe
+    if measure:
+        from finetune.evaluate.quantisation import measure_recipe
 
+        with show_progress(quiet=as_json) as progress:
             cost = measure_recipe(recipe, progress, force=force)
-        prepared = prepare(recipe, force=force, progress=progress)
-    run = create_run(prepared)
-    if not as_json:
-        _print_start(run, prepared)
-        if measure:
-            out.print(f"{escape(cost.sentence)}\n")
-    control.start(run)
+    with control.early_supervisor() as supervisor:
+        with show_progress(quiet=as_json) as progress:
+            prepared = prepare(recipe, force=force, progress=progress)
+        run = create_run(prepared)
+        if not as_json:
+            _print_start(run, prepared)
+            if measure:
+                out.print(f"{escape(cost.sentence)}\n")
+        control.start(run, supervisor)
     if detach:
         _print_state(run, read_state(run), as_json)
         return 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state
 from finetune.settings.schema import AUTO, Decides, decided_by
-from finetune.system import rename, start_detached
+from finetune.system import rename, send_line, start_detached
 
 #: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
@@ -32,10 +35,23 @@ _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
 #: Folder of deleted runs, and the suffix of their names: time and a number.
 _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
+_SUPERVISE = (sys.executable, "-P", "-m", "finetune.run.supervise")
 
 
-def start(run: RunDirectory) -> int:
-    """Start a run's supervisor in a new session; return its process id. Raises CommandError or DiskFull."""
+@contextlib.contextmanager
+def early_supervisor() -> Iterator[subprocess.Popen[bytes]]:
+    """Start a supervisor for `start`: its worker imports the libraries meanwhile. It ends with the block if it gets no run."""
+    process = start_detached([*_SUPERVISE], subprocess.DEVNULL, stdin=subprocess.PIPE, bufsize=0, env=environment_with_gpus())
+    assert process.stdin is not None
+    with process.stdin:
+        yield process
+
+
+def start(run: RunDirectory, process: subprocess.Popen[bytes] | None = None) -> int:
+    """Start a run's supervisor in a new session; return its process id. Raises CommandError or DiskFull.
+
+    `process`: an early supervisor, used if it is alive.
+    """
     for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
@@ -44,14 +60,16 @@ def start(run: RunDirectory) -> int:
             )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
-    process = None
     try:
         for request in (run.stop_requests, run.finish_request):
             request.unlink(missing_ok=True)  # obeyed by an earlier start
-        with run.log.open("ab") as log:
-            command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
-            process = start_detached(command, log, env=environment_with_gpus())
+        early = process.stdin if process is not None and process.poll() is None else None
+        if process is None or early is None:
+            with run.log.open("ab") as log:
+                process = start_detached([*_SUPERVISE, str(run.path)], log, env=environment_with_gpus())
         write_json(run.process, {"supervisor": process_record(process.pid)})  # other commands see the run as alive
+        if early is not None:
+            send_line(early, str(run.path.absolute()))
     except OSError as error:
         if process is not None:
             process.kill()

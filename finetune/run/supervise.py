@@ -1,6 +1,7 @@
-"""Supervisor of one run, in its own session: `python -m finetune.run.supervise RUN`. Imports no GPU library.
+"""Supervisor of one run, in its own session: `python -m finetune.run.supervise [RUN]`. Imports no GPU library.
 
-Starts, signals, kills and restarts the worker.
+Starts, signals, kills and restarts the worker. Without RUN it is an early supervisor: its worker imports libraries while the
+run is planned, and the standard input names the run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
-from finetune.system import WINDOWS, ignore_hangup, take_lock
+from finetune.system import WINDOWS, append_output, ignore_hangup, received_line, send_line, take_lock
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024
@@ -39,19 +40,30 @@ _RESERVE_BYTES = 16 * 1024
 def main() -> int:
     """Run the supervisor process."""
     keep_private()
+    early = None
+    if len(sys.argv) == 1:
+        environment, unread = worker_environment(), subprocess.DEVNULL
+        early = subprocess.Popen(
+            worker_command(), stdin=subprocess.PIPE, stdout=unread, stderr=unread, bufsize=0, env=environment
+        )
+        if (path := received_line()) is None:
+            early.kill()
+            return 0
+        sys.argv.append(path)
+        append_output(RunDirectory(Path(path)).log)
     run = RunDirectory(Path(sys.argv[1]))
     lock = take_lock(run.lock, wait_s=1)  # a process that tests the lock holds it for a moment
     if lock is None:
         print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
-    return Supervisor(run).main()
+    return Supervisor(run, early).main()
 
 
 class Supervisor:
     """Runs attempts of one run until it ends."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
+    def __init__(self, run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> None:
+        self.run, self.early = run, early
         self.signals: list[int] = []
         self.requests = 0  # number of requests already read from the run's file
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
@@ -91,6 +103,7 @@ class Supervisor:
             if self.signals:
                 return False
             if ahead != reported:
+                self._end_early_worker()  # a long wait: its libraries take host memory
                 self._emit(State(state="queued", message=f"waiting for {ahead[-1]}; {len(ahead)} ahead in the queue"))
                 reported = ahead
             time.sleep(_POLL_S)
@@ -113,11 +126,13 @@ class Supervisor:
         plan = adjusted_plan(self.run)
         launcher = Launcher(self.run.path, self.run.log, plan) if is_distributed(plan.settings) else None
         environment = worker_environment(self.cards)
-        command = worker_command(self.run)
+        command = worker_command(self.run.path)
         if launcher is not None:
             command, environment = launcher.command(), environment | launcher.environment()
-        with self.run.log.open("ab") as log:
-            worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self._end_early_worker()
+        if (worker := self._early_worker()) is None:
+            with self.run.log.open("ab") as log:
+                worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
         except OSError:  # nobody could stop a worker without a record
@@ -150,6 +165,19 @@ class Supervisor:
         if launcher is None or ended:
             return worker.returncode
         return launcher.exit_status(worker.returncode, self._emit)
+
+    def _early_worker(self) -> subprocess.Popen[bytes] | None:
+        worker, self.early = self.early, None
+        if worker is not None and worker.stdin is not None:
+            with contextlib.suppress(OSError), worker.stdin as pipe:  # if it has ended, a new one writes the reason to the log
+                send_line(pipe, {"run": str(self.run.path), "environment": visibility(self.cards)})
+                return worker
+        return None
+
+    def _end_early_worker(self) -> None:
+        if self.early is not None:
+            self.early.kill()
+            self.early = None
 
     def _read_requests(self) -> None:
         requests = read_stop_requests(self.run)
@@ -234,9 +262,9 @@ class Supervisor:
             writer.emit(event)
 
 
-def worker_command(run: RunDirectory) -> list[str]:
-    """Return the command line of the training process."""
-    return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
+def worker_command(*run: Path) -> list[str]:
+    """Return the command line of the training process; without a run, of one that waits for it."""
+    return [sys.executable, "-m", "finetune.run.worker", *map(str, run)]
 
 
 def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Training process, started by the supervisor: `python -m finetune.run.worker RUN`. No other process opens the GPU.
+"""Training process, started by the supervisor: `python -m finetune.run.worker [RUN]`. No other process opens the GPU.
 
 Exit status: 0 finished, 130/143 stopped with a checkpoint, else the status of the error.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
 import time
@@ -41,7 +42,7 @@ from finetune.run.seal import Checkpoint, facts_differ, newest_verified
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
-from finetune.system import ignore_hangup, take_lock
+from finetune.system import append_output, ignore_hangup, received_line, take_lock
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -352,11 +353,25 @@ def why_resume_is_inexact(plan: Plan, sealed: dict[str, Any]) -> list[str]:
     return reasons + facts_differ({name: sealed[name] for name in changed}, {name: values[name] for name in changed})
 
 
+def wait_for_run() -> None:
+    """Import libraries until the standard input names the run; end the process if it names none."""
+    # none that opens the GPU, as bitsandbytes does: the plan counts the GPU's free memory
+    for name in ("datasets", "torch._dynamo", "transformers.modeling_utils"):
+        importlib.import_module(name)
+    if (order := received_line()) is None:
+        sys.exit(0)
+    os.environ.update(order["environment"])
+    sys.argv.append(order["run"])
+    append_output(RunDirectory(Path(order["run"])).log)
+
+
 def main() -> int:
     """Run the training process."""
     ignore_hangup()
     keep_private()
     raise_gc_thresholds()  # imports create many objects that stay; `_build` restores the thresholds
+    if len(sys.argv) == 1:
+        wait_for_run()
     run = RunDirectory(Path(sys.argv[1]))
     writes = ranks.this_rank().is_local_rank_0
     lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
