@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -160,6 +161,13 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     name = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     section[name] = layers
     return type(config).from_dict(values)
+
+
+def fewest_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the fewest layers that represent the model, or of all if its class refuses another depth."""
+    with contextlib.suppress(Exception):
+        return at_depth(config, plan_depth(layer_kinds(config), lead=1).run)
+    return config
 
 
 def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:

@@ -159,6 +159,7 @@ class Worker:
         from finetune.compat.peft import save_without_vocabulary
         from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import run_tokenizer
+        from finetune.memory.depth import fewest_layers
         from finetune.model.adapters import attach_adapters, prepare_for_training
         from finetune.model.library_warnings import quiet_libraries
         from finetune.model.padding import needs_padding_mask
@@ -178,7 +179,7 @@ class Worker:
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
-        masked = settings.vision or (not settings.packing and needs_padding_mask(config))
+        masked = settings.vision or (not settings.packing and needs_padding_mask(fewest_layers(config)))
         set_seed(settings.seed)
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()
