@@ -31,10 +31,7 @@ PRIVATE_NAMES = (
     PrivateName("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
                 "the first evaluation would repack the weights for inference, and nothing undoes it",
                 "bitsandbytes.nn.Linear4bit.forward"),
-    PrivateName("bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises"),
     PrivateName("bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card",
-                "bitsandbytes.autograd._functions.matmul"),
-    PrivateName("bitsandbytes.autograd._functions.MatmulLtState", "private call", "the state of an int8 matmul",
                 "bitsandbytes.autograd._functions.matmul"),
 )  # fmt: skip
 

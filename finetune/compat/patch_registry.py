@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class PrivateName:
-    """An undocumented name of a library."""
+    """An undocumented name that a library looks up."""
 
     #: Module, class and attribute in which the library looks it up.
     name: str

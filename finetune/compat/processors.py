@@ -17,10 +17,6 @@ _PROCESSOR = "transformers.processing_utils.ProcessorMixin"
 
 #: Read in transformers 5.23.0.
 PRIVATE_NAMES = (
-    PrivateName(f"{_PROCESSOR}._process_images", "private call", "tensors of pictures, and the text in place of each",
-                f"{_PROCESSOR}.__call__"),
-    PrivateName(f"{_PROCESSOR}._merge_kwargs", "private call", "the processor's own settings for pictures",
-                f"{_PROCESSOR}.__call__"),
     PrivateName(f"{_PROCESSOR}.check_argument_for_proper_class", "private call", "there is no video processor",
                 f"{_PROCESSOR}.__init__"),
 )  # fmt: skip
