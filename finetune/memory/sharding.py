@@ -96,7 +96,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     gathered = gathered_by_fsdp(units, cards) + reducing
     layer, embedding, head, others = _whole_units(units, cards)
     starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
-    # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
+    # 4-bit weights are read row by row when the model is sharded (finetune/model/quantised_cache.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps the unsharded
     # parameters until all are sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
     before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _full_bytes(units).values())

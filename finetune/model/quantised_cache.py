@@ -1,4 +1,4 @@
-"""Base models loaded from folders of quantised weights."""
+"""Base models loaded from folders of quantised weights: whole, or each FSDP2 rank's rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from bitsandbytes.nn import Params4bit
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from finetune.compat.accelerate import shard_with
 from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
@@ -45,6 +47,8 @@ from finetune.system import rename, return_freed_memory, sync_folder, take_lock
 from finetune.units import format_bytes
 
 Device = torch.device | str | int
+#: The modules that use a parameter, and its names there.
+Uses = list[tuple[Any, str]]
 _FREE_SPACE_HINT = "run `finetune cache clear`, or set FINETUNE_CACHE to a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
@@ -204,14 +208,23 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
     return value
 
 
-def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
-    """Return the base model on `device`, with offloaded layers as in the recipe."""
-    if settings.layer_offloading is not False and base_format_of(settings).quantised_file:
+def load_base(
+    settings: Settings, config: PretrainedConfig, device: Device, log: Progress, *, sharded: bool = False
+) -> PreTrainedModel:
+    """Return the base model on `device`, with offloaded layers as in the recipe.
+
+    `sharded`: without weights; each rank reads only its rows of the folder, once accelerate has sharded the model by FSDP2.
+    """
+    if sharded or (settings.layer_offloading is not False and base_format_of(settings).quantised_file):
         try:
-            return base_from(open_store(settings, config, device, log), settings, config, device)
+            store = open_store(settings, config, device, log)
+            return (_sharded_base if sharded else base_from)(store, settings, config, device)
         except (DiskFull, LayoutMismatch) as error:
             # the run is possible without the folder
-            log(f"{error}. Every start will quantise the weights again instead.")
+            instead = (
+                "process will load the whole model before sharding" if sharded else "start will quantise the weights again"
+            )
+            log(f"{error}. Every {instead} instead.")
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
@@ -219,9 +232,9 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
     """Return the base model on `device` from its folder."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
-    uses = parameter_uses(base)
+    uses = _parameter_uses(base)
     for name in [*store.parts[OUTSIDE], *(name for part, names in store.parts.items() if part != OUTSIDE for name in names)]:
-        set_value(base, name, store.rows(name).to(device), store.quant_state(name, device), uses)
+        _set_value(base, name, store.rows(name).to(device), store.quant_state(name, device), uses)
         if offloading is not None:
             path, _, attribute = name.rpartition(".")
             offloading.on_parameter_loaded(base.get_submodule(path), attribute)
@@ -229,7 +242,7 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
         offloading.finish()
         base.layer_offloading = offloading  # type: ignore[assignment]
     base.quantised_store = store  # type: ignore[assignment]
-    return as_loaded(base, settings)
+    return _as_loaded(base, settings)
 
 
 def require_unchanged_file(model: torch.nn.Module) -> None:
@@ -245,10 +258,8 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
             ) from None
 
 
-def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Complete a base model as transformers does after loading."""
-    from transformers import GenerationConfig
-
+def _as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
+    # as transformers completes a model after loading
     path = resolve_model_path(settings)
     base.name_or_path = base.config.name_or_path = path
     if base.can_generate():
@@ -257,13 +268,9 @@ def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     return base.eval()
 
 
-#: The modules and names of each parameter: tied ones have several.
-ParameterUses = dict[int, list[tuple[torch.nn.Module, str]]]
-
-
-def parameter_uses(model: torch.nn.Module) -> ParameterUses:
-    """Return the modules and names that use each parameter, by its id."""
-    uses: ParameterUses = {}
+def _parameter_uses(model: torch.nn.Module) -> dict[int, Uses]:
+    # by the parameter's id: tied ones have several
+    uses: dict[int, Uses] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -271,21 +278,17 @@ def parameter_uses(model: torch.nn.Module) -> ParameterUses:
     return uses
 
 
-def set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, uses: ParameterUses) -> None:
-    """Set a parameter at each of its uses, or a buffer or attribute."""
+def _set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, uses: dict[int, Uses]) -> None:
     path, _, attribute = name.rpartition(".")
     module = base.get_submodule(path)
     old = module._parameters.get(attribute)
     if old is None:
         setattr(module, attribute, data)
     else:
-        set_parameter(uses[id(old)], parameter_like(old, data, state))
+        _set_parameter(uses[id(old)], _parameter_like(old, data, state))
 
 
-def parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
-    """Return a frozen parameter of the class of `old`."""
-    from bitsandbytes.nn import Params4bit
-
+def _parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
     if not isinstance(old, Params4bit):
         return torch.nn.Parameter(data, requires_grad=False)
     parameter: Any = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
@@ -294,7 +297,62 @@ def parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.
     return parameter
 
 
-def set_parameter(uses: list[tuple[torch.nn.Module, str]], parameter: torch.nn.Parameter) -> None:
-    """Set a parameter at each of its uses."""
+def _set_parameter(uses: Uses, parameter: torch.nn.Parameter) -> None:
     for module, name in uses:
         module._parameters[name] = parameter
+
+
+def _sharded_base(store: Store, settings: Settings, config: PretrainedConfig, device: Device) -> PreTrainedModel:
+    base = build.build_base(settings, config, device=device, weights=False)
+    shard_with(_Shards(base, store, device, offload=settings.launch.offload == "cpu").prepare)
+    return _as_loaded(base, settings)
+
+
+class _Shards:
+    """Frozen parameters of a meta model: placeholders on `device` until `prepare` reads this rank's rows."""
+
+    def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
+        # `offload`: the rows stay in host memory
+        self._store, self._device, self._home = store, device, "cpu" if offload else device
+        self._frozen: dict[str, Uses] = {}
+        uses = _parameter_uses(base)
+        for name in (name for names in store.parts.values() for name in names):
+            path, _, attribute = name.rpartition(".")
+            old = base.get_submodule(path)._parameters.get(attribute)
+            if old is None:
+                _set_value(base, name, store.rows(name).to(device), None, uses)
+            else:
+                stored, self._frozen[name] = store.tensors[name], uses[id(old)]
+                # one element in memory, with the shape and dtype that PEFT, TRL and accelerate read; so adapters are created
+                # as in a run that loads everything
+                value = torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)
+                _set_parameter(self._frozen[name], _parameter_like(old, value))
+
+    def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
+        """Shard `model` with accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
+        for name, uses in self._frozen.items():
+            stored = self._store.tensors[name]
+            empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            _set_parameter(uses, torch.nn.Parameter(empty, requires_grad=False))
+        prepared = shard_default(accelerator, model)
+        for name, uses in self._frozen.items():
+            owner, attribute = uses[0]
+            _set_parameter(uses, self._rows(name, owner._parameters[attribute]))
+            if state := self._store.quant_state(name, self._device):
+                # quantisation tables are not parameters: every rank has all of them
+                owner.quant_state = state
+        return prepared
+
+    def _rows(self, name: str, empty: Any) -> torch.nn.Parameter:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(empty, DTensor):
+            return torch.nn.Parameter(self._store.rows(name).to(self._device), requires_grad=False)
+        mesh, rows = empty.device_mesh, self._store.tensors[name].shape[0]
+        assert tuple(empty.placements) == (Shard(0),)
+        # consecutive rows, as many as torch.chunk gives this rank
+        rows_per_rank = -(-rows // mesh.size())
+        first = min(rows, mesh.get_local_rank() * rows_per_rank)
+        own = self._store.rows(name, first, min(rows - first, rows_per_rank)).to(self._home)
+        whole = DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
+        return torch.nn.Parameter(whole, requires_grad=False)

@@ -164,7 +164,6 @@ class Worker:
         from finetune.model.library_warnings import quiet_libraries
         from finetune.model.padding import needs_padding_mask
         from finetune.model.quantised_cache import load_base
-        from finetune.model.sharded_loading import sharded_base
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
@@ -186,7 +185,7 @@ class Worker:
         self.history.start()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
-        base = (sharded_base if reads_own_rows(settings) else load_base)(settings, config, device, self.events.warn)
+        base = load_base(settings, config, device, self.events.warn, sharded=reads_own_rows(settings))
         tokenizer = run_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)

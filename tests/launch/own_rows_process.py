@@ -20,7 +20,7 @@ from finetune.compat.transformers import keep_fsdp_wrap_policy
 from finetune.layers.quantised_files import size_bytes
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.sharded_loading import sharded_base
+from finetune.model.quantised_cache import load_base
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe
@@ -105,7 +105,7 @@ settings = settings_for("tiny")
 with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))  # imports and pools
 settings, messages = settings_for(sys.argv[1]), []
 with PeakMemory() as peak:
-    model = sharded(with_adapters(sharded_base(settings, load_config(settings), "cpu", messages.append)))
+    model = sharded(with_adapters(load_base(settings, load_config(settings), "cpu", messages.append, sharded=True)))
 parameters = list(model.parameters())
 loss, norm = loss_and_norm(model)
 values = {
