@@ -38,7 +38,6 @@ class Conversation:
         temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the fields of an `Answer`; reports pieces as text and whether the text is a thought."""
-        from finetune.evaluate.answer_stream import stream_answer
         from finetune.model.generate import Sampling
 
         added = kept_pictures(self._folder, pictures)
@@ -50,8 +49,8 @@ class Conversation:
         if shown := [*shown, *added]:
             self._answerer.require_vision()
         with self._answerer.using(model):
-            reply, answer = stream_answer(
-                self._answerer, [*before, *messages], lambda *piece: work.send(piece), tools=(), pictures=shown,
+            reply, answer = self._answerer.stream(
+                [*before, *messages], lambda *piece: work.send(piece), tools=(), pictures=shown,
                 max_new_tokens=max_new_tokens, stopped=work.is_cancelled, sampling=Sampling(temperature, top_p, seed),
             )  # fmt: skip
         return {

@@ -123,8 +123,6 @@ class _Chat:
             self._answer(model, question, turns)
 
     def _answer(self, model: str, question: str, turns: list[dict[str, Any]]) -> None:
-        from finetune.evaluate.answer_stream import stream_answer
-
         was_thought = False
 
         def show(piece: str, is_thought: bool) -> None:
@@ -137,8 +135,8 @@ class _Chat:
             out.print(f"[dim]{text}[/]" if is_thought else text, end="", soft_wrap=True, highlight=False)
 
         with self.answerer.using(model), _stop_on_ctrl_c() as stopped:
-            reply, answer = stream_answer(
-                self.answerer, turns, show, tools=self.tools or None, pictures=self.sent_pictures,
+            reply, answer = self.answerer.stream(
+                turns, show, tools=self.tools or None, pictures=self.sent_pictures,
                 max_new_tokens=self.max_new_tokens, sampling=self.sampling, stopped=stopped,
             )  # fmt: skip
         turns.append(assistant_message(answer))

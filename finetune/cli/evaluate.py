@@ -53,8 +53,7 @@ def evaluate_run(
     run = open_run(source)
     restrict_visible_devices(run)  # before the imports: bitsandbytes opens CUDA in its import
     from finetune.evaluate.answerer import answerer_loader
-    from finetune.evaluate.forgetting import measure_forgetting, measure_no_call
-    from finetune.evaluate.score import compare
+    from finetune.evaluate.score import compare, measure_forgetting, measure_no_call
 
     if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")

@@ -20,6 +20,7 @@ from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
+from finetune.data.tool_calls import Answer
 from finetune.errors import CommandError
 from finetune.evaluate.results import Journal
 from finetune.files import read_object, sha256_of
@@ -36,6 +37,8 @@ from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
 _ORIGIN = "origin"
+#: Takes a piece of an answer, and whether it is part of the thought.
+OnPiece = Callable[[str, bool], None]
 
 
 class Answerer:
@@ -100,15 +103,17 @@ class Answerer:
         return self.encoder.stops | (self.chat_format.call_stops if self.chat_format else set())
 
     def stream(
-        self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool] = lambda: False, pictures: Sequence[PictureSource] = (),
-    ) -> Streamed:  # fmt: skip
-        """Answer a tokenised prompt, passing pieces to `say` until `stopped()`."""
-        return streamed_answer(
-            self.model, self.tokenizer, question, stops=self._stops(), max_new_tokens=max_new_tokens,
-            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=self.chat_format is not None,
-            more_inputs=self.more_inputs([pictures]),
+        self, turns: list[dict[str, Any]], say: OnPiece, *, tools: tuple[dict[str, Any], ...] | None, max_new_tokens: int,
+        sampling: Sampling, stopped: Callable[[], bool], pictures: Sequence[PictureSource] = (),
+    ) -> tuple[Streamed, Answer]:  # fmt: skip
+        """Answer `turns`, passing pieces to `say` until `stopped()`; with `tools=None` calls stay text."""
+        stream = AnswerStream(self.chat_format, tools, say) if self.chat_format else None
+        reply = streamed_answer(
+            self.model, self.tokenizer, self.prompt_ids(turns, tools or (), pictures), stops=self._stops(),
+            max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped, more_inputs=self.more_inputs([pictures]),
+            on_text=stream.add if stream else lambda piece: say(piece, False), with_special_tokens=stream is not None,
         )  # fmt: skip
+        return reply, stream.finish(is_cut=not reply.ended) if stream else Answer(reply.text)
 
     def prompt_ids(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
@@ -117,6 +122,55 @@ class Answerer:
         if self.plain:
             return self.encoder.prompt_ids(messages[-1]["content"], ())
         return self.encoder.prompt_ids(messages, tools, pictures)
+
+
+class AnswerStream:
+    """Passes on thought and text, and delays the possible beginning of a mark or call."""
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[dict[str, Any]] | None, say: OnPiece) -> None:
+        self._format, self._tools, self._say = chat_format, tools, say
+        self._openings = chat_format.call_openings if tools is not None else ()
+        self._pieces, self._emitted = "", ["", ""]  # of the text, and of the thought
+
+    def add(self, piece: str) -> None:
+        """Take the next piece, with its special tokens."""
+        self._pieces += piece
+        marks = (*self._openings, *self._format.literals)
+        whole = self._pieces[: len(self._pieces) - longest_partial_match(marks, self._pieces)]
+        thought, text = self._format.split(whole.rstrip(), is_cut=True)
+        positions = [position for opening in self._openings if (position := _find(text, opening)) >= 0]
+        text = text[: min(positions, default=None)]
+        self._pass_on(*map(self._format.without_special_tokens, (text, thought)))
+
+    def finish(self, *, is_cut: bool = False) -> Answer:
+        """Return the whole answer, after passing on delayed text that is no call."""
+        answer = self._format.read(self._pieces, self._tools, is_cut=is_cut)
+        text, emitted = answer.text, self._emitted[0].strip()
+        if answer.calls and emitted and text.startswith(emitted) and text != emitted:
+            self._say(f"\n{text.removeprefix(emitted).strip()}", False)
+        else:
+            self._pass_on(text, answer.thought)
+        return answer
+
+    def _pass_on(self, text: str, thought: str) -> None:
+        for is_thought, part in ((True, thought), (False, text)):
+            emitted = self._emitted[is_thought]
+            if part.startswith(emitted) and part != emitted:
+                self._say(part[len(emitted) :], is_thought)
+                self._emitted[is_thought] = part
+
+
+def _find(text: str, opening: str) -> int:
+    position = text.find(opening)
+    # bare JSON is a call only at the beginning of the answer
+    return -1 if opening == "{" and text[:position].strip() else position
+
+
+def longest_partial_match(marks: tuple[str, ...], text: str) -> int:
+    """Return the length of the text's end that begins a mark without completing any."""
+    if text.endswith(marks):
+        return 0
+    return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)
 
 
 def is_plain(run: RunDirectory) -> bool:

@@ -1,11 +1,12 @@
-"""Score base and tuned model on the same rows: greedy answers, and loss on the trained tokens."""
+"""Score base and tuned model on the same rows by greedy answers and by loss on the trained tokens; measure forgetting."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource, source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import (
@@ -25,18 +27,20 @@ from finetune.evaluate.answerer import (
 )
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Journal, Score, digest, keep_result
-from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
+from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, keep_result
+from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, no_call_rows, probe_rows, trained_rows
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
+from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
 _MAX_LOSS = 700.0  # whose exponential is a float
 _PROGRESS_S = 1.0  # between two lines of progress
+_CALL_TOKENS = 48  # of an answer to a question without need for a tool: enough to begin a call
 
 
 def compare(
@@ -313,3 +317,57 @@ def losses(
 def _padded(rows: list[list[int]], value: int, device: str) -> torch.Tensor:
     width = max(len(row) for row in rows)
     return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)
+
+
+def measure_forgetting(
+    run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None,
+    progress: Progress = lambda _: None,
+) -> list[Forgetting]:  # fmt: skip
+    """Measure losses on general questions, and on held-out rows of the run that this run continued."""
+    tokenizer = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings)
+    folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
+    groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
+    if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
+        rows = held_out_rows(run, None, of_first_run=True)
+        groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.base_adapter))
+    load = load or answerer_loader(run, last)
+    results = []
+    for name, rows, reference, reference_adapter in groups:
+        models = ((reference, reference_adapter), ("tuned", folder))
+        before, now = _scores(run, load, rows, models, "loss", None, progress)
+        interval = difference(before.row_losses, now.row_losses, before.row_tokens)
+        results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
+    keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
+    return results
+
+
+def measure_no_call(
+    run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Progress = lambda _: None
+) -> NoCall | None:
+    """Measure how many questions without need for a tool get no call; None for a run without tools."""
+    try:
+        if not held_out_rows(run, None).calls:
+            return None
+        encoder = Encoder(run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), conversations=True)
+        rows = no_call_rows(encoder)
+    except DataError:
+        # no held-out rows, or a chat template that refuses the questions
+        return None
+    if encoder.chat_format.syntax is None:
+        return None
+    models = (("base", None), ("tuned", adapter_folder(run, last=last)))
+    before, now = _scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
+    result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
+    keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
+    return result
+
+
+def _scores(
+    run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
+    max_new_tokens: int | None, progress: Progress, chat_format: ChatFormat | None = None,
+) -> list[Score]:  # fmt: skip
+    outputs = (
+        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
+        for model, adapter in models
+    )
+    return [of_model.score(scorer(name)) for of_model in outputs]

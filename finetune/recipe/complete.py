@@ -9,8 +9,8 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import read_json
-from finetune.model.adapter_files import config_problems
 from finetune.model.configuration import ADAPTER_CONFIG, full_name, vocabulary_size
+from finetune.model.weights import config_problems
 from finetune.serialise import from_json
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import requested_formats

@@ -11,9 +11,8 @@ from typing import Any
 from finetune.errors import RecipeError
 from finetune.files import read_object, write_json
 from finetune.manifest import MANIFEST, require_unchanged, write_manifest
-from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG
-from finetune.model.weights import ADAPTER_WEIGHTS, weights_fingerprint
+from finetune.model.weights import ADAPTER_WEIGHTS, adapter_problems, weights_fingerprint
 from finetune.recipe.complete import read_base_adapter
 from finetune.run.directory import RunDirectory
 from finetune.settings import Settings

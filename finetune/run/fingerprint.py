@@ -10,9 +10,9 @@ from typing import Any
 from finetune.errors import CommandError, ModelError
 from finetune.files import read_json, read_object, sha256_of, write_json
 from finetune.manifest import MANIFEST, require_unchanged
-from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
+    adapter_problems,
     configuration_fingerprint,
     generation_fingerprint,
     weights_fingerprint,

@@ -11,8 +11,7 @@ from small_data import build_tokenizer  # noqa: E402
 from test_calls_in_answers import reader_of  # noqa: E402
 from test_round_trip import encoded  # noqa: E402
 
-from finetune.evaluate.answer_stream import AnswerStream  # noqa: E402
-from finetune.evaluate.answerer import answer_limit  # noqa: E402
+from finetune.evaluate.answerer import AnswerStream, answer_limit  # noqa: E402
 from finetune.evaluate.results import Journal, digest  # noqa: E402
 from finetune.evaluate.rows import EvalRows  # noqa: E402
 from finetune.evaluate.score import ModelOutputs  # noqa: E402

@@ -101,9 +101,8 @@ def test_the_bundled_questions_are_thirty_and_each_has_tools():
 @pytest.mark.slow
 def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path, capsys, finetune):
     from app.report import page
-    from finetune.evaluate.forgetting import measure_no_call
     from finetune.evaluate.results import read_evaluations
-    from finetune.evaluate.score import compare
+    from finetune.evaluate.score import compare, measure_no_call
 
     weather = conversation("Weather in Bern?", "", call("weather", city="Bern", days=2))
     held_out = tmp_path / "held-out.jsonl"

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from finetune.bundled import PROBE
-from finetune.evaluate.forgetting import Forgetting, measure_forgetting
 from finetune.evaluate.paired import Difference
-from finetune.evaluate.score import compare
+from finetune.evaluate.results import Forgetting
+from finetune.evaluate.score import compare, measure_forgetting
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
