@@ -50,7 +50,7 @@ def test_120_prompts_have_the_same_ids_and_nearly_all_answers_are_the_adapters(e
 def test_base_and_adapter_in_two_files_answer_like_the_adapter(exported, run, checkout):
     export = gguf.export_gguf(run, llama_cpp=checkout, separate=True, data=ROWS, rows=20)
     assert sorted(path.name for path in export.folder.iterdir()) == ["Modelfile", "base-f16.gguf", "finished-adapter.gguf"]
-    assert export.parity.same_answers >= 19 and "\nADAPTER ./finished-adapter.gguf\n" in export.modelfile.read_text()
+    assert export.check.same_answers >= 19 and "\nADAPTER ./finished-adapter.gguf\n" in export.modelfile.read_text()
     assert export.adapter.stat().st_size < 0.2 * export.file.stat().st_size
 
 
@@ -167,7 +167,7 @@ def test_a_new_token_is_in_the_file_and_in_its_answers(tmp_path, checkout):
     command = [sys.executable, "-m", "finetune", "run", "tiny-cpu", *settings, *more]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
     export = gguf.export_gguf(RunDirectory(tmp_path / "run"), llama_cpp=checkout, data=str(rows))
-    assert export.parity.same_answers == export.parity.rows == 2
+    assert export.check.same_answers == export.check.rows == 2
     with LlamaCpp(export.file, 64) as model:
         [token] = model.tokenise("<|ticket|>", bos=False)
         assert model._model.detokenize([token]).decode() == "<|ticket|>"
