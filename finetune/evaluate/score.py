@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource, source_of
@@ -17,14 +18,7 @@ from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
-from finetune.evaluate.answerer import (
-    Answerer,
-    adapter_folder,
-    answer_journal,
-    answer_limit,
-    answerer_loader,
-    chat_format_of,
-)
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, keep_result
@@ -299,9 +293,10 @@ def losses(
     model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
     """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
-    ids = _padded(row_ids, 0, device)
-    mask = _padded([[1] * len(row) for row in row_ids], 0, device)
-    labels = _padded(row_labels, -100, device)[:, 1:]
+    rows, values = [torch.tensor(row) for row in row_ids], [torch.tensor(row) for row in row_labels]
+    ids = pad_sequence(rows, batch_first=True).to(device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
+    labels = pad_sequence(values, batch_first=True, padding_value=-100).to(device)[:, 1:]
     trained = labels != -100
     more = extra_model_inputs(ids, more_inputs)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
@@ -312,11 +307,6 @@ def losses(
         {"loss": row_losses.sum().item() / count if count else 0.0, "tokens": count, "right": int(row_rights.sum())}
         for count, row_losses, row_rights in zip(counts, token_losses.split(counts), is_right.split(counts), strict=True)
     ]
-
-
-def _padded(rows: list[list[int]], value: int, device: str) -> torch.Tensor:
-    width = max(len(row) for row in rows)
-    return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)
 
 
 def measure_forgetting(

@@ -22,15 +22,7 @@ from finetune.evaluate.rows import EvalRows
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
-from finetune.export.parity import (
-    CONVERTER,
-    LlamaCpp,
-    ParityError,
-    ParityReport,
-    check_answers,
-    check_template,
-    check_tokens,
-)
+from finetune.export.parity import CONVERTER, LlamaCpp, ParityError, ParityReport, check_answers, check_template, check_tokens
 from finetune.export.targets import GGUF_TYPES
 from finetune.files import read_object, read_safetensors_header, write_json
 from finetune.model.weights import ADAPTER_WEIGHTS

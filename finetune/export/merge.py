@@ -39,11 +39,7 @@ _QUANTISED_PART = re.compile("_(scale_inv|scales|blocks)$")
 
 
 def merge(
-    run: RunDirectory,
-    target: Path | None = None,
-    *,
-    max_shard_bytes: int | None = None,
-    progress: Progress = lambda _: None,
+    run: RunDirectory, target: Path | None = None, *, max_shard_bytes: int | None = None, progress: Progress = lambda _: None
 ) -> Path:
     """Write base + adapter to `target` (default RUN/merged) atomically. Raise CommandError, OutOfMemory or DiskFull."""
     target = target or run.path / "merged"

@@ -25,6 +25,8 @@ from finetune.model.quantisation import model_dtype, quantiser_of, quantization_
 from finetune.model.weights import check_weights
 from finetune.settings import Settings
 
+#: Errors that code of transformers raises for values of a configuration.
+_OF_ITS_CODE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
 #: Texts in torch's errors about a model's files.
 _OF_FILES = ("mismatch", "cannot be converted", "negative dimension", "infer dtype")
 
@@ -161,17 +163,7 @@ def load_errors(path: str) -> Iterator[None]:
     """Turn errors about a model's files into a RecipeError that names the damaged file."""
     try:
         yield
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        ImportError,
-        SafetensorError,
-        OSError,
-        RuntimeError,
-    ) as error:
+    except (*_OF_ITS_CODE, SafetensorError, OSError, RuntimeError) as error:
         is_of_file = isinstance(error, RecursionError) or any(text in str(error) for text in _OF_FILES)
         if isinstance(error, RuntimeError) and not is_of_file:
             raise  # out of memory, among others

@@ -12,15 +12,7 @@ from typing import Any
 
 from finetune.checksum import with_checksum
 from finetune.errors import ModelError
-from finetune.files import (
-    IS_LFS_POINTER,
-    cache_dir,
-    is_lfs_pointer,
-    read_json,
-    read_safetensors_header,
-    sha256_of,
-    write_text,
-)
+from finetune.files import IS_LFS_POINTER, cache_dir, is_lfs_pointer, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file
 from finetune.serialise import from_json, read_own
 from finetune.settings import Settings

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -23,22 +22,7 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _CONSTRUCTED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null")}
 #: Tags that a scalar gets without writing one.
 _IMPLICIT = {*_CONSTRUCTED, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "timestamp", "merge", "value"))}
-#: Another tool's training command, and the configuration that it names.
-_TRAINING_COMMAND = re.compile(
-    r"^[^#\n]*?\b((?:llamafactory-cli|lmf|axolotl|trl|swift) +(?:train|sft|pt|rlhf|dpo|kto))\b(?:.*?\s([\w./~-]+\.ya?ml)\b)?",
-    re.M,
-)
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-
-
-@dataclass
-class Document:
-    """Parsed values."""
-
-    values: Values
-    #: Line, from 1, of each dotted path.
-    lines: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # refused values; syntax errors are raised
 
 
 def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
@@ -52,27 +36,15 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
         _refuse_hostile(text, name, yaml_1_1)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        _refuse_command(text, name)
         position = getattr(error, "problem_mark", None)
         location = f"{name}:{position.line + 1}" if position else name
         raise RecipeError(f"{location}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    document = Document({})
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
     if not isinstance(root, yaml.MappingNode):
-        _refuse_command(text, name)
         fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
         raise RecipeError(f"{name}: not a recipe; it must be a mapping of `key: value` lines", fix)
-    document.values = _Reader(document, name, yaml_1_1).mapping(root, "")
-    return document
-
-
-def _refuse_command(text: str, name: str) -> None:
-    if match := _TRAINING_COMMAND.search(text.replace("\\\n", " ")):
-        fix = "Write its options as a recipe: see `finetune recipes show tiny-cpu` and `finetune recipes keys`."
-        if match[2]:
-            fix = f"Convert its file: finetune convert {match[2]} -o recipe.yaml"
-        raise RecipeError(f"{name} is a command of another tool, {match[1]}, not a recipe", fix)
+    return Document(root, name, yaml_1_1)
 
 
 def parse_value(text: str) -> Any:
@@ -113,43 +85,47 @@ def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
             raise RecipeError(f"{location}: nested too deep, too long, or more than one document; a recipe is one flat list")
 
 
-class _Reader:
-    """Reader of nodes, which notes each key's line."""
+class Document:
+    """Parsed values."""
 
-    def __init__(self, document: Document, name: str, yaml_1_1: bool) -> None:
-        self.lines, self.problems, self.name, self.yaml_1_1 = document.lines, document.problems, name, yaml_1_1
-        self.nodes = 0  # an alias is counted each time it is used
+    def __init__(self, root: yaml.MappingNode, name: str, yaml_1_1: bool) -> None:
+        #: Line, from 1, of each dotted path.
+        self.lines: dict[str, int] = {}
+        self.problems: list[str] = []  # refused values; syntax errors are raised
+        self._name, self._yaml_1_1 = name, yaml_1_1
+        self._nodes = 0  # an alias is counted each time it is used
+        self.values = self._mapping(root, "")
 
-    def value(self, node: yaml.Node, path: str) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_NODES or path.count(".") > 10 * MAX_DEPTH:
-            raise RecipeError(f"{self.name}:{node.start_mark.line + 1}: nested too deep or too long, with its aliases")
+    def _value(self, node: yaml.Node, path: str) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES or path.count(".") > 10 * MAX_DEPTH:
+            raise RecipeError(f"{self._name}:{node.start_mark.line + 1}: nested too deep or too long, with its aliases")
         if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, path)
+            return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
+            return [self._value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
-        scalar = _scalar_1_1 if self.yaml_1_1 else _scalar
-        return scalar(node, self.problems, f"{self.name}:{node.start_mark.line + 1}")
+        scalar = _scalar_1_1 if self._yaml_1_1 else _scalar
+        return scalar(node, self.problems, f"{self._name}:{node.start_mark.line + 1}")
 
-    def mapping(self, node: yaml.MappingNode, path: str) -> Values:
+    def _mapping(self, node: yaml.MappingNode, path: str) -> Values:
         values: Values = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(f"{self.name}:{line}: a key must be a plain word")
+                self.problems.append(f"{self._name}:{line}: a key must be a plain word")
                 continue
             key = key_node.value
             key_path = f"{path}.{key}" if path else key
             if key in values:
                 self.problems.append(
-                    f"{self.name}:{line}: '{key_path}' is set twice (first on line {self.lines[key_path]}); keep one"
+                    f"{self._name}:{line}: '{key_path}' is set twice (first on line {self.lines[key_path]}); keep one"
                 )
                 continue
             self.lines[key_path] = line
-            values[key] = self.value(value_node, key_path)
+            values[key] = self._value(value_node, key_path)
         # `<<: *defaults` adds keys that the mapping doesn't set
-        defaults = values.pop("<<", {}) if self.yaml_1_1 else {}
+        defaults = values.pop("<<", {}) if self._yaml_1_1 else {}
         for mapping in reversed(defaults) if isinstance(defaults, list) else [defaults]:
             values = {**mapping, **values} if isinstance(mapping, dict) else values
         return values
@@ -204,14 +180,3 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _represent_number(dumper: yaml.SafeDumper, number: float) -> yaml.Node:
-    text = repr(number)
-    mantissa, exponent_mark, exponent = text.partition("e")
-    if exponent_mark and "." not in mantissa:  # PyYAML would quote 1e-08, which YAML 1.1 takes for text
-        text = f"{mantissa}.0e{exponent}"
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_Dumper.add_representer(float, _represent_number)

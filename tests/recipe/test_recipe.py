@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe, shipped_recipes, write_recipe
-from finetune.recipe.foreign import convert_file
 from finetune.settings import AUTO, unresolved
 
 SHORT = "model_name_or_path: some/model\ndataset: {path: rows.jsonl}\n"
@@ -105,19 +104,6 @@ def test_data_in_the_place_of_a_recipe_is_called_data_with_the_command(tmp_path,
     with pytest.raises(RecipeError, match="is data, not a recipe") as error:
         load_recipe(tmp_path / name)
     assert f"dataset.path={tmp_path / name}" in shlex.split(error.value.fix)
-
-
-@pytest.mark.parametrize(("script", "command", "fix"), [
-    ("#!/bin/bash\nset -e\nllamafactory-cli train a/lora.yaml\n", "llamafactory-cli train", "finetune convert a/lora.yaml"),
-    ("A=0 \\\nswift sft \\\n    --model x/y \\\n    --dataset 'a/b#500'\n", "swift sft", "finetune recipes keys"),
-    ("accelerate launch \\\n  axolotl train \\\n  'a b' mine.yml", "axolotl train", "finetune convert mine.yml"),
-])  # fmt: skip
-@pytest.mark.parametrize("read", [load_recipe, convert_file])
-def test_a_script_of_another_tool_is_called_one(tmp_path, read, script, command, fix):
-    (tmp_path / "train.sh").write_text(script)
-    with pytest.raises(RecipeError, match=rf"train\.sh is a command of another tool, {command}, not a recipe") as error:
-        read(str(tmp_path / "train.sh"))
-    assert fix in error.value.fix
 
 
 def test_a_picture_is_not_to_be_converted(tmp_path):
