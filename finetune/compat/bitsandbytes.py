@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replaced, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer.Optimizer8bit"
 
@@ -42,7 +42,7 @@ def import_without_compiler() -> None:
     if "bitsandbytes" in sys.modules:
         return
     # it decorates four functions with torch.compile, which imports the compiler: a second of each start
-    with wrapped("torch.compile", _compiled_when_called):
+    with wrap("torch.compile", _compiled_when_called):
         importlib.import_module("bitsandbytes")
 
 
@@ -53,12 +53,12 @@ def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..
 
 def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[None]:
     """Temporarily multiply in int8 layers by `function`."""
-    return replaced("bitsandbytes.matmul", function)
+    return replace("bitsandbytes.matmul", function)
 
 
 def without_cpu_repacking() -> AbstractContextManager[None]:
     """Temporarily disable CPU repacking of new 4-bit layers."""
-    return replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    return replace("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
@@ -81,8 +81,8 @@ def own_quantisation_maps() -> Iterator[None]:
 
     with (
         # fake code books must not stay in the process
-        replaced("bitsandbytes.functional.name2qmap", {}),
-        replaced("bitsandbytes.functional.create_dynamic_map", lambda **_signs: torch.zeros(256)),
+        replace("bitsandbytes.functional.name2qmap", {}),
+        replace("bitsandbytes.functional.create_dynamic_map", lambda **_signs: torch.zeros(256)),
     ):
         yield
 
@@ -90,6 +90,6 @@ def own_quantisation_maps() -> Iterator[None]:
 @contextmanager
 def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
     """Temporarily take optimizer states from `get_state_buffer(optimizer, parameter, dtype)`."""
-    prefetch_state = replaced(f"{_OPTIMIZER}.prefetch_state", lambda self, p: None)
-    with replaced(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), prefetch_state:
+    prefetch_state = replace(f"{_OPTIMIZER}.prefetch_state", lambda self, p: None)
+    with replace(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), prefetch_state:
         yield

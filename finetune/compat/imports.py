@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.compat.bitsandbytes import import_without_compiler
-from finetune.compat.patch_registry import PrivateName, wrapped
+from finetune.compat.patch_registry import PrivateName, wrap
 
 _SCAN = "transformers.utils.import_utils.create_import_structure_from_path"
 
@@ -29,7 +29,7 @@ def import_libraries() -> None:
     if "transformers.models" in sys.modules:
         return
     # the result is cached by path: the import of transformers scans the folder, of transformers.models its __init__.py
-    with wrapped(_SCAN, lambda scan, path: scan(Path(path).parent if Path(path).is_file() else path)):
+    with wrap(_SCAN, lambda scan, path: scan(Path(path).parent if Path(path).is_file() else path)):
         importlib.import_module("transformers.models")
 
 

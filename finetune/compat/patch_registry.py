@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -44,46 +44,27 @@ def owner_of(name: str) -> tuple[Any, str]:
     raise ModuleNotFoundError(f"no module of {name} is installed", name=parts[0])
 
 
-@contextmanager
-def replaced(name: str, value: Any) -> Iterator[None]:
-    """Temporarily set the dotted `name`."""
+def replace(name: str, value: Any) -> ExitStack:
+    """Set the dotted `name` until the process ends, or as a context."""
     owner, attribute = owner_of(name)
-    before = getattr(owner, attribute)
+    restored = ExitStack()
+    restored.callback(setattr, owner, attribute, getattr(owner, attribute))
     _set(owner, attribute, value)
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, before)
+    return restored
 
 
-def replace(name: str, value: Any) -> None:
-    """Set the dotted `name` until the process ends."""
-    _set(*owner_of(name), value)
-
-
-def wrapped(name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Temporarily wrap a function as `around(function, ...)`."""
-    owner, attribute = owner_of(name)
-    return replaced(name, _around(getattr(owner, attribute), around))
-
-
-def wrap(name: str, around: Callable[..., Any]) -> Any:
-    """Wrap a function until the process ends, and return the original."""
+def wrap(name: str, around: Callable[..., Any]) -> ExitStack:
+    """Replace a function by `around(function, ...)`, which takes the place of an earlier wrapper."""
     owner, attribute = owner_of(name)
     before = getattr(owner, attribute)
-    # a later call replaces an earlier wrapper
     usual = getattr(before, "usual", before)
-    _set(owner, attribute, _around(usual, around))
-    return usual
 
-
-def _around(usual: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(usual)
     def called(*inputs: Any, **named: Any) -> Any:
         return around(usual, *inputs, **named)
 
     called.usual = usual  # type: ignore[attr-defined]
-    return called
+    return replace(name, called)
 
 
 def _set(owner: Any, attribute: str, value: Any) -> None:

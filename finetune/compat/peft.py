@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ PRIVATE_NAMES = (
 @contextmanager
 def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
     """Temporarily let DoRA read weights by `dequantised(layer)` and copy layers by `copied(layer)`."""
-    with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
+    with replace(f"{_DORA}.dequantize_module_weight", dequantised), replace(f"{_DORA}.deepcopy", copied):
         yield
 
 
@@ -52,7 +52,7 @@ def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[N
         before(base_layer)
         update(self, base_layer=base_layer, **named)
 
-    return wrapped(f"{_DORA}.DoraLinearLayer.update_layer", updated)
+    return wrap(f"{_DORA}.DoraLinearLayer.update_layer", updated)
 
 
 def save_without_vocabulary() -> None:
@@ -80,11 +80,11 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt 4-bit parameters, whose `lora_weights` are (A, B, scaling) of each adapter."""
     # `logical(parameter)`: a tensor with the decoded weight's shape, dtype and device, or an unencoded parameter itself
-    get_param = wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical(get_param(self)))
+    wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical(get_param(self)))
 
     @contextmanager
     def activate_beside(activate: Callable[..., Any], self: Any, active_adapters: list[str]) -> Iterator[None]:
-        parameter = get_param(self)
+        parameter = type(self).get_param.usual(self)
         if logical(parameter) is parameter:
             with activate(self, active_adapters):
                 yield

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replaced, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 from finetune.compat.triton import fake_launches
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def cpu_autocast() -> Iterator[None]:
     def autocast(usual: Any, *_: Any, enabled: bool, **__: Any) -> Any:
         return usual("cpu", torch.get_autocast_dtype("cpu"), enabled)
 
-    asked = wrapped("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
-    with asked, wrapped("torch.amp.autocast_mode.autocast", autocast):
+    asked = wrap("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
+    with asked, wrap("torch.amp.autocast_mode.autocast", autocast):
         yield
 
 
@@ -52,7 +52,7 @@ def fake_tensor_mode() -> Iterator[None]:
     """Temporarily create new tensors without values, on the CPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    guard = replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None)
+    guard = replace("torch._C._ensureCUDADeviceGuardSet", lambda: None)
     # tensors with values can still be used
     with guard, fake_launches(), FakeTensorMode(allow_non_fake_inputs=True):
         yield

@@ -11,7 +11,7 @@ from functools import cache, partial
 from inspect import getclosurevars
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
@@ -114,24 +114,19 @@ def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None
 
 
 def keys_repeated() -> AbstractContextManager[None]:
-    """Temporarily repeat keys and values for each query head."""
-    return replaced(_GROUPED, lambda *_: False)
-
-
-def repeat_keys() -> None:
-    """Repeat keys and values for each query head."""
-    replace(_GROUPED, lambda *_: False)
+    """Repeat keys and values for each query head until the process ends, or as a context."""
+    return replace(_GROUPED, lambda *_: False)
 
 
 def without_packing_detection() -> AbstractContextManager[None]:
     """Temporarily count rows as unpacked."""
     # transformers would read the position ids for each kind of mask to find out
-    return replaced(_PACKED, lambda position_ids: None)
+    return replace(_PACKED, lambda position_ids: None)
 
 
 def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[None]:
     """Temporarily wrap the router's auxiliary loss."""
-    return wrapped(_BALANCE, around)
+    return wrap(_BALANCE, around)
 
 
 def fake_experts() -> AbstractContextManager[None]:
@@ -139,7 +134,7 @@ def fake_experts() -> AbstractContextManager[None]:
     import torch
 
     # torch's grouped matmul has a fake form for bf16 only
-    return wrapped(_EXPERTS, lambda usable, input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
+    return wrap(_EXPERTS, lambda usable, input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
 
 
 def keep_fsdp_wrap_policy() -> None:
@@ -186,8 +181,8 @@ def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None
     with (
         # no threads that read ahead, and no allocator warm-up
         _entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
-        wrapped(_SET, set_and_notify),
-        replaced(_WARM_UP, lambda *_: None),
+        wrap(_SET, set_and_notify),
+        replace(_WARM_UP, lambda *_: None),
     ):
         yield
 
@@ -227,7 +222,7 @@ def quantised_on(device: Any) -> AbstractContextManager[None]:
         quantised = usual(self, _converted(input_dict, device), *arguments, **named)
         return {name: value.to("cpu") for name, value in quantised.items()}
 
-    return wrapped(_QUANTISE, convert)
+    return wrap(_QUANTISE, convert)
 
 
 def _converted(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
@@ -322,7 +317,7 @@ def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
     """Temporarily run `call(function, closure, *arguments)` instead of `layer_kernels`."""
     with ExitStack() as stack:
         for path, function, closure in layer_kernels(model):
-            stack.enter_context(replaced(path, partial(call, function, closure)))
+            stack.enter_context(replace(path, partial(call, function, closure)))
         yield
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 _LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
 _DEVICE, _PROPERTIES = "torch.cuda.device", "torch.cuda.get_device_properties"
@@ -27,12 +27,12 @@ def fake_launches() -> Iterator[None]:
     """Temporarily skip launches of Triton kernels with fake tensors."""
     with ExitStack() as stack:
         if "triton.runtime.jit" in sys.modules:
-            stack.enter_context(wrapped(_LAUNCH, _unless_fake))
+            stack.enter_context(wrap(_LAUNCH, _unless_fake))
         if "mamba_ssm" in sys.modules:
-            stack.enter_context(replaced(_DEVICE, lambda index: nullcontext()))
+            stack.enter_context(replace(_DEVICE, lambda index: nullcontext()))
             # an RTX 4090's: mamba-ssm takes two buffers of 16 MiB in Granite 4 H micro, 2,048 tokens; of 10 MiB by a 3090's 82
             card = SimpleNamespace(multi_processor_count=128)
-            stack.enter_context(replaced(_PROPERTIES, lambda device: card))
+            stack.enter_context(replace(_PROPERTIES, lambda device: card))
         yield
 
 

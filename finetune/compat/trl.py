@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 _TILES = "trl.kernels.chunked_logprob"
 #: Words of a tile, which takes up to 512 MiB, also of a small vocabulary.
@@ -71,7 +71,7 @@ def import_without_listing_packages() -> None:
     if "trl" in sys.modules:
         return
     # 0.2 s of each start
-    with wrapped("importlib.metadata.packages_distributions", _Distributions):
+    with wrap("importlib.metadata.packages_distributions", _Distributions):
         importlib.import_module("trl.import_utils")
 
 
@@ -79,16 +79,16 @@ def import_without_listing_packages() -> None:
 def cuda_loss() -> Iterator[None]:
     """Temporarily allocate TRL's loss as on CUDA, without computing."""
     with ExitStack() as stack:
-        stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
+        stack.enter_context(replace("trl.trainer.utils._use_triton", lambda device: True))
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-            stack.enter_context(replaced(f"{_TILES}.{tile}", lambda *_, **__: None))
+            stack.enter_context(replace(f"{_TILES}.{tile}", lambda *_, **__: None))
         yield
 
 
 def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[None]:
     """Temporarily limit CPU tiles of TRL's loss to the vocabulary."""
     # the values are the same
-    return replaced(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()
+    return replace(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()
 
 
 def compute_loss_without_triton() -> None:

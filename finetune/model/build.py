@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from finetune.compat.transformers import kernels_by_device, loading_with, repeat_keys, replace_with_quantised_layers
+from finetune.compat.transformers import kernels_by_device, keys_repeated, loading_with, replace_with_quantised_layers
 from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
@@ -44,7 +44,7 @@ def build_base(
     dtype, attention = model_dtype(settings), _attention(settings, weights)
     torch_device = torch.device(device)
     if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, varlen_attention.compute_capability(torch_device)):
-        repeat_keys()
+        keys_repeated()  # from here on
     quantiser = quantiser_of(settings, config)
     if not weights:
         model: Any = build_on_meta(config, quantization, dtype=dtype, attention=attention, quantiser=quantiser)
