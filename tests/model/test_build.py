@@ -32,8 +32,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kind"),
-    [({}, torch.nn.Linear), ({"load_in_4bit": True}, Linear4bit), ({"load_in_8bit": True}, Linear8bitLt)],
+    ("wanted", "kind"), [({}, torch.nn.Linear), ({"load_in_4bit": True}, Linear4bit), ({"load_in_8bit": True}, Linear8bitLt)]
 )
 def test_the_same_modules_with_weights_and_without_and_adapters_in_fp32(folder, wanted, kind):
     recipe = settings(folder, **wanted)

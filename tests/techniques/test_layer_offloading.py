@@ -13,13 +13,7 @@ from tiny_training import adapted, autocast, batch, optimizer_of, save_tiny_base
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.layer_offloading import (
-    QuantisedFileStorage,
-    layout_bytes,
-    offloaded_numbers,
-    offloading_of,
-    tensor_layout,
-)
+from finetune.layers.layer_offloading import QuantisedFileStorage, layout_bytes, offloaded_numbers, offloading_of, tensor_layout
 from finetune.layers.offload import InOrder
 from finetune.layers.quantised_files import complete_models, folder
 from finetune.layers.quantised_store import Store

@@ -22,11 +22,7 @@ from finetune.settings.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 
-EXACT = {
-    **RECOMPUTED,
-    "activation-offloading": {"activation_offloading": True},
-    "cpu-adamw": {"optim": "adamw_cpu_offload"},
-}
+EXACT = {**RECOMPUTED, "activation-offloading": {"activation_offloading": True}, "cpu-adamw": {"optim": "adamw_cpu_offload"}}
 CLOSE = {
     "int8": ({"int8_activations": True}, 5e-3),
     "int8-recomputed": ({"int8_activations": True, "activation_checkpointing": True}, 5e-3),
