@@ -10,7 +10,6 @@ import pytest
 from finetune.cli.recipes import show_recipes
 from finetune.model import catalogue
 from finetune.model.catalogue import entries, sources
-from finetune.model.transformers_config import load_config
 from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 
@@ -66,11 +65,6 @@ def test_the_size_in_a_name_is_about_the_published_one():
 def test_the_modules_have_the_published_number_of_parameters(name):
     recipe = recipe_from({"model_name_or_path": name, "dataset": "d"})
     assert shape_of(FIRST[name].config, recipe).parameters == pytest.approx(FIRST[name].parameters, rel=0.015)
-
-
-def test_a_folder_with_nothing_but_a_config_json_is_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(entries()["Qwen/Qwen3-8B"].config))
-    assert load_config(recipe_from({"model_name_or_path": str(tmp_path), "dataset": "d"})).hidden_size == 4096
 
 
 def test_the_listing_has_every_model_with_its_sources(capsys):

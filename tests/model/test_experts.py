@@ -3,6 +3,7 @@
 Only experts with rows are dequantised; the lean forward's step is that of the experts one by one, and saves less.
 """
 
+import functools
 import json
 
 import pytest
@@ -66,8 +67,7 @@ def folders(tmp_path_factory):
     return saved
 
 
-def settings(folder, **more):
-    return plain_settings(folder, **{"dtype": "float32", "load_in_4bit": True, "attn_implementation": "eager", **more})
+settings = functools.partial(plain_settings, dtype="float32", load_in_4bit=True, attn_implementation="eager")
 
 
 def loaded(folder, **more):

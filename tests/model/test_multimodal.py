@@ -1,5 +1,6 @@
 """Text training of multimodal checkpoints: only the language model is loaded and adapted; all else stays as it is."""
 
+import functools
 import json
 
 import pytest
@@ -18,10 +19,7 @@ from finetune.model.adapters import attach_adapters, prepare_for_training, train
 from finetune.model.techniques import apply_techniques
 
 IDS = torch.arange(16, 64).reshape(2, 24)
-
-
-def settings(folder, **more):
-    return plain_settings(folder, dtype="float32", target_modules="all-linear", **more)
+settings = functools.partial(plain_settings, dtype="float32", target_modules="all-linear")
 
 
 def load(recipe):

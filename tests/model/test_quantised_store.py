@@ -1,5 +1,6 @@
 """The folder of quantised weights: bit-identical to loading, whole or absent, and never another model's."""
 
+import functools
 import os
 import signal
 import tracemalloc
@@ -27,10 +28,7 @@ MODELS = {
     "a mixture": Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
     "transposed layers": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=256, n_positions=64),
 }
-
-
-def settings(name, **more):
-    return plain_settings(name, **{"load_in_4bit": True, "attn_implementation": "eager", **more})
+settings = functools.partial(plain_settings, load_in_4bit=True, attn_implementation="eager")
 
 
 def files_of(store):

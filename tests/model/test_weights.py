@@ -25,11 +25,6 @@ def load(folder, **more):
     return small_models.load(settings(folder, dtype="float32", **more))
 
 
-def test_whole_weights_pass(folder):
-    check_weights(folder)
-    load(folder)
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

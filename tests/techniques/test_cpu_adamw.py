@@ -119,16 +119,6 @@ def test_loading_sets_the_weights_to_their_masters():
     assert torch.equal(weights(rounded), weights(model))
 
 
-def test_a_pickled_optimizer_goes_on():
-    model = layers()
-    optimizer = CpuAdamW(model.parameters())
-    train(model, optimizer, 2)
-    other_model, other = copy.deepcopy((model, optimizer))
-    train(model, optimizer, 2, first=2)
-    train(other_model, other, 2, first=2)
-    assert torch.equal(weights(other_model), weights(model))
-
-
 def test_in_a_forecast_the_state_is_not_on_the_card():
     def card_bytes(kind) -> int:
         with FakeTensorMode(), StorageTracker() as tracker:

@@ -1,5 +1,7 @@
 """LoRA inputs are cast by autocast alone: a seventh fewer bytes saved for backward, losses and gradients to the bit."""
 
+import functools
+
 import pytest
 import torch
 from lean_models import adapter_gradients, fill_adapters
@@ -18,10 +20,7 @@ EXACT = {
     "on host": {"activation_offloading": True},
 }
 KEPT_CAST = {"dropout": {"lora_dropout": 0.1}, "DoRA": {"use_dora": True}}
-
-
-def settings(base, **changes):
-    return settings_for(base, **{"dtype": "bfloat16"} | changes)
+settings = functools.partial(settings_for, dtype="bfloat16")
 
 
 def with_pefts_cast(model: torch.nn.Module) -> torch.nn.Module:
