@@ -103,7 +103,7 @@ def parse_checked(text: bytes) -> Any:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header and tensor offset. Raises ValueError."""
+    """Return a safetensors file's tensors by name and their offset. Raises ValueError."""
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
@@ -111,8 +111,9 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     header = parse_json(content)
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")  # noqa: TRY004 - a fault of the file
+    header.pop("__metadata__", None)
     for name, entry in header.items():
-        if name != "__metadata__" and not _is_tensor(entry):
+        if not _is_tensor(entry):
             raise ValueError(f"its header has no dtype, shape and offsets of {name[:80]!r}")
     return header, 8 + length
 

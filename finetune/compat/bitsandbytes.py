@@ -51,12 +51,12 @@ def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..
     return functools.wraps(function)(lambda *inputs, **named: compiled()(*inputs, **named))
 
 
-def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[None]:
+def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Temporarily multiply in int8 layers by `function`."""
     return replace("bitsandbytes.matmul", function)
 
 
-def without_cpu_repacking() -> AbstractContextManager[None]:
+def without_cpu_repacking() -> AbstractContextManager[Any]:
     """Temporarily disable CPU repacking of new 4-bit layers."""
     return replace("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 

@@ -45,7 +45,7 @@ def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]
         yield
 
 
-def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[None]:
+def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[Any]:
     """Temporarily call `before(layer)` before DoRA computes magnitudes."""
 
     def updated(update: Callable[..., None], self: Any, *, base_layer: Any, **named: Any) -> None:

@@ -141,7 +141,7 @@ def fake_tensor(mode: Any, values: torch.Tensor, device: Any) -> Any:
     return tensor
 
 
-def raising_compiler_errors() -> AbstractContextManager[None]:
+def raising_compiler_errors() -> AbstractContextManager[Any]:
     """Temporarily raise the compiler's errors."""
     import torch._dynamo.config as dynamo
 

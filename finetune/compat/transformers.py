@@ -113,23 +113,23 @@ def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None
         mapping.update(before)
 
 
-def keys_repeated() -> AbstractContextManager[None]:
+def keys_repeated() -> AbstractContextManager[Any]:
     """Repeat keys and values for each query head until the process ends, or as a context."""
     return replace(_GROUPED, lambda *_: False)
 
 
-def without_packing_detection() -> AbstractContextManager[None]:
+def without_packing_detection() -> AbstractContextManager[Any]:
     """Temporarily count rows as unpacked."""
     # transformers would read the position ids for each kind of mask to find out
     return replace(_PACKED, lambda position_ids: None)
 
 
-def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[None]:
+def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Temporarily wrap the router's auxiliary loss."""
     return wrap(_BALANCE, around)
 
 
-def fake_experts() -> AbstractContextManager[None]:
+def fake_experts() -> AbstractContextManager[Any]:
     """Temporarily run experts on fake tensors of any dtype."""
     import torch
 
@@ -206,14 +206,14 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
     return name_of
 
 
-def loading_with(quantiser: type | None) -> AbstractContextManager[None]:
+def loading_with(quantiser: type | None) -> AbstractContextManager[Any]:
     """Temporarily load 4-bit models by `quantiser`, if any."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     return _entries(AUTO_QUANTIZER_MAPPING, **({"bitsandbytes_4bit": quantiser} if quantiser else {}))
 
 
-def quantised_on(device: Any) -> AbstractContextManager[None]:
+def quantised_on(device: Any) -> AbstractContextManager[Any]:
     """Temporarily quantise weights in host memory on `device`."""
     if device.type == "cpu":
         return nullcontext()

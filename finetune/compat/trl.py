@@ -85,7 +85,7 @@ def cuda_loss() -> Iterator[None]:
         yield
 
 
-def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[None]:
+def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[Any]:
     """Temporarily limit CPU tiles of TRL's loss to the vocabulary."""
     # the values are the same
     return replace(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()

@@ -49,7 +49,6 @@ def stored_tensors(folder: Path) -> list[Tensor]:
     for file in weight_files(folder):
         with (folder / file).open("rb") as opened:
             header, data_begin = read_safetensors_header(opened)
-        header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
             begin, end = entry["data_offsets"]
             read = partial(_read, folder / file, data_begin + begin, end - begin)

@@ -131,7 +131,6 @@ class Store:
         file = path.open("rb")
         self._files.append(file)
         header, data_begin = read_safetensors_header(file)
-        header.pop("__metadata__", None)
         for key, entry in header.items():
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])

@@ -115,7 +115,7 @@ def file_problem(path: Path) -> str:
             return ""
         with path.open("rb") as file:
             header, begin = read_safetensors_header(file)
-        ends = (part["data_offsets"][1] for name, part in header.items() if name != "__metadata__")
+        ends = (part["data_offsets"][1] for part in header.values())
         size, end = path.stat().st_size, begin + max(ends, default=0)
     except FileNotFoundError:
         return "is missing"
@@ -137,7 +137,7 @@ def adapter_problems(folder: Path) -> list[str]:
         return [*problems, f"{ADAPTER_WEIGHTS} {problem}"]
     # safetensors only: other formats run code
     with (folder / ADAPTER_WEIGHTS).open("rb") as file:
-        tensors = {name: entry for name, entry in read_safetensors_header(file)[0].items() if name != "__metadata__"}
+        tensors, _ = read_safetensors_header(file)
     return problems or [problem for name, entry in tensors.items() if (problem := _tensor_problem(name, entry, config))][:5]
 
 

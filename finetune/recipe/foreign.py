@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ def tools() -> tuple[Tool, ...]:
     return tuple(read)
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeyReport:
     """Outcome of a key in the file."""
 
@@ -137,27 +137,25 @@ class Conversion:
     problems: list[str] = field(default_factory=list)
 
     def report(self, key: str, outcome: Outcome, text: str) -> None:
-        self.keys[key] = replace(self.keys[key], outcome=outcome, text=text)
+        self.keys[key].outcome, self.keys[key].text = outcome, text
 
     def with_outcome(self, outcome: Outcome) -> list[KeyReport]:
         return sorted((key for key in self.keys.values() if key.outcome == outcome), key=lambda key: key.line or 0)
 
 
-def tool_of(values: Values) -> Tool | None:
-    """Return a configuration's tool, or None for a recipe."""
+def tool_of(values: Values, name: str) -> Tool | None:
+    """Return a configuration's tool, or None for a recipe. Raises RecipeError for a tool that isn't read."""
+    nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
+    for unread, marks in _UNREAD.items():
+        if any(values.keys() | nested >= {*mark.split("+")} for mark in marks.split()):
+            fix = "Write a recipe: `finetune recipes keys`"
+            raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read", fix)
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
     if marked:
         return max(marked, key=lambda tool: sum(tool.knows(key) for key in values))
     trl = tools()[-1]  # a TRL file may lack every marker
     others = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
     return trl if len(others) >= 3 and all(trl.knows(key) for key in values) else None
-
-
-def unread_tool(values: Values) -> str | None:
-    """Return the tool of a file that `finetune convert` doesn't read, or None."""
-    nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
-    keys = values.keys() | nested
-    return next((name for name, marks in _UNREAD.items() if any(keys >= {*mark.split("+")} for mark in marks.split())), None)
 
 
 def hint_for_key(key: str) -> str | None:
@@ -182,9 +180,7 @@ def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Co
 def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
     """Convert a text; `name` prefixes each problem."""
     document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
-    if unread := unread_tool(document.values):
-        raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read")
-    tool = tool_of(document.values)
+    tool = tool_of(document.values, name)
     if tool is None:
         readable = ", ".join(tool.name for tool in tools())
         raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")

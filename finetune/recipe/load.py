@@ -53,12 +53,7 @@ def _refuse_other_tool(values: Values, name: str) -> None:
         return
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
-    if unread_name := foreign.unread_tool(values):
-        raise RecipeError(
-            f"{name} is a configuration of {unread_name}, which finetune does not read",
-            "Write a recipe: `finetune recipes keys`",
-        )
-    if tool := foreign.tool_of(values):
+    if tool := foreign.tool_of(values, name):
         raise RecipeError(
             f"{name} is a configuration of {tool.name}",
             f"Convert it: finetune convert {shlex.quote(name) if Path(name).suffix else 'FILE'} -o recipe.yaml",
