@@ -8,6 +8,8 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,16 +114,7 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             text = super().apply_chat_template(chat_history, add_generation_prompt)
             return f"{text}{prompt_end}" if add_generation_prompt else str(text)
 
-        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("loglikelihood", requests)
-
-        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("loglikelihood_rolling", requests)
-
-        def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            return self._complete("generate_until", requests)
-
-        def _complete(self, kind: str, requests: list[Any]) -> list[Any]:
+        def _complete(self, kind: str, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
             keys, batch_size = [digest([kind, *request.args]) for request in requests], 0
             # only answers that the journal lacks, in batches that fit
             while remaining := {
@@ -142,13 +135,15 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             entries = [journal.entries[key]["result"] for key in keys]
             return [tuple(result) if isinstance(result, list) else result for result in entries]
 
-    class JournalHook:
-        # the harness calls this with each computed result
-        def add_partial(self, kind: str, arguments: tuple[Any, ...], result: Any) -> None:
-            journal.add({digest([kind, *arguments]): {"result": result}})
+        loglikelihood = partialmethod(_complete, "loglikelihood")
+        loglikelihood_rolling = partialmethod(_complete, "loglikelihood_rolling")
+        generate_until = partialmethod(_complete, "generate_until")
+
+    def add_partial(kind: str, arguments: tuple[Any, ...], result: Any) -> None:
+        journal.add({digest([kind, *arguments]): {"result": result}})
 
     model = JournalledModel(answerer.model, backend="causal", tokenizer=answerer.tokenizer)
-    model.set_cache_hook(JournalHook())
+    model.set_cache_hook(SimpleNamespace(add_partial=add_partial))  # the harness calls it with each computed result
     return model
 
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import small_models
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from small_models import store_as_fp8, store_as_mxfp4
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -13,11 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from finetune.errors import RecipeError
 from finetune.export.merge import write_merged
 from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
-from finetune.model.build import build_base
-from finetune.model.transformers_config import load_config
 from finetune.model.weights import INDEX
-from finetune.recipe import recipe_from
-from finetune.settings import plainest
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -114,38 +112,6 @@ def test_files_are_split_like_the_base_or_at_the_given_size(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / folder)
 
 
-def store_as_fp8(folder):
-    tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if "proj" in name:
-            blocks = weight.view(weight.shape[0] // 16, 16, weight.shape[1] // 16, 16).float()
-            scales = blocks.abs().amax((1, 3)) / 448
-            tensors[f"{name}_scale_inv"] = scales
-            weight = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
-        tensors[name] = weight
-    store(folder, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]})
-
-
-def store_as_mxfp4(folder):
-    tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inputs, outputs = weight.shape
-            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        else:
-            tensors[name] = weight
-    store(
-        folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
-    )
-
-
-def store(folder, tensors, quantisation):
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantisation}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "sizes", "store_quantised", "lora_options"),
@@ -165,10 +131,8 @@ def test_what_is_stored_otherwise_is_merged_in_memory_as_peft_does(
     config = AutoConfig.for_model(model_type, **{**SMALL, **sizes})
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
     store_quantised(base)
-    values = {"model_name_or_path": str(base), "dataset": "rows.jsonl", "attn_implementation": "eager"}
-    settings = plainest(recipe_from({**values, "dtype": "bfloat16", "load_in_4bit": False, "load_in_8bit": False}))
-    model = build_base(settings, load_config(settings), device="cpu", weights=True)
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **lora_options))
+    settings = small_models.settings(base, attn_implementation="eager")
+    model = get_peft_model(small_models.load(settings), LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **lora_options))
     model.save_pretrained(adapter)
     monkeypatch.setattr(
         "finetune.data.tokenizer.run_tokenizer", lambda *_: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))

@@ -4,14 +4,13 @@ Only experts with rows are dequantised; the lean forward's step is that of the e
 """
 
 import functools
-import json
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft.tuners.lora.layer import ParamWrapper
-from safetensors.torch import load_file, save_file
-from small_models import SMALL, load
+from safetensors.torch import load_file
+from small_models import SMALL, load, store_as_fp8, store_as_mxfp4
 from small_models import settings as plain_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -180,45 +179,23 @@ def test_adapters_of_4_bit_experts_have_peft_s_products_and_gradients(folder, ta
     assert all(relative_distance(gradients[name], reference[name]) < 1e-4 for name in gradients)
 
 
-def store(folder, config, quantisation, quantised):
-    """Save a model with the tensors of a quantised checkpoint; returns those of the 16-bit one.
-
-    `quantised(name, value)`: the stored tensors in place of one, by name; empty for one that stays.
-    """
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    originals = load_file(folder / "model.safetensors")
-    tensors = {}
-    for name, value in originals.items():
-        tensors |= quantised(name, value) or {name: value}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantisation}))
-    return originals
+def saved(folder, kind, **sizes):
+    """Save a model in bf16; returns its tensors."""
+    AutoModelForCausalLM.from_config(config_of(kind, **sizes), dtype=torch.bfloat16).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def test_mxfp4_experts_become_nf4_while_loading(tmp_path):
-    def codes(name, value):
-        if not name.endswith(WEIGHTS):
-            return {}
-        experts, inputs, outputs = value.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
-
-    store(tmp_path, config_of("gpt_oss", **FEW["gpt_oss"]), {"quant_method": "mxfp4"}, codes)
+    saved(tmp_path, "gpt_oss", **FEW["gpt_oss"])
+    store_as_mxfp4(tmp_path)
     packed, plain = (experts_of(loaded(tmp_path, load_in_4bit=bits, dtype="bfloat16")) for bits in (True, False))
     for name in WEIGHTS:
         assert relative_distance(dequantised(getattr(packed, name)).float(), getattr(plain, name).float()) < 0.12
 
 
 def test_fp8_weights_are_trained_in_16_bit(tmp_path):
-    def rounded(name, value):
-        scale = torch.full([-(-size // 128) for size in value.shape], 2.0**-10)
-        eighth = (value.float() / 2**-10).to(torch.float8_e4m3fn)
-        return {name: eighth, f"{name}_scale_inv": scale} if name.endswith("_proj.weight") else {}
-
-    stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    originals = store(tmp_path, config_of("llama", hidden_size=128), stored, rounded)
+    originals = saved(tmp_path, "llama", hidden_size=128)
+    store_as_fp8(tmp_path)
     parameters = dict(loaded(tmp_path, load_in_4bit=False, dtype="bfloat16").named_parameters())
     for name in (name for name in originals if name.endswith("_proj.weight")):
         assert parameters[name].dtype == torch.bfloat16

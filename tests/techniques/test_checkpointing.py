@@ -1,9 +1,18 @@
 """Gradient checkpointing: the same losses to the bit, fewer bytes saved, with LoRA and QLoRA."""
 
 import pytest
-import torch
-from tiny_training import BASES, KINDS, RECOMPUTED, adapted, batch, forecast_saved_bytes, losses, plain_losses, settings_for
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_training import (
+    BASES,
+    KINDS,
+    RECOMPUTED,
+    Operators,
+    adapted,
+    batch,
+    forecast_saved_bytes,
+    losses,
+    plain_losses,
+    settings_for,
+)
 
 from finetune.layers.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques
@@ -15,24 +24,12 @@ FORMS = {
 }
 
 
-class Count(TorchDispatchMode):
-    """How often the attention kernel runs forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.attention += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        return func(*args, **(kwargs or {}))
-
-
 def attention_runs(settings) -> int:
     model = adapted(settings)
     apply_techniques(model, settings)
-    with Count() as count:
+    with Operators() as seen:
         model(**batch(0)).loss.backward()
-    return count.attention
+    return seen.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

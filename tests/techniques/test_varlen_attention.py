@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from tiny_training import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -110,24 +110,6 @@ def test_batches_without_padding_and_generation_equal_sdpa():
     assert torch.equal(ours.generate(ids, **arguments), theirs.generate(ids, **arguments))
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names, self.largest_square = set(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.add(str(func))
-        tensors = out if isinstance(out, (tuple, list)) else [out]
-        squares = [
-            t.numel()
-            for t in tensors
-            if isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[-1] == t.shape[-2] == sum(LENGTHS)
-        ]
-        self.largest_square = max([self.largest_square, *squares])
-        return out
-
-
 NEWER = pytest.mark.skipif(not varlen_shares_keys(), reason="needs torch 2.12")
 
 
@@ -139,9 +121,9 @@ def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask(shares_keys, mon
         model = model_for("torch_varlen", dtype=torch.bfloat16)
         inputs = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         summed_loss(model, inputs).backward()
-    assert {"torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"} <= seen.names
-    assert not any("scaled_dot_product" in name for name in seen.names)
-    assert seen.largest_square == 0
+    assert {"torch_attn._varlen_attn.default", "torch_attn._varlen_attn_backward.default"} <= seen.counts.keys()
+    assert not any("scaled_dot_product" in name for name in seen.counts)
+    assert not any(len(shape) > 1 and shape[-1] == shape[-2] == sum(LENGTHS) for shape in seen.shapes)
 
 
 @pytest.mark.parametrize(

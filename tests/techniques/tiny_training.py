@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
@@ -135,3 +138,17 @@ def forecast_saved_bytes(base: str, kind: str, *forms: dict, **changes) -> list[
     changes = BASES[kind] | changes
     with forecast_model(settings_for(base, **changes)) as model:
         return [saved_bytes(settings_for(base, **changes, **form), model) for form in forms]
+
+
+class Operators(TorchDispatchMode):
+    """How often each operator runs, and the shapes of its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.shapes = Counter(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.counts[str(func)] += 1
+        self.shapes |= {tensor.shape for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)}
+        return out
