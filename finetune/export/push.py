@@ -134,14 +134,12 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         yield
     except HFValidationError as error:
         raise CommandError(f"{repo[:100]} is not a repository's name: {str(error).splitlines()[0]}") from None
-    except OfflineModeIsEnabled:
-        raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.") from None
     except FinetuneError:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses

@@ -345,10 +345,7 @@ class QuantisedFileStorage(FileStorage):
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
-    """Offload layers of a model that is not loaded yet. Raises RecipeError for incompatible settings."""
-    if settings.torch_compile or settings.launch.strategy != "ddp":
-        other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
-        raise RecipeError(f"layer_offloading is untested with {other}", "Set layer_offloading=false.")
+    """Offload layers of a model that is not loaded yet."""
     layers, count = decoder_layers(model), settings.offloaded_layers
     # a forecast (no `weights`) takes host memory: the GPU allocates the same
     storage: HostStorage | FileStorage = HostStorage()

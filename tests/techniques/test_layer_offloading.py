@@ -23,7 +23,6 @@ from finetune.model.quantised_cache import load_base
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.transformers_config import load_config
 from finetune.settings.compatibility import BUFFERS
-from finetune.settings.schema import LaunchRecipe
 
 #: Every layer is recomputed.
 RECOMPUTED = {"activation_checkpointing": True}
@@ -234,13 +233,6 @@ def test_int8_weights_are_refused(saved):
     settings = offloaded(recomputed(saved(), dtype="bfloat16", load_in_8bit=True))
     with pytest.raises(RecipeError, match="int8"):
         build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True)
-
-
-@pytest.mark.parametrize("other", [{"torch_compile": True}, {"launch": LaunchRecipe(strategy="fsdp", num_processes=2)}])
-def test_what_was_not_tried_is_refused(saved, other):
-    settings = offloaded(recomputed(saved(), dtype="bfloat16")).model_copy(update=other)
-    with pytest.raises(RecipeError, match="layer_offloading is untested with"):
-        build_base(settings, load_config(settings), device="cpu", weights=False, offloads=True)
 
 
 @pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
