@@ -153,18 +153,14 @@ def keep_fsdp_wrap_policy() -> None:
 
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
     """Replace linear layers by bitsandbytes', without reading weights."""
-    import torch
+    from transformers.modeling_utils import local_torch_dtype
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
     # the same replacement as in loading with this configuration
     quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # the dtype of biases, as in from_pretrained
-    try:
+    with local_torch_dtype(dtype):  # the dtype of biases, as in from_pretrained
         quantizer.preprocess_model(model, dtype=dtype, device_map=None)
-    finally:
-        torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
 

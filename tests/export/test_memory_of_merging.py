@@ -24,14 +24,10 @@ pytestmark = pytest.mark.slow
 def make(folder, hidden_size, intermediate_size, layers, vocab_size, max_shard_size):
     """Write a model of zeros in files of at most `max_shard_size`, and an adapter of all its linear layers."""
     heads = hidden_size // 128
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-    }
-    head_sizes = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
-    config = LlamaConfig(**sizes, **head_sizes, tie_word_embeddings=False)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), tie_word_embeddings=False,
+    )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
