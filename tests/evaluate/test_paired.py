@@ -60,11 +60,8 @@ def test_a_difference_of_rounding_alone_and_scores_of_a_users_own_scale_have_int
     assert stars.low < stars.value < stars.high
 
 
-def test_no_difference_is_never_significant():
+def test_no_difference_is_never_significant_and_the_mean_is_weighted():
     no_difference = difference([1, 0, 1] * 5, [1, 0, 1] * 5, span=1.0)
     assert (no_difference.value, no_difference.more_rows, no_difference.is_significant) == (0.0, None, False)
     assert no_difference.low < 0 < no_difference.high
-
-
-def test_the_mean_is_weighted():
-    assert difference([1.0, 1.0], [2.0, 4.0], [3, 1]).value == pytest.approx(1.5)
+    assert difference([1.0, 1.0], [2.0, 4.0], [3, 1]).value == pytest.approx(1.5)  # weighted

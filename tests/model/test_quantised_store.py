@@ -198,33 +198,18 @@ def test_other_settings_of_the_bytes_have_another_file(stored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["last part", "rename", "whole"])
-def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, messages, monkeypatch, moment):
+@pytest.mark.parametrize(("step", "complete"), [("write_manifest", 0), ("rename", 0), ("sync_folder", 1)])
+def test_a_process_killed_while_writing_leaves_no_half_file(models, messages, step, complete):
     recipe = settings(models("untied"))
     config = load_config(recipe)
-
-    def killed(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-
-        def written(folder, part, values):
-            write_part(folder, part, values)
-            if moment == "last part" and part == "outside":
-                killed()
-
-        quantised_cache.write_part = written
-        if moment == "rename":
-            quantised_cache.rename = killed
-        if moment == "whole":
-            quantised_cache.sync_folder = killed
+    if (child := os.fork()) == 0:
+        setattr(quantised_cache, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
             open_store(recipe, config, "cpu", messages.append)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(complete_models()) == (moment == "whole")
+    assert len(complete_models()) == complete
     assert size_bytes() > 0  # of what the killed process left
     store = open_store(recipe, config, "cpu", messages.append)
     store.verify()

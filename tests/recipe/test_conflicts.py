@@ -5,6 +5,7 @@ import pytest
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe, recipe_from
 
+SHARDED = {"num_processes": 2, "strategy": "fsdp"}
 REFUSED = {
     "activation_checkpointing=false": "set activation_checkpointing to auto or true",
     "activation_checkpointing_every_n_layers=2": "set activation_checkpointing_every_n_layers to auto or 1",
@@ -35,9 +36,9 @@ def problems_of(*overrides):
         ({"method": "dpo", "desirable_weight": 2.0}, "desirable_weight is a setting of method kto; the method is dpo"),
         ({"method": "kto", "per_device_train_batch_size": 1}, "is too small for method kto, use 2 or more: its KL term"),
         ({"method": "kto", "effective_batch_size": 4, "gradient_accumulation_steps": 4}, "leaves a micro-batch of 1"),
-        ({"method": "kto", "launch": {"num_processes": 2, "strategy": "fsdp"}}, "strategy fsdp does not work with method kto"),
+        ({"method": "kto", "launch": SHARDED}, "strategy fsdp does not work with method kto"),
         ({"method": "dpo", "dataset": {"path": "rows.jsonl", "format": "labelled"}}, "format labelled is for method kto"),
-        ({"method": "dpo", "launch": {"num_processes": 2, "strategy": "fsdp"}}, "strategy fsdp does not work with method dpo"),
+        ({"method": "dpo", "launch": SHARDED}, "strategy fsdp does not work with method dpo"),
         ({"dataset": {"path": "rows.jsonl", "format": "preference"}}, "format preference is for method dpo; the method is sft"),
         ({"method": "dpo", "dataset": {"path": "rows.jsonl", "format": "alpaca"}}, "format alpaca is for method sft"),
         ({"method": "dpo", "loss_type": "robust"}, r"label_smoothing \(share of pairs in the wrong order\) go together"),
@@ -46,11 +47,17 @@ def problems_of(*overrides):
         ({"method": "pretrain", "train_on_inputs": True}, "train_on_inputs does not work with method pretrain: plain text has"),
         ({"method": "pretrain", "chat_template": "plain"}, "chat_template does not work with method pretrain"),
         ({"method": "pretrain", "dataset": {"path": "rows.jsonl", "format": "messages"}}, "format messages is for method sft"),
-        ({"new_tokens": ["<a>"], "launch": {"num_processes": 2, "strategy": "fsdp"}}, "new_tokens do not work with launch.st"),
+        ({"new_tokens": ["<a>"], "launch": SHARDED}, "new_tokens do not work with launch.st"),
         ({"new_tokens": ["<a>"], "offload_embeddings": True}, "offload_embeddings does not work with new_tokens"),
         ({"trained_embedding_rows": [7, 7]}, "are not a first and end row"),
         ({"method": "dpo", "loss_type": "orpo"}, "loss_type"),
         ({"method": "dpo", "beta": 0}, "beta"),
+        ({"torch_compile": True, "int8_activations": True}, "torch_compile does not work with int8_activations"),
+        ({"optim": "adamw_cpu_offload", "launch": SHARDED}, "optim adamw_cpu_offload does not work on parameters sharded"),
+        ({"layer_offloading": "cpu", "launch": SHARDED}, "use launch.offload"),
+        ({"layer_offloading": "cpu", "launch": {**SHARDED, "strategy": "deepspeed"}}, "use launch.offload"),
+        ({"offloaded_layers": 8}, "layer_offloading is auto; set layer_offloading=cpu"),
+        ({"offloaded_layers": 8, "layer_offloading": False}, "layer_offloading is false; set layer_offloading=cpu"),
     ],
 )
 def test_what_does_not_go_together_is_named(settings, message):
@@ -76,18 +83,6 @@ def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(device
     (problem,) = problems_of(f"layer_offloading={device}", override)
     assert f"layer_offloading {device}" in problem or f"layer_offloading is {device}" in problem
     assert REFUSED[override] in problem
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_sharded_weights_are_moved_by_launch_offload(strategy):
-    (problem,) = problems_of("layer_offloading=cpu", f"launch.strategy={strategy}", "launch.num_processes=2")
-    assert "use launch.offload" in problem
-
-
-@pytest.mark.parametrize("device", ["auto", "false"])
-def test_a_number_of_layers_needs_a_place_for_them(device):
-    (problem,) = problems_of("offloaded_layers=8", f"layer_offloading={device}")
-    assert f"layer_offloading is {device}" in problem and "set layer_offloading=cpu" in problem
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,3 @@ def test_techniques_can_be_changed_on_one_model(base):
         embedding = model.get_input_embeddings()
         assert len(embedding._forward_hooks) <= 2  # one hook on the input, not one per change
     assert flags == [[True] * 4, [True, False, True, False], [False] * 4, [True] * 4]
-
-
-def test_techniques_that_exclude_each_other_are_refused_together(base):
-    wrong = {"torch_compile": True, "int8_activations": True, "optim": "adamw_cpu_offload", **FORMS["offload"]}
-    with pytest.raises(ValueError) as error:
-        settings_for(base, **wrong, launch={"strategy": "deepspeed", "zero_stage": 3}, gpu="rtx-4090")
-    assert "torch_compile does not work with int8_activations" in str(error.value)
-    assert "adamw_cpu_offload does not work" in str(error.value)
