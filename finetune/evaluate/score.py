@@ -293,7 +293,7 @@ def losses(
     model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
     """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
-    rows, values = [torch.tensor(row) for row in row_ids], [torch.tensor(row) for row in row_labels]
+    rows, values = ([torch.tensor(row, dtype=torch.long) for row in its] for its in (row_ids, row_labels))
     ids = pad_sequence(rows, batch_first=True).to(device)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
     labels = pad_sequence(values, batch_first=True, padding_value=-100).to(device)[:, 1:]
@@ -310,9 +310,8 @@ def losses(
 
 
 def measure_forgetting(
-    run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None,
-    progress: Progress = lambda _: None,
-) -> list[Forgetting]:  # fmt: skip
+    run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None
+) -> list[Forgetting]:
     """Measure losses on general questions, and on held-out rows of the run that this run continued."""
     tokenizer = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings)
     folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
