@@ -99,7 +99,6 @@ def run_within(cell: Cell, folder: Path, budget_of: Callable[[Forecast], float])
             worker = card_runs.train(plan, run)
     except FinetuneError as error:
         return {"outcome": f"planning ended with {error}"}
-    assert plan.forecast is not None
     outcomes = {FINISHED: "finished", OutOfMemory.exit_code: "out of memory"}
     return {
         "low_bytes": plan.forecast.peak_low_bytes, "high_bytes": plan.forecast.peak_high_bytes,

@@ -61,7 +61,6 @@ def run_on_smaller(base_format: str, lacking: float, folder: Path) -> dict[str, 
     chosen = dict.fromkeys(("activation_checkpointing", "layer_offloading", "offload_embeddings"))
     cell = cell_with(base_format, per_device_train_batch_size=8, **chosen)
     with card_runs.created(cell, folder) as (plan, run), tempfile.TemporaryDirectory(dir=folder) as smaller:
-        assert plan.forecast is not None
         total_bytes = (1 - lacking) * plan.forecast.peak_bytes
         with card_runs.on_machine(card_runs.machine_with(f"{GPU}:total_gib={total_bytes / GIB}", Path(smaller))):
             # speeds here are not those of the next case

@@ -44,13 +44,11 @@ def plan_twice(recipe: str) -> dict[str, float]:
 
 def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
     """Processor seconds until the verdict is printed, and in all."""
-    code = "import sys; from finetune.cli import process; sys.exit(process())"
-    command = [sys.executable, "-u", "-c", code, "plan", recipe]
+    command = [sys.executable, "-u", "-m", "finetune", "plan", recipe]
     verdict_s = 0.0
     with subprocess.Popen(
         command, env=environment, cwd=environment["FINETUNE_CACHE"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(tuple(str(verdict).encode() for verdict in Verdict)):
                 ticks = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[11:13]

@@ -28,8 +28,8 @@ RECIPE: dict[str, Any] = {
     "per_device_train_batch_size": 1, "effective_batch_size": 16, "optim": "paged_adamw_8bit",
     "activation_checkpointing": "offload",
 }  # fmt: skip
-#: Lengths are found to this many tokens. Bytes of a token, roughly, for the next guess.
-STEP, TOKEN_BYTES = 256, 110_000
+#: Lengths are found to this many tokens.
+STEP = 256
 
 
 def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
@@ -43,13 +43,11 @@ def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")
     tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
-        holdable = plan.forecast is not None and plan.forecast.host_bytes <= host_bytes
-        if plan.verdict.fits and holdable:
+        if plan.verdict.fits and plan.forecast is not None and plan.forecast.host_bytes <= host_bytes:
             best, fits = plan, tokens
         else:
             over = tokens
-        guess = tokens + (plan.headroom_bytes or 0) // TOKEN_BYTES if holdable else (fits + over) // 2
-        tokens = min(max(guess // STEP * STEP, fits + STEP), over - STEP)
+        tokens = min((fits + over) // 2, 2 * fits or over) // STEP * STEP
     return best
 
 

@@ -78,9 +78,7 @@ def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(job["folder"])
     files = [str(folder / WORKER_JOB), str(folder / "worker_result.json")]
-    environment = worker_environment()
-    environment.pop("PYTHONSAFEPATH", None)
-    command = [sys.executable, __file__, "finetune", *files]
+    command, environment = [sys.executable, __file__, "finetune", *files], {**worker_environment(), "PYTHONSAFEPATH": ""}
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
     hide_gpus()
     assume_host_memory()
@@ -98,7 +96,6 @@ def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
     }), force=True)  # fmt: skip
     plan, run = prepared.plan, create_run(prepared)
     Path(files[0]).write_text(json.dumps({**job, "run": str(run.path), "began": PROCESS_BEGAN_S}), encoding="utf-8")
-    assert worker.stdin is not None
     send_line(worker.stdin, {"run": str(run.path), "environment": visibility(cards_of(plan))})
     worker.wait()
     figures = json.loads(Path(files[1]).read_text(encoding="utf-8"))

@@ -89,7 +89,7 @@ class CardError(RecipeError, exit_code=3, cause="GPU", title="The GPU can't be u
 
 
 class DataError(FinetuneError, exit_code=4, cause="data", title="The data needs a change"):
-    """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
+    """The dataset can't be read, or a run would refuse some of its rows (`on_bad_rows`, `excess_length`)."""
 
 
 class OutOfMemory(FinetuneError, exit_code=5, cause="out of memory", title="Out of memory"):

@@ -42,7 +42,7 @@ def send_line(pipe: IO[bytes], value: Any) -> None:
 
 
 def received_line() -> Any:
-    """Return what the parent process sent by `send_line`; None if the pipe was closed before."""
+    """Return the value that the parent process sent by `send_line`; None if it closed the pipe."""
     line = sys.stdin.buffer.readline()
     return json.loads(line) if line else None
 

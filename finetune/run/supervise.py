@@ -263,7 +263,7 @@ class Supervisor:
 
 
 def worker_command(*run: Path) -> list[str]:
-    """Return the command line of the training process; without a run, of one that waits for it."""
+    """Return the command line of the training process, which without a run waits until its input names one."""
     return [sys.executable, "-m", "finetune.run.worker", *map(str, run)]
 
 
