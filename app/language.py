@@ -18,6 +18,8 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 COOKIE = "ft_language"
 #: Text and translation of an entry, each as Python's adjacent strings.
 _ENTRY = re.compile(r'^msgid ((?:".*"\n)+)(?:msgid_plural (?:".*"\n)+)?msgstr(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
+#: Text in a script: `tr("Free")`.
+SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
 #: Part of an accept-language header: language without region, and weight.
 _PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
@@ -78,3 +80,11 @@ def catalogue(code: str) -> Mapping[str, str]:
     entries = _ENTRY.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
     texts = {ast.literal_eval(f"({text})"): ast.literal_eval(f"({translation})") for text, translation in entries}
     return {text: translation for text, translation in texts.items() if text and translation}
+
+
+@cache
+def script_texts(code: str) -> dict[str, str]:
+    """Return the translations that the scripts use; the catalogue is large."""
+    scripts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.js"))]
+    calls = dict.fromkeys(call[1] for script in scripts for call in SCRIPT_CALL.finditer(script))
+    return {text: catalogue(code)[text] for text in calls if text in catalogue(code)}

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+import json
+import re
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gradio as gr
+from fastapi import Response
+from fastapi.responses import FileResponse, PlainTextResponse
 
 from finetune import __version__
 from finetune.card.visible import usable_devices
@@ -14,21 +20,34 @@ from finetune.errors import FinetuneError
 from finetune.run.state import is_alive
 
 from .context import Context
-from .language import LANGUAGES, current
+from .language import LANGUAGES, current, script_texts
 from .pages.models import ModelsPage
 from .pages.new_run import NewRun
 from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .pages.settings import SettingsPage
-from .views.markup import render
+from .views.markup import FETCHED, problem_of, render
 from .web.followed import FollowedPage
-from .web.page_filter import FIRST_HTML, MakeHtml
+from .web.page_filter import FOREVER
 
 #: Address, navigation name and class of each page; the first page is at the root.
 PAGES = (
     ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
     ("settings", "Settings", SettingsPage),
 )  # fmt: skip
+#: Styles and scripts of every page, of New run and Run, and of all other pages; some are only there after `npm`.
+_SHARED = ("inter.css", "theme.css", "shell.css", "language.js", "page.js", "parts.js")
+_OF_CHARTS = ("uplot.css", "chart.css")
+_OF_PAGE = {"": ("svg_chart.css", "new_run.css", "new_run.js"), "run": (*_OF_CHARTS, "run.css", "run.js")}
+_OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
+_MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
+OWN_FILES = {
+    path.name: path for folder in (FETCHED.parent, FETCHED) for path in sorted(folder.glob("*")) if path.suffix in _MEDIA_TYPES
+}
+#: Folder of these files: another address after any change.
+OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in OWN_FILES.values())):08x}"
+#: Makers of HTML from a request's query, by the value of their component: Gradio keeps one page for all requests.
+FIRST_HTML: dict[str, Callable[[Mapping[str, str]], str]] = {}
 
 
 class Rail(FollowedPage):
@@ -49,6 +68,7 @@ class Rail(FollowedPage):
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
     """Return the Gradio app and its mount options; add the pages' routes."""
+    api.get("/ft/v{version}/{name}")(own_file)
     rail_page = Rail(context)
     rail_page.add_routes(api)
     pages = [(address, name, page(context)) for address, name, page in PAGES]
@@ -61,7 +81,38 @@ def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
     for _, _, page in pages:
         page.add_routes(api)
     blocks.queue(api_open=False)
-    return blocks, {"theme": _theme(), "favicon_path": str(Path(__file__).with_name("favicon.svg"))}
+    return blocks, {"theme": _theme(), "favicon_path": str(OWN_FILES["favicon.svg"])}
+
+
+def own_file(version: str, name: str) -> Response:
+    """Return a file of the pages; an address from before an update gets the current file, uncached."""
+    if name not in OWN_FILES:
+        return PlainTextResponse("Not found.", 404)
+    headers = FOREVER if f"/ft/v{version}" == OWN_FOLDER else {"cache-control": "no-cache"}
+    return FileResponse(OWN_FILES[name], headers=headers, media_type=_MEDIA_TYPES[OWN_FILES[name].suffix])
+
+
+def complete(page: bytes, path: str, query: Mapping[str, str]) -> bytes:
+    """Return Gradio's page with its language, styles, scripts and HTML."""
+    names = [name for name in (*_SHARED, *_OF_PAGE.get(path.strip("/"), _OF_OTHERS)) if name in OWN_FILES]
+    head = "".join(f'<link rel="stylesheet" href="{OWN_FOLDER}/{name}">' for name in names if name.endswith(".css"))
+    head += f'<script type="application/json" id="ft-texts">{_in_script(script_texts(current()))}</script>'
+    head += "".join(f'<script type="module" src="{OWN_FOLDER}/{name}"></script>' for name in names if name.endswith(".js"))
+    page = re.sub(rb'(<html\b[^>]*?lang=")[\w-]*', rb"\g<1>" + current().encode(), page, count=1)
+    page = page.replace(b"</head>", f"{head}</head>".encode(), 1)
+    return re.sub(rb'"(first-html-\d+)"', lambda match: _in_script(_first_html(match[1].decode(), query)).encode(), page)
+
+
+def _first_html(component: str, query: Mapping[str, str]) -> str:
+    try:
+        return FIRST_HTML[component](query)
+    except Exception as error:  # noqa: BLE001 - the remaining parts are shown
+        traceback.print_exc()
+        return problem_of(error)
+
+
+def _in_script(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _page(address: str, rail_page: Rail, page: Any) -> None:
@@ -75,8 +126,7 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
     _show(page.html)
 
 
-def _show(make: MakeHtml, elem_id: str | None = None) -> None:
-    # `PageFilter` replaces this name by HTML made from the request's query
+def _show(make: Callable[[Mapping[str, str]], str], elem_id: str | None = None) -> None:
     component = f"first-html-{len(FIRST_HTML)}"
     FIRST_HTML[component] = make
     # without Gradio's styles and click script

@@ -19,8 +19,6 @@ from ..language import mark, tr, tr_n
 
 #: Folder of uPlot and Inter, if the build could fetch them.
 FETCHED = Path(__file__).parents[1] / "fetched"
-#: By suffix of a file.
-MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
@@ -140,11 +138,6 @@ def problem_of(error: Exception) -> Safe:
     if isinstance(error, FinetuneError):
         return problem(error.title, error.problems, error.fix)
     return problem(FinetuneError.title, [str(error)])
-
-
-def fetched_files() -> list[Path]:
-    """Return the files to serve."""
-    return sorted(path for path in FETCHED.glob("*") if path.suffix in MEDIA_TYPES)
 
 
 def has_charts() -> bool:

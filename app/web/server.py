@@ -17,10 +17,9 @@ from finetune.privacy import SETTINGS
 from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
-from ..views.markup import fetched_files
 from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
-from .page_filter import OWN_FILES, PageFilter, own_file
+from .page_filter import PageFilter
 
 _LEAST_TOKEN = 16
 #: More connections get 503, before file descriptors run out.
@@ -82,13 +81,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from fastapi.responses import PlainTextResponse
 
     from ..context import Context
-    from ..page import build_page
+    from ..page import build_page, complete
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
-    for path in [*OWN_FILES, *fetched_files()]:
-        api.get(f"/ft/v{{version}}/{path.name}")(own_file(path))  # a page from before an update gets the current file
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
@@ -98,7 +95,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
-    return Guard(UploadLimit(GZipMiddleware(PageFilter(api)), temporary / "files"), access), context
+    return Guard(UploadLimit(GZipMiddleware(PageFilter(api, complete)), temporary / "files"), access), context
 
 
 def _refused(context: Any) -> Any:

@@ -8,13 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
-from starlette.testclient import TestClient
 
 from app.live import LiveRun
 from app.views import markup, run_page
-from app.web.page_filter import OWN_FILES, OWN_FOLDER, own_file
 from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,11 +56,3 @@ def test_where_nothing_was_fetched_the_curves_are_pictures_and_how_to_get_charts
     assert "Charts need uPlot" in curves and "<polyline" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")
     assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.page(live, "overview", {}, {})
-
-
-def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_another():
-    path = next(path for path in OWN_FILES if path.name == "page.js")
-    browser = TestClient(Starlette(routes=[Route("/ft/{version}/page.js", own_file(path))]))
-    current, older = (browser.get(f"{folder}/page.js") for folder in (OWN_FOLDER, "/ft/v0"))
-    assert "immutable" in current.headers["cache-control"] and older.headers["cache-control"] == "no-cache"
-    assert current.text == older.text and "const update" in current.text

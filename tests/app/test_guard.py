@@ -178,6 +178,16 @@ def test_the_recipe_can_be_downloaded_and_is_what_the_form_edits(app):
     assert send(app, "GET", "/ft/recipe.yaml")[2] == b"model_name_or_path: tiny\n"
 
 
+def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_another(app):
+    from app.page import OWN_FOLDER
+
+    current, older = (send(app, "GET", f"{folder}/page.js") for folder in (OWN_FOLDER, "/ft/v0"))
+    assert "immutable" in current[1]["cache-control"] and older[1]["cache-control"] == "no-cache"
+    assert current[2] == older[2] and b"const update" in current[2]
+    assert send(app, "GET", f"{OWN_FOLDER}/page.py")[0] == 404
+    assert b'lang="zh"' in send(app, "GET", "/", {"Accept-Language": "zh-CN"})[2]
+
+
 def test_bearer_works_for_programs(app):
     assert send(app, "GET", "/config", {"Authorization": f"Bearer {TOKEN}"}, token=None)[0] == 200
 

@@ -9,12 +9,11 @@ from browser import NAMES, OPTION
 from test_rail_settings_models import GPU, live_run
 
 from app import language
-from app.language import catalogue, preferred, spoken, tr, tr_n
+from app.language import SCRIPT_CALL, catalogue, preferred, script_texts, spoken, tr, tr_n
 from app.page import PAGES
 from app.views import recipe_form
 from app.views.markup import as_on_page, render
 from app.views.words import setting_name
-from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
 from finetune.errors import FinetuneError
 from finetune.events import CHARTS
@@ -78,8 +77,8 @@ def test_the_language_is_that_of_the_request_and_ends_with_it():
 
 
 def test_scripts_get_only_the_texts_that_they_use():
-    assert "Copy image" in _script_texts("zh") and "Choose the GPU" not in _script_texts("zh")
-    assert _script_texts("en") == "{}"
+    assert "Copy image" in script_texts("zh") and "Choose the GPU" not in script_texts("zh")
+    assert script_texts("en") == {}
 
 
 def english_in(html):

@@ -6,12 +6,12 @@ from dataclasses import asdict
 import pytest
 from written_runs import append, make_run, step, steps
 
+from app.page import FIRST_HTML, complete
 from app.pages.models import ModelsPage
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
-from app.web.page_filter import FIRST_HTML, rewritten
 from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
 from finetune.events import Evaluation, Result, State
@@ -97,9 +97,8 @@ def test_a_message_that_means_nothing_changes_nothing_and_says_so(context, messa
 
 
 def test_a_page_that_can_not_be_made_says_why(monkeypatch):
-    monkeypatch.setitem(FIRST_HTML, "place", lambda _query: int("damaged"))
-    page = b'window.gradio_config = {"components": [{"type": "html", "props": {"value": "place"}}]};</script>'
-    assert b"damaged" in rewritten(page, "nonce", "/runs", {})
+    monkeypatch.setitem(FIRST_HTML, "first-html-999", lambda _query: int("damaged"))
+    assert b"damaged" in complete(b'{"type": "html", "props": {"value": "first-html-999"}}', "/runs", {})
 
 
 def test_a_page_sends_the_parts_that_have_changed(context):
