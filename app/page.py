@@ -21,10 +21,9 @@ from finetune.run.state import is_alive
 
 from .context import Context
 from .language import LANGUAGES, current, script_texts
-from .pages.models import ModelsPage
 from .pages.new_run import NewRun
 from .pages.run import RunPage
-from .pages.runs import RunsPage
+from .pages.runs import ModelsPage, RunsPage
 from .pages.settings import SettingsPage
 from .views.markup import FETCHED, problem_of, render
 from .web.followed import FollowedPage

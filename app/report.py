@@ -25,11 +25,11 @@ from finetune.run.directory import RunDirectory, open_run
 from .live import LiveRun
 from .views import run_page
 from .views.answers import answers
+from .views.curves import curves, measured_peak
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
-from .views.run import curves, measured_peak, messages, pill
-from .views.run_figures import chosen, figures, memory
-from .views.runs import comparison
+from .views.run import chosen, figures, memory, messages, pill
+from .views.runs import arms, comparison, losses, sweep_sentence
 from .views.scores import evaluations
 from .workspace import JOURNAL
 
@@ -63,10 +63,8 @@ def sweep_page(path: Path) -> str:
     """Return the page of a sweep."""
     from finetune.sweep.sweep import RULE, open_sweep
 
-    from .views import sweep as view
-
     sweep = open_sweep(path)
-    shown = {"sentence": view.sentence(sweep), "losses": Safe(view.losses(sweep)), "arms": view.arms(sweep, in_report=True)}
+    shown = {"sentence": sweep_sentence(sweep), "losses": Safe(losses(sweep)), "arms": arms(sweep, in_report=True)}
     return _page("report_sweep", path.name, rule=as_on_page(RULE), **shown)
 
 

@@ -29,12 +29,11 @@ from ..language import tr
 from ..planning.blocker import blocker_of
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited, command_line
-from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
 from ..views.recipe_form import as_settings, changed_values, fields, form
-from ..views.run_figures import chosen as reasons_of
+from ..views.run import chosen as reasons_of
 from ..web.followed import as_json, attempted
 from ..worker import SupersededError
 
@@ -179,7 +178,7 @@ class NewRun:
                 draft.change(dataset__on_bad_rows="skip")
             case {"correct": number}:
                 rows = self._problems()[int(number)].rows
-                draft.change(dataset__path=with_roles_corrected(self.context.workspace, rows))
+                draft.change(dataset__path=data_views.with_roles_corrected(self.context.workspace, rows))
             case {"hold_out": share}:
                 part = float(share)
                 draft.change(dataset__test_split_size=int(part) if part >= 1 or not part else part)
@@ -243,10 +242,10 @@ class NewRun:
             return data_views.marked(self.context.planner.call("row", recipe=text, index=int(action["row"])))
         number, at = int(action["walk"]), int(action["at"])
         kind = self._problems()[number]
-        return data_views.refused_row(number, at, kind, source_text(self.context.workspace.root, kind.rows[at]))
+        return data_views.refused_row(number, at, kind, data_views.source_text(self.context.workspace.root, kind.rows[at]))
 
-    def _problems(self) -> list[Problem]:
-        return problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
+    def _problems(self) -> list[data_views.Problem]:
+        return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, of_draft: int, name: str = "", *, force: bool = False) -> None:
         if name := _NO_NAME.sub("-", name).strip("-. "):

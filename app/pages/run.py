@@ -15,10 +15,10 @@ from finetune.run.directory import RunDirectory
 from ..context import Context
 from ..language import tr
 from ..views import run_page
-from ..views import sweep as sweep_view
-from ..views.chart_series import answer
+from ..views.curves import answer
 from ..views.markup import note, page_title, problem_of, render, to_new_run
 from ..views.run_page import TABS
+from ..views.runs import arms, sweep_page
 from ..web.followed import RefusedError, answered, attempted, changed_parts
 from . import chat, result
 
@@ -35,7 +35,7 @@ class RunPage:
         name, tab = query.get("run"), query.get("tab", "")
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            return sweep_view.page(sweep, tab)
+            return sweep_page(sweep, tab)
         run = self.context.workspace.run(name) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
@@ -68,7 +68,7 @@ class RunPage:
         if tab not in TABS or order not in result.ORDERS or len(shown) > _SHOWN_CHARACTERS:
             raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
+            texts, is_alive = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
         else:
             run = self.context.workspace.run(name)
             assert run is not None

@@ -1,19 +1,23 @@
-"""Runs: table of runs, comparison, queue and trash."""
+"""Runs: table of runs, comparison, queue and trash; Models: what the runs have made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.run.control import delete_run, deleted_runs, rename_run, restore_run
 from finetune.run.directory import RunDirectory
+from finetune.units import format_bytes
 
+from ..context import Context
 from ..language import tr
-from ..views.markup import chart_element, has_charts, note, problem, problem_of, render, to_new_run
+from ..live import LiveRun
+from ..views.markup import chart_element, note, page_title, problem, problem_of, render, to_new_run
 from ..views.run import pill
-from ..views.runs import comparison, row_of
-from ..views.sweep import sentence, state_of
+from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
+from ..views.scores import newest_score
 from ..views.words import clock
 from ..web.followed import FollowedPage
 
@@ -33,15 +37,10 @@ class RunsPage(FollowedPage):
     def parts(self) -> dict[str, str]:
         self.context.queue.ensure_starter()
         workspace = self.context.workspace
-        rows, damaged = [], ""
-        for run in workspace.list_runs()[:_LISTED]:
-            try:
-                rows.append(row_of(self.context.lives.of(run)))
-            except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
-                damaged += problem_of(error)
+        rows, damaged = facts_of_runs(self.context, lambda live: [row_of(live)])
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
-            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of, sentence=sentence),
+            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of_sweep, say=sweep_sentence),
             "queue": render("queue", entries=self._entries()),
             "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_LISTED]),
         }
@@ -83,7 +82,7 @@ class RunsPage(FollowedPage):
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live) for live in lives]
-        element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
+        element = chart_element([live.run.path.name for live in lives])
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
 
@@ -104,3 +103,48 @@ class RunsPage(FollowedPage):
                 continue
             self.context.lives.forget(run)
         return refused + render("undo", deleted=deleted, folders=[folder.name for _, folder in deleted])
+
+
+class ModelsPage(FollowedPage):
+    """Page of models."""
+
+    name, part_names, every_ms = "models", ("list",), 5000
+
+    def before(self) -> str:
+        return page_title("Models")
+
+    def parts(self) -> dict[str, str]:
+        models, damaged = facts_of_runs(self.context, models_of)
+        return {"list": damaged + render("models", models=models, shown=self.context.workspace.shown)}
+
+
+Facts = dict[str, Any]
+
+
+def facts_of_runs(context: Context, facts_of: Callable[[LiveRun], Iterable[Facts]]) -> tuple[list[Facts], str]:
+    """Return facts of the newest runs, and the errors of damaged runs."""
+    facts, damaged = list[Facts](), ""
+    for run in context.workspace.list_runs()[:_LISTED]:
+        try:
+            facts += facts_of(context.lives.of(run))
+        except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
+            damaged += problem_of(error)
+    return facts, damaged
+
+
+def models_of(live: LiveRun) -> list[Facts]:
+    """Return kind, path and size of a run's adapter, merged models and GGUF files."""
+    run, models = live.run, list[Facts]()
+    if run.adapter.is_dir():
+        models.append({"kind": tr("adapter"), "path": run.adapter, "size": _size(run.adapter), "score": newest_score(run)})
+    for config in sorted(run.path.glob("*/config.json")):
+        if any(config.parent.glob("*.safetensors")):
+            models.append({"kind": tr("merged model"), "path": config.parent, "size": _size(config.parent)})
+    for path in sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")]):
+        models.append({"kind": "GGUF", "path": path, "size": format_bytes(path.stat().st_size)})
+    base = Path(live.plan().settings.model_name_or_path).name
+    return [{**model, "run": run.path.name, "base": base} for model in models]
+
+
+def _size(folder: Path) -> str:
+    return format_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))

@@ -145,11 +145,13 @@ def has_charts() -> bool:
     return (FETCHED / "uplot.js").is_file()
 
 
-def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> str:
-    """Return the chart of one run, or of several to compare."""
+def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> Safe:
+    """Return the chart of one run, or of several to compare; empty where charts can't be drawn."""
+    if not has_charts():
+        return Safe()
     called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
     # the element fetches its points: this text stays equal while a run goes on
-    return f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>'
+    return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>')
 
 
 #: Errors in handling a message that the page never sends.

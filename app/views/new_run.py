@@ -21,7 +21,7 @@ from ..planning.blocker import Blocker
 from ..planning.catalogue import Model, card_label
 from ..planning.draft import Edited
 from .markup import Safe, problem, render
-from .run_figures import parts_of
+from .run import parts_of
 from .words import capital, short_name
 
 #: Roles of data columns, by field of `dataset.columns`.

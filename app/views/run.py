@@ -1,84 +1,104 @@
-"""Curves, messages and log of a run as HTML."""
+"""Figures, memory, settings, messages and log of a run or plan as HTML, measured beside forecast."""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING
 
 from finetune.errors import DiskFull
-from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
+from finetune.events import Evaluation, OutOfMemory, Retry, RunWarning, Start, State
+from finetune.planner.plan import AS_SET, Plan
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
-from finetune.units import format_bytes
 
 from ..language import mark, tr
+from ..live import Digest, LiveRun
+from .curves import measured_peak
 from .markup import Safe, as_on_page, inert, render
 from .series import smoothed
-from .svg_charts import Line, picture
 from .words import STATES, state_name
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-
-    from ..live import Digest, LiveRun
 
 #: Event kinds that are messages.
 _KINDS = {
     "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
     "out_of_memory": mark("out of memory"),
 }  # fmt: skip
-#: Metric of the host's memory, for runs without a GPU's.
-_HOST = "process_rss_bytes"
-#: Curves of memory: metric, label, kind.
-_CURVES = (
-    ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
-    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"), (_HOST, mark("this process"), "process"),
-)  # fmt: skip
-#: Metric that stands for a run's memory.
-MEMORY = ("peak_allocated_bytes", _HOST)
-_SMOOTHING = 0.8
 LOG_BYTES = 16 * 2**10
-_loss = "{:.4f}".format
+#: Phases by their name in the events.
+_PHASES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark("Evaluating"), "save": mark("Saving")}
+#: Parts of New run's bar that training does not take.
+_NOT_TAKEN = ("spread", "free", "held")
 
 
-def curves(live: LiveRun) -> str:
-    """Return loss and memory over steps as SVG, with a summary."""
-    digest, plan, end = live.digest, live.plan(), float(max(1, live.digest.step))
+def figures(digest: Digest, plan: Plan) -> str:
+    """Return loss, held-out loss, peak, speed and GPU, each beside a reference."""
     loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
-    losses = (
-        [Line(tr("each step"), loss.points(), "raw"), Line(tr("smoothed"), smoothed(loss.points(), _SMOOTHING), "loss")]
-        if loss
-        else []
-    )
-    losses += [Line(tr("held out"), held_out.points(), "eval")] if held_out else []
-    memory = _memory_lines(digest, plan)
-    if plan.forecast and memory:
-        memory.append(Line(tr("forecast"), [(0.0, plan.forecast.peak_bytes), (end, plan.forecast.peak_bytes)], "forecast"))
-    title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
-    pictures = picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
-    return f'{pictures}<p class="ft-summary">{inert(summary_of(digest, plan))}</p>'
-
-
-def summary_of(digest: Digest, plan: Plan) -> str:
-    """Return the chart's summary as text."""
-    loss = digest.series.get("loss")
-    if loss is None:
-        return tr("No step yet.")
-    summary = tr("Loss {loss}.", loss=loss.newest_text(_loss))
-    if loss.first is not None and loss.first_step != loss.last_step:
-        summary = tr(
-            "Loss {loss}, {first} at step {step}, lowest {lowest}.",
-            loss=loss.newest_text(_loss), first=_loss(loss.first), step=f"{loss.first_step:,}", lowest=_loss(loss.low),
-        )  # fmt: skip
-    name, peak = measured_peak(digest, plan)
-    if peak is None:
-        return summary
-    forecast = format_bytes(plan.forecast.peak_bytes) if plan.forecast else ""
-    highest = tr(
-        "{memory}, peak: {size}, forecast {forecast}." if forecast else "{memory}, peak: {size}.",
-        memory=tr(name), size=format_bytes(peak), forecast=forecast,
+    # the newest step may have no value
+    smooth = smoothed(loss.points()) if loss else []
+    evaluation, step = digest.newest.get(Evaluation.kind), digest.newest_step
+    rate = step.tokens_per_s if step else None
+    clauses, values = digest.pace.step_time(plan)
+    return render(
+        "figures", loss=loss, average=next((value for _, value in reversed(smooth) if value is not None), None),
+        held_out=held_out if held_out and held_out.last is not None else None,
+        held_out_step=evaluation.step if isinstance(evaluation, Evaluation) else held_out and held_out.last_step,
+        lowest=min(((part.low, part.low_step) for part in held_out.bins.values() if part.count), default=None)
+        if held_out else None,
+        measured=measured_peak(digest, plan)[1], forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
+        rate=rate if rate is not None and math.isfinite(rate) else None, percent=_percent,
+        step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
     )  # fmt: skip
-    return f"{summary} {highest}"
+
+
+def _percent(measured: float, forecast: float) -> str:
+    off = round(100 * (measured / forecast - 1), 1)
+    return f"{'−' if off < 0 else '+' if off else ''}{abs(off):.1f} %"
+
+
+def memory(digest: Digest, plan: Plan) -> str:
+    """Return the measured memory beside the forecast, by phase and part."""
+    forecast, measured = plan.forecast, measured_peak(digest, plan)[1]
+    # name, forecast and measured bytes; None if unknown
+    pairs = [(tr("Process"), forecast.peak_bytes if forecast else None, measured)]
+    if not plan.card.is_cpu:
+        pairs += [
+            (tr(name), forecast.of_phase(phase).allocated_bytes if forecast else None, digest.phases[phase])
+            for phase, name in _PHASES.items() if phase in digest.phases
+        ]  # fmt: skip
+    pairs = [pair for pair in pairs if pair[1:] != (None, None)]
+    # 6 % of space right of the longest bar
+    scale = 1.06 * max([1, *(size or 0 for pair in pairs for size in pair[1:])])
+    parts = {name: size for name, size in parts_of(plan)[0].items() if name not in _NOT_TAKEN} if forecast else {}
+    return render(
+        "memory", plan=plan, measured=measured, pairs=pairs, parts=parts, share=lambda size: f"{100 * size / scale:.2f}%",
+        percent=_percent,
+    )  # fmt: skip
+
+
+def parts_of(plan: Plan) -> tuple[dict[str, int], int]:
+    """Return the bytes of the parts, which sum to the GPU's memory, and the excess bytes; memory_parts.html names the parts."""
+    forecast, total = plan.forecast, plan.card.total_bytes
+    assert forecast is not None
+
+    def of(*names: str) -> int:
+        return sum(forecast.parts.get(name, 0) for name in names)
+
+    parts = {
+        "weights": of("weights"), "gathered": of("gathered"), "adapters": of("adapters", "gradients", "optimizer"),
+        "activations": of("activations", "recomputed"), "loss": of("loss", "workspace"),
+        # the CUDA context, and memory that the allocator holds
+        "overhead": max(0, forecast.peak_bytes - forecast.allocated_bytes),
+        # the plan must fit with the whole margin
+        "spread": max(0, forecast.peak_high_bytes - forecast.peak_bytes),
+    }  # fmt: skip
+    used, budget = sum(parts.values()), min(plan.usable_bytes, total)
+    parts |= {"free": max(0, budget - used), "held": total - budget}
+    return {key: size for key, size in parts.items() if size > 0}, max(0, used - budget)
+
+
+def chosen(plan: Plan) -> Safe:
+    """Return six settings with their reasons, then all settings."""
+    return render("choices", plan=plan, settings=plan.settings, as_set=AS_SET)
 
 
 def messages(digest: Digest) -> Safe:
@@ -122,33 +142,3 @@ def log_tail(live: LiveRun) -> str:
             return file.read(LOG_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-
-
-def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
-    """Return metric, label, kind and the bytes to add to each value of each curve of memory."""
-    # the forecast includes the CUDA context, the allocator's reserved memory does not
-    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
-    curves = [(name, tr(label), kind, added.get(name, 0)) for name, label, kind in _CURVES if name in digest.series]
-    return [curve for curve in curves if curve[0] != _HOST] or curves
-
-
-def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
-    return [
-        Line(label, [(step, size and size + added) for step, size in digest.series[name].points(highest=True)], kind)
-        for name, label, kind, added in memory_curves(digest, plan)
-    ]
-
-
-def context_bytes(digest: Digest, plan: Plan) -> int:
-    """Return the CUDA context's bytes."""
-    # the plan's CUDA context where the driver does not report other programs
-    return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
-
-
-def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
-    """Return name and bytes of the measured peak to compare with the forecast's `peak_bytes`."""
-    # the training process without other programs, as in the forecast
-    reserved = digest.peaks.get("peak_reserved_bytes")
-    if reserved is None:
-        return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
-    return mark("Reserved memory and CUDA context"), reserved + context_bytes(digest, plan)

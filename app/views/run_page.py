@@ -19,8 +19,9 @@ from ..live import LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
+from .curves import curves
 from .markup import Safe, as_on_page, chart_element, has_charts, inert, note, render
-from .run_figures import chosen, figures, memory
+from .run import chosen, figures, memory
 from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
@@ -51,7 +52,7 @@ def page(live: LiveRun, tab: str, forms: Mapping[str, str], parts: Mapping[str, 
     name = live.run.path.name
     return render(
         "run", name=name, tab=tab, parts=parts, forms={key: Safe(form) for key, form in forms.items()},
-        chart=Safe(chart_element([name])) if has_charts() else "", chosen=chosen(live.plan()),
+        chart=chart_element([name]), chosen=chosen(live.plan()),
         recipe=Safe(inert(text, 100_000)), command=command,
     )  # fmt: skip
 
@@ -73,7 +74,7 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         shown["answers"] = render("run_answers", run=name, table=Safe(answers(digest.samples, _PROMPTS_SHOWN)))
         if not has_charts():
             how = tr("Charts need uPlot, which the build could not fetch. Build again with a network connection.")
-            shown["curves"] = note(how) + run_view.curves(live)
+            shown["curves"] = note(how) + curves(live)
     elif tab == "samples":
         none = note(tr("At each evaluation the model answers held-out prompts. The answers appear here side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)

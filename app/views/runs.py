@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.events import Result
 from finetune.run.best import compare_held_out
@@ -13,15 +13,18 @@ from finetune.units import GIB, format_bytes
 
 from ..language import tr
 from ..live import Digest, LiveRun
-from .markup import Safe, render
-from .run import MEMORY, measured_peak
+from .curves import MEMORY, measured_peak
+from .markup import Safe, as_on_page, chart_element, render
 from .scores import newest_score
 from .series import Point, Series, smoothed
 from .svg_charts import Line, picture, sparkline
 from .words import day, loss_text, minutes, setting_name, value_text
 
-#: Smoothing of the losses in a comparison.
-_SMOOTHING = 0.8
+if TYPE_CHECKING:
+    from finetune.sweep.sweep import Sweep
+
+#: Curves that can be told apart in one chart.
+_MOST_CURVES = 5
 
 
 def row_of(live: LiveRun) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _day(moment_s: float) -> str:
     return day(moment) if moment[0] == now[0] else tr("{day} {year}", day=day(moment), year=moment[0])
 
 
-def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[Mapping[str, Any]] = ()) -> str:
+def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return loss and memory of runs in `element` or SVG, their figures, and differing settings."""
     template, values = compare_held_out([live.run for live in lives])
     settings = [live.plan().settings.model_dump(mode="json") for live in lives]
@@ -81,11 +84,11 @@ def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[Mapping[s
     differences = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
     pictures = ""
     if not element:
-        losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points(), _SMOOTHING))
+        losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points()))
         memory = _overlay(lives, MEMORY, lambda series: series.points(highest=True))
         pictures = picture(tr("Loss, smoothed"), losses, "{:.3g}".format) + picture(tr("Memory"), memory, format_bytes)
     return render(
-        "comparison", chart=Safe(element), pictures=Safe(pictures), held_out=tr(template, **values), rows=rows,
+        "comparison", chart=element, pictures=Safe(pictures), held_out=tr(template, **values), rows=rows,
         differences=differences, names=[f">{live.run.path.name}" for live in lives],
     )  # fmt: skip
 
@@ -96,3 +99,51 @@ def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Ser
         # a GPU's metric, else the host's
         if (series := next((live.digest.series[name] for name in names if name in live.digest.series), None)) is not None
     ]  # fmt: skip
+
+
+def sweep_sentence(sweep: Sweep) -> str:
+    """Return the result of a sweep in words."""
+    return "; ".join(map(as_on_page, sweep.sentence(arm_name).split("; ")))
+
+
+def arm_name(values: dict[str, Any]) -> str:
+    """Return `Learning rate 0.0002 · LoRA rank 16`."""
+    return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
+
+
+def sweep_page(sweep: Sweep, tab: str) -> str:
+    """Return the page of a sweep: rule and command, the curves of the best arms, and the place of `arms`."""
+    from finetune.sweep.sweep import RULE
+
+    results, name = sweep.results(), sweep.path.name
+    best = sorted(results[:_MOST_CURVES], key=lambda entry: entry.name)
+    element = chart_element([entry.name for entry in best], [arm_name(entry.values) for entry in best])
+    return render(
+        "sweep", name=name, tab=tab, rule=as_on_page(RULE), most=_MOST_CURVES, chart=element,
+        command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > _MOST_CURVES,
+        losses="" if element else Safe(losses(sweep)), parts={"arms": arms(sweep)},
+    )  # fmt: skip
+
+
+def arms(sweep: Sweep, *, in_report: bool = False) -> str:
+    """Return the result in words and the table of arms; on the page with links to their runs."""
+    return render(
+        "arms", results=sweep.results(), state=state_of_sweep(sweep), sentence=sweep_sentence(sweep), in_report=in_report,
+        arm_name=arm_name,
+    )  # fmt: skip
+
+
+def losses(sweep: Sweep) -> str:
+    """Return the held-out losses of all arms as SVG."""
+    curves = [
+        Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
+        for number, entry in enumerate(sweep.results())
+    ]
+    return picture(tr("Held-out loss of each arm"), curves, "{:.3g}".format)
+
+
+def state_of_sweep(sweep: Sweep) -> str:
+    """Return whether the sweep goes on, in a word."""
+    if sweep.is_running:
+        return tr("Running")
+    return tr("Finished" if sweep.is_finished else "Stopped")

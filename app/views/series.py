@@ -104,7 +104,7 @@ class Series:
         self.bins, self.width = merged, self.width * 2
 
 
-def smoothed(points: list[Point], factor: float) -> list[Point]:
+def smoothed(points: list[Point], factor: float = 0.8) -> list[Point]:
     """Return an exponential moving average; gaps stay. `factor`: 0 is raw, below 1."""
     average, weight, averages = 0.0, 0.0, list[Point]()
     for step, value in points:

@@ -6,8 +6,7 @@ import pytest
 
 from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
-from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
-from app.views.data import as_csv
+from app.views.data import as_csv, problems_of, source_text, with_roles_corrected
 from app.views.markup import render
 from app.worker import SupersededError
 from app.workspace import Workspace

@@ -17,8 +17,9 @@ from app.language import spoken
 from app.pages.new_run import NewRun
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
-from app.views import new_run, run_figures
+from app.views import new_run
 from app.views.recipe_form import form
+from app.views.run import parts_of
 from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of
 from finetune.bundled import dataset_paths
@@ -348,7 +349,7 @@ def test_the_time_is_the_runs_and_the_cost_the_plans_own():
 @pytest.mark.parametrize("high", [9, 19])
 def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
     plan = plan_of(8, high)
-    parts, over = run_figures.parts_of(plan)
+    parts, over = parts_of(plan)
     assert sum(parts.values()) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
     shown, end = new_run.answer(plan), 100 * plan.card.total_bytes / (plan.card.total_bytes + over)
     assert sum(map(float, re.findall(r"flex-basis:([\d.]+)%", shown))) == pytest.approx(100, abs=0.01)

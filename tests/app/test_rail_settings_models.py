@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.page import PAGES
-from app.pages.models import ModelsPage, models_of
+from app.pages.runs import ModelsPage, models_of
 from app.pages.settings import SettingsPage
 from app.views.markup import render
 from app.web.guard import READ
@@ -62,7 +62,7 @@ def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(conte
     (run.path / "merged").mkdir()
     for name in ("merged/config.json", "merged/model.safetensors", "model.gguf"):
         (run.path / name).write_bytes(b"x" * 100)
-    models = [(model["kind"], model["size"]) for model in models_of(run)]
+    models = [(model["kind"], model["size"]) for model in models_of(context.lives.of(run))]
     assert models[1:] == [("merged model", "200 B"), ("GGUF", "100 B")]
     assert models[0][0] == "adapter" and models[0][1].endswith("iB")
     assert "runs/finished/model.gguf" in ModelsPage(context).parts()["list"]

@@ -11,7 +11,7 @@ from written_runs import append, make_run, step, steps
 from app.live import LiveRun
 from app.pages.run import RunPage
 from app.views.answers import answers, marked
-from app.views.run_figures import figures, memory
+from app.views.run import figures, memory
 from app.views.run_page import failure, now, progress, texts, title
 from finetune.bundled import dataset_paths
 from finetune.card import find_card

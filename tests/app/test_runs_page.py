@@ -7,9 +7,8 @@ import pytest
 from written_runs import append, make_run, step, steps
 
 from app.page import FIRST_HTML, complete
-from app.pages.models import ModelsPage
 from app.pages.run import RunPage
-from app.pages.runs import RunsPage
+from app.pages.runs import ModelsPage, RunsPage
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
 from finetune.errors import CommandError

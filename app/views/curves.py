@@ -1,0 +1,177 @@
+"""Curves of a run: as SVG with a summary, and as the data of `<ft-chart>`, panels with lines, levels and new bins."""
+
+# A metric gets a chart by `Chart` in finetune/events.py.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.events import CHARTS
+from finetune.planner.plan import Plan
+from finetune.settings.methods import METRICS
+from finetune.units import GIB, format_bytes
+
+from ..language import mark, tr
+from ..live import Digest, LiveRun
+from .markup import as_on_page, inert
+from .series import Series, smoothed
+from .svg_charts import Line, picture
+
+#: Metric of the host's memory, for runs without a GPU's.
+_HOST = "process_rss_bytes"
+#: Curves of memory: metric, label, kind.
+_CURVES = (
+    ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
+    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"), (_HOST, mark("this process"), "process"),
+)  # fmt: skip
+#: Metric that stands for a run's memory.
+MEMORY = ("peak_allocated_bytes", _HOST)
+#: A budget above this share of the GPU gets no line.
+_SAME = 0.99
+_loss = "{:.4f}".format
+
+
+def curves(live: LiveRun) -> str:
+    """Return loss and memory over steps as SVG, with a summary."""
+    digest, plan, end = live.digest, live.plan(), float(max(1, live.digest.step))
+    loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
+    losses = (
+        [Line(tr("each step"), loss.points(), "raw"), Line(tr("smoothed"), smoothed(loss.points()), "loss")] if loss else []
+    )
+    losses += [Line(tr("held out"), held_out.points(), "eval")] if held_out else []
+    memory = _memory_lines(digest, plan)
+    if plan.forecast and memory:
+        memory.append(Line(tr("forecast"), [(0.0, plan.forecast.peak_bytes), (end, plan.forecast.peak_bytes)], "forecast"))
+    title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
+    pictures = picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
+    return f'{pictures}<p class="ft-summary">{inert(summary_of(digest, plan))}</p>'
+
+
+def summary_of(digest: Digest, plan: Plan) -> str:
+    """Return the chart's summary as text."""
+    loss = digest.series.get("loss")
+    if loss is None:
+        return tr("No step yet.")
+    summary = tr("Loss {loss}.", loss=loss.newest_text(_loss))
+    if loss.first is not None and loss.first_step != loss.last_step:
+        summary = tr(
+            "Loss {loss}, {first} at step {step}, lowest {lowest}.",
+            loss=loss.newest_text(_loss), first=_loss(loss.first), step=f"{loss.first_step:,}", lowest=_loss(loss.low),
+        )  # fmt: skip
+    name, peak = measured_peak(digest, plan)
+    if peak is None:
+        return summary
+    forecast = format_bytes(plan.forecast.peak_bytes) if plan.forecast else ""
+    highest = tr(
+        "{memory}, peak: {size}, forecast {forecast}." if forecast else "{memory}, peak: {size}.",
+        memory=tr(name), size=format_bytes(peak), forecast=forecast,
+    )  # fmt: skip
+    return f"{summary} {highest}"
+
+
+def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
+    """Return metric, label, kind and the bytes to add to each value of each curve of memory."""
+    # the forecast includes the CUDA context, the allocator's reserved memory does not
+    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
+    curves = [(name, tr(label), kind, added.get(name, 0)) for name, label, kind in _CURVES if name in digest.series]
+    return [curve for curve in curves if curve[0] != _HOST] or curves
+
+
+def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
+    return [
+        Line(label, [(step, size and size + added) for step, size in digest.series[name].points(highest=True)], kind)
+        for name, label, kind, added in memory_curves(digest, plan)
+    ]
+
+
+def context_bytes(digest: Digest, plan: Plan) -> int:
+    """Return the CUDA context's bytes."""
+    # the plan's CUDA context where the driver does not report other programs
+    return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
+
+
+def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
+    """Return name and bytes of the measured peak to compare with the forecast's `peak_bytes`."""
+    # the training process without other programs, as in the forecast
+    reserved = digest.peaks.get("peak_reserved_bytes")
+    if reserved is None:
+        return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
+    return mark("Reserved memory and CUDA context"), reserved + context_bytes(digest, plan)
+
+
+def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
+    """Return the panels of a run."""
+    loss = [
+        {"name": name, "label": label, "kind": kind}
+        for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
+        if name in digest.series
+    ]
+    return [{"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []}, _memory(digest, plan), *_small_panels(digest)]
+
+
+def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
+    levels = []
+    if plan.forecast:
+        forecast = {
+            "value": plan.forecast.peak_bytes, "low": plan.forecast.peak_low_bytes, "high": plan.forecast.peak_high_bytes
+        }  # fmt: skip
+        gib = {name: round(size / GIB, 3) for name, size in forecast.items()}
+        levels.append({"label": tr("forecast"), **gib, "kind": "forecast"})
+    if plan.budget_bytes and plan.budget_bytes < _SAME * plan.card.total_bytes:
+        levels.append({"label": tr("budget"), "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
+    whole = tr("host memory" if plan.card.is_cpu else "size of the GPU")
+    levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})
+    return {
+        "title": tr("Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB"), "unit": "GiB", "levels": levels,
+        "lines": [
+            {"name": name, "label": label, "kind": kind, "add": round(added / GIB, 3)}
+            for name, label, kind, added in memory_curves(digest, plan)
+        ],
+    }  # fmt: skip
+
+
+def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
+    # every metric besides loss and memory, metrics of methods last
+    charts = {name: (tr(title), unit) for name, (title, unit) in CHARTS.items()}
+    for name, (label, text) in METRICS.items():
+        unit = "percent" if "%" in text else "short"
+        charts[name] = as_on_page(label).capitalize(), unit
+        charts[f"eval/{name}"] = tr("Held-out {metric}", metric=as_on_page(label)), unit
+    for name, (title, unit) in charts.items():
+        if name in digest.series:
+            lines = [{"name": name, "label": "", "kind": "mean"}]
+            yield {"title": title, "unit": unit, "small": True, "lines": lines, "levels": []}
+
+
+def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
+    """Return panels, marks, and bins that `have` from an earlier answer lacks."""
+    is_read, state = live.refresh(), live.state()
+    with live.lock:
+        digest, plan, key = live.digest, live.plan(), live.key
+        before, _, step = have.rpartition(".")
+        lowest = int(step) if before == key and step.isdecimal() else 0
+        panels = layout(digest, plan)
+        # two panels may draw one metric
+        names = {line["name"] for panel in panels for line in panel["lines"]}
+        return {
+            "have": f"{key}.{0 if digest.is_new_attempt else digest.step}", "from": lowest, "step": digest.step,
+            "total": max(live.total_steps or 0, digest.step), "alive": not state.ended,
+            "read": None if is_read else round(live.progress, 2), "panels": panels,
+            "series": {name: _part(name, digest.series[name], lowest) for name in names if name in digest.series},
+            "marks": [[event["name"], event["step"]] for event in digest.marks],
+        }  # fmt: skip
+
+
+def _part(name: str, series: Series, lowest: int) -> dict[str, Any]:
+    # a bin: index, mean, and if they differ: lowest, highest, count of missing values
+    bins, scale = [], GIB if name.endswith("_bytes") else 1.0
+    for index, part in sorted(series.bins.items()):
+        # the newest bin may have grown since
+        if (index + 1) * series.width > lowest:
+            numbers = [part.mean, part.low, part.high] if part.count else [None] * 3
+            shown = [None if value is None else float(f"{value / scale:.5g}") for value in numbers]
+            bins.append(
+                [index, *(shown if part.count > 1 or part.missing else shown[:1]), *([part.missing] * bool(part.missing))]
+            )
+    return {"width": series.width, "bins": bins}
