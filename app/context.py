@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from .background.queue import Queue
-from .background.tasks import Tasks
-from .chat.chats import Chats
+from .background import Queue, Tasks
+from .chats import Chats
 from .live import LiveRuns
 from .planning.draft import Draft
 from .worker import Worker

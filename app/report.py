@@ -24,13 +24,12 @@ from finetune.run.directory import RunDirectory, open_run
 
 from .live import LiveRun
 from .views import run_page
-from .views.answers import answers
+from .views.answers import answers, evaluations
 from .views.curves import curves, measured_peak
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
 from .views.run import chosen, figures, memory, messages, pill
 from .views.runs import arms, comparison, losses, sweep_sentence
-from .views.scores import evaluations
 from .workspace import JOURNAL
 
 _ROWS_SHOWN = 5

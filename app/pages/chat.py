@@ -14,7 +14,7 @@ from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
-from ..chat.chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
+from ..chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
 from ..views.answers import pictures_of

@@ -22,17 +22,14 @@ from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_rec
 from finetune.settings import AUTO, Recipe
 from finetune.units import format_seconds
 
-from ..background.queue import OPEN
-from ..background.tasks import Task
+from ..background import OPEN, Task
 from ..context import Context
 from ..language import tr
-from ..planning.blocker import blocker_of
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited, command_line
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
-from ..views.recipe_form import as_settings, changed_values, fields, form
 from ..views.run import chosen as reasons_of
 from ..web.followed import as_json, attempted
 from ..worker import SupersededError
@@ -68,7 +65,7 @@ class NewRun:
         self.context = context
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
         self._planning = threading.Lock()
-        self._fields = {field.name: field for field in fields()}
+        self._fields = {field.name: field for field in views.fields()}
         #: The question about the newest draft, and the newest plan.
         self._question = ("", False)
         self._planned: _Planned | None = None
@@ -96,7 +93,7 @@ class NewRun:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
         return {
             "stamp": edited.stamp, "parts": parts, "plan": bool(edited.model), "doing": self.context.planner.doing,
-            "undo": self.context.draft.can_undo, "values": changed_values(edited),
+            "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
             "starting": mine in asked and asked[mine]["state"] in OPEN,
         }  # fmt: skip
 
@@ -118,7 +115,7 @@ class NewRun:
             }  # fmt: skip
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
         plan, is_complete = planned.plan, planned.is_complete
-        blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
+        blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
             "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=is_complete),
@@ -159,7 +156,7 @@ class NewRun:
             case {"set": "text", "text": str(text)}:
                 draft.write(text, is_typed=True)
             case {"set": str(name), "text": text}:
-                draft.change(**as_settings(self._fields[name], text))
+                draft.change(**views.as_settings(self._fields[name], text))
             case {"model": str(name)}:
                 draft.change(model_name_or_path=name.strip() or None)
             case {"gpu": str(name)}:
@@ -276,7 +273,7 @@ class NewRun:
             case "settings":
                 plan = self._planned.plan if self._planned and self._planned.question == self._question else None
                 reasons = reasons_of(plan) if plan else ""
-                return render("panel_settings", plan=plan, reasons=reasons, form=Safe(form()))
+                return render("panel_settings", plan=plan, reasons=reasons, form=Safe(views.form()))
             case "measured":
                 return self._measured()
             case "recipe":

@@ -14,10 +14,10 @@ from finetune.units import format_bytes
 from ..context import Context
 from ..language import tr
 from ..live import LiveRun
+from ..views.answers import newest_score
 from ..views.markup import chart_element, note, page_title, problem, problem_of, render, to_new_run
 from ..views.run import pill
 from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
-from ..views.scores import newest_score
 from ..views.words import clock
 from ..web.followed import FollowedPage
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..background.tasks import Task
+from ..background import Task
 from ..context import Context
 from ..language import LANGUAGES, current, tr
 from ..views.markup import render

@@ -1,28 +1,34 @@
-"""New run as HTML: sentence, verdict, plans, settings and panels."""
+"""New run as HTML: sentence, verdict, plans, settings, panels, and what keeps the run from starting."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from finetune.card.find import catalogue_sizes
+from finetune.card.device_selection import cards_here
+from finetune.card.find import catalogue_sizes, find_card
 from finetune.card.visible import usable_devices
-from finetune.errors import DataError
+from finetune.data.sources import find_sources
+from finetune.errors import DataError, FinetuneError, RecipeError
 from finetune.planner.history import read_history
 from finetune.planner.plan import Alternative, Plan, ResourceCheck, Verdict
-from finetune.settings import AUTO
+from finetune.recipe import yaml as recipe_yaml
+from finetune.settings import AUTO, Recipe
+from finetune.settings.reference import Setting, settings_reference
+from finetune.settings.schema import GROUPS
 from finetune.units import gib
 
-from ..language import mark, tr
-from ..planning.blocker import Blocker
+from ..language import mark, tr, tr_n
 from ..planning.catalogue import Model, card_label
-from ..planning.draft import Edited
+from ..planning.draft import Edited, as_text
 from .markup import Safe, problem, render
 from .run import parts_of
-from .words import capital, short_name
+from .words import capital, in_words, short_name
 
 #: Roles of data columns, by field of `dataset.columns`.
 ROLES = {
@@ -32,6 +38,10 @@ ROLES = {
 _CARDS = 3
 #: Largest share of the usable memory for a plan that leaves room.
 _ROOMY = 0.75
+#: A setting in a fix, with shell quotes.
+_SETTING = re.compile(r"'dataset\.\w+=[^']*'|\bdataset\.\w+=[^\s']+")
+#: A click must not allow a model's own code.
+_LEFT_OUT = ("trust_remote_code",)
 
 
 def sentence(edited: Edited) -> str:
@@ -148,3 +158,117 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
         "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=gpu_name(edited.recipe.gpu),
         parameters=parameters, trouble=Safe(note),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """Reason that keeps a run from starting."""
+
+    title: str
+    problems: list[str]
+    fix: str = ""
+    #: A button with `label` applies `override`.
+    label: str = ""
+    override: str = ""
+    #: The plan is for another machine.
+    elsewhere: bool = False
+
+
+def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
+    """Return the first reason against a start on this machine. `folder`: base of relative paths."""
+    if plan.data_problem:
+        problems, fix = list(plan.data_problem.problems), plan.data_problem.fix
+        setting = _SETTING.search(fix)
+        override = setting[0] if setting else ""
+        return Blocker(DataError.title, problems, fix, _skip_label(override, problems), override)
+    if plan.data is None:
+        try:
+            for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
+                # patterns are left to the run
+                if not (folder / path).exists() and not set("*?[") & set(path):
+                    find_sources(path, recipe.dataset, split=recipe.dataset.split)
+        except DataError as error:
+            # the page's process has another working folder
+            return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))
+    if plan.card.problem:
+        return Blocker(mark("No run can use this GPU now"), [plan.card.problem], plan.card.problem_fix)
+    try:
+        find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
+    except FinetuneError as error:
+        here = bool(cards_here()) and recipe.gpu != AUTO
+        label, override = (in_words(f"gpu={AUTO}"), f"gpu={AUTO}") if here else ("", "")
+        return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
+    return None
+
+
+def _skip_label(override: str, problems: list[str]) -> str:
+    rows = re.match(r"([\d,]+) ", problems[0])
+    if override == "dataset.on_bad_rows=skip" and rows:
+        return tr_n("Leave out {n} row", "Leave out {n} rows", int(rows[1].replace(",", "")))
+    return in_words(override) if override else ""
+
+
+class Field:
+    """One setting as a form field."""
+
+    def __init__(self, row: Setting) -> None:
+        self.name, self.row = row.name, row
+        self.choices = [as_text(choice) for choice in row.choices]
+        if row.type.endswith("| auto") and self.choices:
+            self.choices.append("auto")
+        if self.choices and self.default not in self.choices:
+            self.choices.insert(0, "")
+
+    @property
+    def default(self) -> str:
+        return "" if self.row.default in ("required", None, [], {}) else as_text(self.row.default)
+
+    @property
+    def identity(self) -> str:
+        return f"key-{self.name.replace('.', '-')}"
+
+    def help(self) -> str:
+        is_list = not self.choices and self.row.type.startswith("list of ")
+        kind = [tr("A list of {items}.", items=self.row.type.removeprefix("list of "))] if is_list else []
+        usual = tr("Default: {value}.", value=self.default) if self.default else tr("Default: none.")
+        return " ".join([tr(self.row.description), *kind, usual])
+
+    def text(self, edited: Edited) -> str:
+        values: Any = edited.values
+        for part in self.name.split("."):
+            values = values.get(part) if isinstance(values, dict) else None
+        return self.default if values is None else as_text(values)
+
+    def value(self, text: Any) -> Any:
+        """Parse the typed text like a recipe; None restores the default."""
+        written = str(text).strip()
+        if written in ("", self.default):
+            return None
+        value = recipe_yaml.parse_value(written)
+        # a text setting keeps `1` or `true` as text
+        return str(written) if self.row.type.startswith("text") and not isinstance(value, (list, dict)) else value
+
+
+def fields() -> list[Field]:
+    """Return all settings in schema order."""
+    return [Field(row) for row in settings_reference() if row.name not in _LEFT_OUT]
+
+
+def form() -> str:
+    """Return all fields in groups, with defaults."""
+    groups = [(title, [field for field in fields() if field.row.group == title]) for title in GROUPS]
+    return render("form", groups=groups)
+
+
+def changed_values(edited: Edited) -> dict[str, str]:
+    """Return the texts of fields that differ from their default."""
+    # the form itself has only defaults, and the browser fills these in
+    return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
+
+
+def as_settings(field: Field, text: Any) -> dict[str, Any]:
+    """Return a field's text as arguments of `Draft.change`. Raises RecipeError."""
+    try:
+        return {field.name.replace(".", "__"): field.value(text)}
+    except ValueError as error:
+        raise RecipeError(f"{field.name}: {error}") from None

@@ -14,8 +14,7 @@ from picture_models import save_picture_model, save_picture_rows
 from PIL import Image
 from written_runs import make_run
 
-from app.chat.chats import Answer, Chats, Done, Question, Turn, _kept, keep_picture, kept_pictures
-from app.chat.process import Conversation
+from app.chats import Answer, Chats, Conversation, Done, Question, Turn, _kept, keep_picture, kept_pictures
 from app.pages import chat
 from app.pages.run import RunPage
 from app.worker import Work
@@ -250,5 +249,5 @@ def test_a_picture_that_the_disk_has_no_space_for_is_said_and_one_from_elsewhere
     name = added(picture(context.uploads / "a.png"))["waiting"]
     assert [source.digest for source in kept_pictures(context.chats.pictures, [name])] == [name]
     assert "was not uploaded here" in added(picture(tmp_path / "a.png"))["said"]
-    monkeypatch.setattr("app.chat.chats.shutil.move", fail)
+    monkeypatch.setattr("app.chats.shutil.move", fail)
     assert "No space left on device" in added(picture(context.uploads / "b.png"))["said"]

@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from app.background.queue import Queue
+from app.background import Queue
 from app.planning.draft import Draft, command_line
-from app.views.recipe_form import as_settings, fields
+from app.views.new_run import as_settings, fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import find_recipe, load_recipe, parse_recipe, shipped_recipes

@@ -11,7 +11,7 @@ from test_rail_settings_models import GPU, live_run
 from app import language
 from app.language import SCRIPT_CALL, catalogue, preferred, script_texts, spoken, tr, tr_n
 from app.page import PAGES
-from app.views import recipe_form
+from app.views import new_run
 from app.views.markup import as_on_page, render
 from app.views.words import setting_name
 from finetune import errors
@@ -37,9 +37,9 @@ def marked():
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
     texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
-    texts |= ZH.keys() & {setting_name(field.name) for field in recipe_form.fields()}
+    texts |= ZH.keys() & {setting_name(field.name) for field in new_run.fields()}
     texts |= {chart.title for chart in CHARTS.values()}
-    texts |= {field.row.description for field in recipe_form.fields()}
+    texts |= {field.row.description for field in new_run.fields()}
     for path in [*APP.glob("*.js"), *APP.glob("templates/*.html")]:
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
     return texts

@@ -15,10 +15,9 @@ from browser import options_in
 
 from app.language import spoken
 from app.pages.new_run import NewRun
-from app.planning.blocker import blocker_of
 from app.planning.process import Questions
 from app.views import new_run
-from app.views.recipe_form import form
+from app.views.new_run import blocker_of, form
 from app.views.run import parts_of
 from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.background.tasks import Tasks
+from app.background import Tasks
 from app.pages import result
 from app.pages.result import evaluation
 from app.pages.run import RunPage

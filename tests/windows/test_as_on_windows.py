@@ -111,7 +111,7 @@ def test_its_processes_end_and_every_name_is_one_that_windows_takes(resumed, wor
 
 def test_the_pages_queue_starts_a_run(workspace):
     code = (
-        "from pathlib import Path; from app.background.queue import Queue; from app.workspace import Workspace; "
+        "from pathlib import Path; from app.background import Queue; from app.workspace import Workspace; "
         "from finetune.recipe import load_recipe; here = Path.cwd(); "
         "Queue(Workspace(here, here / 'queued')).add(load_recipe('tiny-cpu', ['max_steps=2', 'eval_steps=0']))"
     )

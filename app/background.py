@@ -1,30 +1,37 @@
-"""Queue of requested runs, and the process that starts them in order: `python -m app.background.queue RUNS [ENTRY]`"""
+"""Work that outlives the page, as detached processes: commands on results, and a queue of requested runs.
+
+The queue's entries are started in order by `python -m app.background RUNS [ENTRY]`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from finetune.card.visible import hide_gpus
-from finetune.errors import FinetuneError
-from finetune.files import read_object, write_json
+from finetune.errors import CommandError, FinetuneError
+from finetune.files import parse_json, read_object, write_json
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.privacy import keep_private
 from finetune.recipe import load_recipe, write_recipe
 from finetune.run.directory import RunDirectory
-from finetune.run.state import is_alive
+from finetune.run.state import is_alive, is_recorded_process, process_record
 from finetune.settings import AUTO, Recipe
-from finetune.system import is_locked, rename, take_lock
+from finetune.system import is_locked, rename, shell_join, take_lock
 
-from ..worker import command, detach, environment
-from ..workspace import Workspace
+from .worker import command, detach, environment
+from .workspace import Workspace
 
 #: Open states; status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
 OPEN = ("waiting", "preparing")
@@ -94,7 +101,7 @@ class Queue:
     def ensure_starter(self) -> None:
         # detached: the queue goes on when the app ends; a second starter exits by itself
         if self.waiting() and not is_locked(self.folder / ".lock"):
-            starter = command(".background.queue", str(self.workspace.runs))
+            starter = command(".background", str(self.workspace.runs))
             detach(self.workspace.root, starter, self.folder / ".starter.txt")
 
     def start_all(self) -> None:
@@ -117,7 +124,7 @@ class Queue:
         # the libraries' memory is free again while the run trains
         entry.set_status("preparing", "loading libraries")
         log = entry.path / "log.txt"
-        child = command(".background.queue", str(self.workspace.runs), str(entry.path))
+        child = command(".background", str(self.workspace.runs), str(entry.path))
         with log.open("ab") as file:
             code = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment()).returncode
         if entry.status()["state"] == "preparing":  # the child died before it could write an error
@@ -153,6 +160,74 @@ class Queue:
             prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
         entry.set_status("preparing", "writing the run directory")
         return create_run(prepared)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One command on one run."""
+
+    path: Path
+
+    def status(self) -> dict[str, Any] | None:
+        # None: never started
+        values = read_object(self.path / "status.json")
+        if values and values["state"] == "running" and not is_recorded_process(values["process"]):
+            result = self.result()
+            # without a result the process was killed
+            return {**values, "state": "failed" if result is None or "problems" in result else "done"}
+        return values
+
+    @property
+    def is_running(self) -> bool:
+        return (self.status() or {}).get("state") == "running"
+
+    def output(self) -> str:
+        with contextlib.suppress(FileNotFoundError), (self.path / "output.txt").open("rb") as file:
+            return file.read(2**26).decode("utf-8", "replace")
+        return ""
+
+    def result(self) -> dict[str, Any] | None:
+        # a command prints its JSON result last, after its progress
+        for line in reversed(self.output().split("\n")):
+            with contextlib.suppress(ValueError):
+                if line.startswith("{"):
+                    return dict(parse_json(line))
+        return None
+
+    def end(self) -> bool:
+        status = self.status()
+        if status is None or status["state"] != "running":
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(status["process"]["pid"])
+            for member in [*process.children(recursive=True), process]:
+                member.terminate()
+        return True
+
+
+class Tasks:
+    """Tasks by run and command."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def of(self, run: RunDirectory, verb: str) -> Task:
+        return Task(self._workspace.folder("tasks") / run.path.name / verb)
+
+    def start(self, run: RunDirectory, verb: str, options: Sequence[str] = ()) -> None:
+        """Start a command. Raises CommandError."""
+        task = self.of(run, verb)
+        if task.is_running:
+            raise CommandError(f"finetune {verb} is already running on {run.path.name}")
+        self.begin(task, verb, str(run.path), *options, "--json")
+
+    def begin(self, task: Task, *arguments: str) -> None:
+        task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        output = task.path / "output.txt"
+        output.write_bytes(b"")
+        process = detach(self._workspace.root, [sys.executable, "-P", "-m", "finetune", *arguments], output)
+        status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
+        write_json(task.path / "status.json", {**status, "process": process_record(process)})
 
 
 def main() -> None:

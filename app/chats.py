@@ -1,10 +1,11 @@
-"""Conversations with models of runs."""
+"""Conversations with models of runs, and the process that answers, a worker: `python -m app.chats RUN FILE`"""
 
 from __future__ import annotations
 
 import functools
 import re
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -12,18 +13,23 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.data.pictures.placement import message_with_pictures
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
-from finetune.errors import FinetuneError, PackagesError
+from finetune.data.tool_calls import assistant_message
+from finetune.errors import CommandError, FinetuneError, PackagesError
 from finetune.events import Event, EventWriter, read_events
 from finetune.run.directory import RunDirectory
 
-from ..worker import Worker
-from ..workspace import Workspace
+from .worker import Work, Worker, serve
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from finetune.evaluate.answerer import Answerer
 
 #: Seconds without a question after which the chat process ends and frees its memory.
-IDLE_S = 600.0
+_IDLE_S = 600.0
 #: Folder of the images of all conversations.
 PICTURES = "pictures"
 #: An image is named by its digest.
@@ -181,7 +187,7 @@ class Chats:
             if self._worker is not None:
                 self._worker.close()
             arguments, log = (str(run.path), str(self.path(run))), self._folder / "log.txt"
-            self._worker = Worker(self._workspace, ".chat.process", *arguments, log=log, tries=1)
+            self._worker = Worker(self._workspace, ".chats", *arguments, log=log, tries=1)
             self._name = run.path.name
         return self._worker
 
@@ -213,3 +219,62 @@ def _kept(path: Path) -> PictureSource | None:
         return None
     # the name is the stored image's digest: drop a file that was changed before its first read
     return picture if picture.digest == path.name else None
+
+
+class Conversation:
+    """A conversation, continued from its file."""
+
+    def __init__(self, run: RunDirectory, path: Path) -> None:
+        self._run, self._path, self._folder = run, path, path.with_name(PICTURES)
+
+    @functools.cached_property
+    def _answerer(self) -> Answerer:
+        from finetune.evaluate.answerer import Answerer
+
+        return Answerer(self._run)
+
+    def answer(
+        self, work: Work, model: Model, text: str, pictures: Sequence[str], *, max_new_tokens: int, system: str = "",
+        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the fields of an `Answer`; reports pieces as text and whether the text is a thought."""
+        from finetune.model.generate import Sampling
+
+        added = kept_pictures(self._folder, pictures)
+        if len(added) < len(pictures):
+            raise CommandError("an image of this message was removed or changed", "Add it again.")
+        earlier, shown = self.history(model)
+        messages = [*earlier, message_with_pictures(text, len(added))]
+        before = [{"role": "system", "content": system}] if system else []
+        if shown := [*shown, *added]:
+            self._answerer.require_vision()
+        with self._answerer.using(model):
+            reply, answer = self._answerer.stream(
+                [*before, *messages], lambda *piece: work.send(piece), tools=(), pictures=shown,
+                max_new_tokens=max_new_tokens, stopped=work.is_cancelled, sampling=Sampling(temperature, top_p, seed),
+            )  # fmt: skip
+        return {
+            "text": answer.text, "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
+            "calls": answer.calls, "thought": answer.thought,
+        }  # fmt: skip
+
+    def history(self, model: Model) -> tuple[list[dict[str, Any]], list[PictureSource]]:
+        """Return the earlier messages with the model's own answers, and their images."""
+        messages: list[dict[str, Any]] = []
+        shown: list[PictureSource] = []
+        for turn in read_turns(self._path):
+            if answer := turn.answers.get(model):
+                pictures = kept_pictures(self._folder, turn.question.pictures)
+                messages += [message_with_pictures(turn.question.text, len(pictures)), assistant_message(answer)]
+                shown += pictures
+        return messages, shown
+
+
+def main() -> int:
+    """Answer questions until idle; the memory is then free for training."""
+    serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), _IDLE_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Queue and starter of runs, commands on results."""

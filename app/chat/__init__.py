@@ -1,1 +1,0 @@
-"""Chat with a run's base and tuned model."""
