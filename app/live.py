@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,8 @@ from finetune.run.state import RunState, read_state
 
 from .views.series import Series
 
-#: Most bytes per tick; the background reader takes longer histories.
-TICK_BYTES = 256 * 2**10
+#: Bytes that are read at a time.
+_PIECE_BYTES = 2**20
 #: Metrics of each step; `Step.metrics` has the method's metrics.
 METRICS = (
     "loss", "step_s", "peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", *events.CHARTS,
@@ -122,7 +123,7 @@ class LiveRun:
         self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
         self._reader = events.EventReader(run.events)
         #: Held while events are added, and by readers of several bins that belong together.
-        self.lock, self._catching_up = threading.Lock(), False
+        self.lock = threading.Lock()
         self._file: tuple[int, int] | None = None
         self._plan: tuple[tuple[int, ...], Plan] | None = None
 
@@ -131,23 +132,23 @@ class LiveRun:
         """Key that changes when values of earlier steps may change."""
         return f"{self._name}-{self.digest.attempts}"
 
-    def refresh(self) -> bool:
-        """Read new events; return False during a long history."""
+    def refresh(self, limit_s: float = 0.5) -> bool:
+        """Read new events, until `limit_s` seconds have passed; return whether all are read."""
+        deadline_s = time.monotonic() + limit_s
         with self.lock:
             self._restart_if_replaced()
-            behind = self._size() - self._reader.offset
-            if self._catching_up:
-                return False
-            if behind > TICK_BYTES:
-                self._catching_up = True
-                threading.Thread(target=self._catch_up, daemon=True).start()
-                return False
-            self._read(TICK_BYTES)
-            return True
+            while True:
+                before = self._reader.offset
+                for event in self._reader.new(_PIECE_BYTES):
+                    self.digest.add(event)
+                if self._reader.offset == before or time.monotonic() > deadline_s:
+                    return self._reader.offset == before
 
     @property
     def progress(self) -> float:
-        return self._reader.offset / max(1, self._size())
+        """Return the share of the events that are read."""
+        size = self.run.events.stat().st_size if self.run.events.exists() else 0
+        return self._reader.offset / size if size else 1.0
 
     def plan(self) -> Plan:
         changes = [path for path in (self.run.adjustments, self.run.adjusted_forecast) if path.exists()]
@@ -165,37 +166,8 @@ class LiveRun:
         return (newest.total_steps if newest else None) or self.plan().total_steps
 
     def state(self) -> RunState:
-        # while catching up the digest is old: read the end of the file
-        return read_state(self.run, None if self._catching_up else list(self.digest.newest.values()))
-
-    def wait(self) -> None:
-        """Read all events now; blocks."""
-        while True:
-            with self.lock:
-                self._restart_if_replaced()
-                if not self._read(2**20):
-                    return
-
-    def _catch_up(self) -> None:
-        try:
-            while self._size() - self._reader.offset > TICK_BYTES:
-                with self.lock:
-                    if not self._read(2**20):
-                        return
-        finally:
-            self._catching_up = False
-
-    def _read(self, most_bytes: int) -> bool:
-        before = self._reader.offset
-        for event in self._reader.new(most_bytes):
-            self.digest.add(event)
-        return self._reader.offset != before
-
-    def _size(self) -> int:
-        try:
-            return self.run.events.stat().st_size
-        except FileNotFoundError:
-            return 0
+        # during a long history the digest is old: read the end of the file
+        return read_state(self.run, list(self.digest.newest.values()) if self.progress == 1 else None)
 
     def _restart_if_replaced(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def page(runs: list[RunDirectory]) -> str:
     """Return the report of a run, or a comparison."""
     lives = list(map(LiveRun, runs))
     for live in lives:
-        live.wait()
+        live.refresh(math.inf)
     if len(lives) == 1:
         return _of_run(lives[0])
     title = ", ".join(run.path.name for run in runs)

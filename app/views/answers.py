@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.pictures.source import FileStat, file_stat, small_copy_of
+from finetune.evaluate import results as found
 from finetune.evaluate.paired import format_difference, rank_rows
-from finetune.evaluate.results import (
-    measures,
-    read_evaluations,
-    read_forgetting,
-    read_no_call,
-    read_tasks,
-    unreadable_evaluations,
-)  # fmt: skip
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 
@@ -122,14 +115,14 @@ def evaluations(
     - `empty`: text without evaluations
     - `is_open`: show older evaluations too
     """
-    results = read_evaluations(run)
+    results = found.read_evaluations(run)
     shown = [results[name] for name in sorted(results, key=lambda name: -_written_s(run, name))]
     return render(
-        "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=unreadable_evaluations(run),
-        no_call=read_no_call(run), forgetting=read_forgetting(run), tasks=read_tasks(run), title_of=_title_of,
+        "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=found.unreadable_evaluations(run),
+        no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run), title_of=_title_of,
         format_difference=format_difference,
         results=[
-            (result, measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
+            (result, found.measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
             for result in shown
         ],
     )  # fmt: skip
@@ -155,7 +148,7 @@ def newest_score(run: RunDirectory) -> str:
 @lru_cache(1024)
 def _newest_score(run: RunDirectory, _changed_ns: int, _language: str) -> str:
     # cached: lists show it again and again, and it is read anew when the folder has changed
-    results = read_evaluations(run)
+    results = found.read_evaluations(run)
     if not results:
         return ""
     newest = results[max(results, key=lambda name: _written_s(run, name))]

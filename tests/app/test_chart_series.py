@@ -107,7 +107,7 @@ def test_a_resume_repeats_steps_and_a_checkpoint_that_is_sealed_later_has_its_ma
 def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
     client = Client(live)
     write(run, *losses(1, 2000))
-    live.wait()
+    live.refresh()
     first = client.tick()
     assert first["series"]["loss"]["width"] == 4
     write(run, *losses(2001, 2003))

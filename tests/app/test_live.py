@@ -32,7 +32,7 @@ def write_steps(run, first, last):
 def followed(run, *events):
     append(run, events)
     live = LiveRun(run)
-    live.wait()
+    live.refresh()
     return live
 
 
@@ -55,7 +55,7 @@ def test_reading_at_once_and_in_pieces_gives_the_same(run):
         write_steps(run, first, first + 9)
         pieces.refresh()
     once = LiveRun(run)
-    once.wait()
+    once.refresh()
     assert once.digest == pieces.digest
 
 
@@ -111,17 +111,18 @@ def test_no_number_of_a_damaged_file_stops_the_page(run):
                 fields = ", ".join(f'"{key}": {value}' for key, value in values.items())
                 file.write(f'{{"kind": "step", {fields}}}\n')
     live = LiveRun(run)
-    live.wait()
+    live.refresh()
     assert live.digest.step and live.state().step == live.digest.step
     assert live.digest.pace.left_s is not None and live.digest.series["loss"].points()
 
 
-def test_a_long_history_is_read_in_the_background(run):
+def test_a_long_history_is_read_in_pieces(run, monkeypatch):
+    monkeypatch.setattr("app.live._PIECE_BYTES", 2**10)
     write_steps(run, 1, 5000)
     live = LiveRun(run)
-    assert live.refresh() is False
-    live.wait()
-    assert live.digest.step == 5000
+    assert live.refresh(0) is False and 0 < live.digest.step < 5000 and 0 < live.progress < 1
+    assert live.state().step == 5000
+    assert live.refresh(60) and live.digest.step == 5000 and live.progress == 1
 
 
 def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is_of(run):

@@ -26,7 +26,7 @@ def follow(tmp_path):
 
     def make(*events, total=1000):
         live = LiveRun(make_run(tmp_path / "runs", "one", events, total))
-        live.wait()
+        live.refresh()
         return live
 
     return make
@@ -61,7 +61,7 @@ def test_the_head_says_what_to_do_in_each_state(follow):
     live = follow(*steps(1, 40), State(state="paused", message="paused at step 40", exit_code=143))
     assert "Paused at step 40." in now(live, live.state()) and "act-resume" in title(live, live.state())
     append(live.run, [Result(step=30, eval_loss=0.4512), State(state="finished", exit_code=0)])
-    live.wait()
+    live.refresh()
     assert "<b>Best step 30</b>, held-out loss 0.451." in now(live, live.state())
     assert "act-resume" not in title(live, live.state()) and "act-pause" not in title(live, live.state())
 
@@ -165,7 +165,7 @@ def test_finish_asks_and_the_buttons_stay_the_same_from_step_to_step(follow, mon
     before = title(live, live.state())
     assert 'data-confirm="Finish now? {n} of {total} steps are not trained' in before
     append(live.run, [step(161)])
-    live.wait()
+    live.refresh()
     assert title(live, live.state()) == before
 
 

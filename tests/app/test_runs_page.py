@@ -105,5 +105,5 @@ def test_a_page_sends_the_parts_that_have_changed(context):
     shown = ".".join(stamp for stamp, _ in changed_parts(page.parts(), "").values())
     assert changed_parts(page.parts(), shown) == {}
     append(context.workspace.run("first"), [step(21)])
-    context.lives.of(context.workspace.run("first")).wait()
+    context.lives.of(context.workspace.run("first")).refresh()
     assert changed_parts(page.parts(), shown).keys() == {"list"}

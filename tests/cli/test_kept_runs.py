@@ -47,7 +47,7 @@ def test_watching_shows_what_happened(both, answer, name, exit_code, steps):
 def test_the_page_follows_them(both, tmp_path):
     for run in list_runs():
         live = LiveRun(run)
-        live.wait()
+        live.refresh()
         assert live.digest.step == read_state(run).step and live.state() == read_state(run)
         assert len(live.digest.series["loss"].bins) == live.digest.step
         assert live.plan().total_steps == 6
