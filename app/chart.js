@@ -1,6 +1,7 @@
 // <ft-chart data-runs='["name"]'>: loss and memory of a run, or of several runs in comparison, over the same steps, drawn by uPlot.
 // It asks /ft/series/RUN once a second while a run goes on, else each five seconds, and not in a hidden tab.
 import { tr } from "./language.js";
+import { colour, copyPicture, save } from "./parts.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5, TABLE_ROWS = 12;
 const MARKUP = `<div class="ftc-tools"><label><input type="checkbox" data-view="isLog"> ${tr("Log scale")}</label>
@@ -26,15 +27,9 @@ const FORMATS = {
 const text = (value, unit) => (value === null || value === undefined ? tr("not a number") : FORMATS[unit](value));
 const span = (low, high) => (low === high ? high : tr("{low} to {high}", { low, high }));
 const escaped = (value) => String(value).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
-const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
 const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 let library = null;
 const loaded = () => library ??= new Promise((done, failed) => { document.head.append(Object.assign(document.createElement("script"), { src: new URL("uplot.js", import.meta.url).href, onload: done, onerror: failed })); });
-const save = (blob, download) => {
-  const href = URL.createObjectURL(blob);
-  Object.assign(document.createElement("a"), { href, download }).click();
-  setTimeout(() => URL.revokeObjectURL(href), 10_000);
-};
 
 // A run as the server has sent it: the bins of each metric by index, and what happened at which step.
 class Followed {
@@ -276,25 +271,12 @@ class Chart extends HTMLElement {
     const lines = this.runs.flatMap((run) => Object.keys(run.metrics).flatMap((name) => run.rows(name).map(({ first, last, mean, low, high, gaps }) => [run.name, name, first, last, mean, low, high, gaps].map(cell).join(","))));
     save(new Blob([`run,metric,first_step,last_step,mean,lowest,highest,not_a_number\n${lines.join("\n")}\n`], { type: "text/csv" }), `${this.runs[0].name}.csv`);
   }
-  // The large plots below each other, each under its title and readings, into the clipboard; as a file where that is refused.
-  async do_copy() {
-    const large = this.charts.filter(({ panel }) => !panel.small), scale = devicePixelRatio, row = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
-    picture.width = Math.max(...large.map(({ u }) => u.ctx.canvas.width));
-    picture.height = large.reduce((height, { u }) => height + u.ctx.canvas.height + row, 0);
-    Object.assign(context, { fillStyle: colour("ground") }).fillRect(0, 0, picture.width, picture.height);
-    Object.assign(context, { fillStyle: colour("text"), font: `600 ${13 * scale}px Inter, system-ui, sans-serif` });
-    large.reduce((top, { panel, u, section }) => {
+  // The large plots below each other, each under its title and readings.
+  do_copy() {
+    copyPicture(this.charts.filter(({ panel }) => !panel.small).map(({ panel, u, section }) => {
       const readings = [...section.querySelectorAll(".u-series:not(.ftc-unnamed)")].map(({ textContent }) => textContent).join("   ");
-      context.fillText(`${this.runs.map(({ label }) => label).join(", ")}: ${panel.title}   ${readings}`, 8 * scale, top + 18 * scale, picture.width - 16 * scale);
-      context.drawImage(u.ctx.canvas, 0, top + row);
-      return top + row + u.ctx.canvas.height;
-    }, 0);
-    const blob = await new Promise((done) => picture.toBlob(done));
-    const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
-    if (!isCopied) return save(blob, `${this.runs[0].name}.png`);
-    const button = this.querySelector("[data-do=copy]");
-    button.textContent = tr("Copied");
-    setTimeout(() => { button.textContent = tr("Copy image"); }, 2000);
+      return [`${this.runs.map(({ label }) => label).join(", ")}: ${panel.title}   ${readings}`, u.ctx.canvas];
+    }), this.runs[0].name, this.querySelector("[data-do=copy]"));
   }
 }
 customElements.define("ft-chart", Chart);

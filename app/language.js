@@ -5,8 +5,5 @@ const choose = (code) => {
   document.cookie = `ft_language=${code}; path=/; max-age=31536000; SameSite=Strict`;
   window.location.reload();
 };
-document.addEventListener("click", ({ target }) => {
-  const button = target.closest?.("[data-language]");
-  if (button) choose(button.dataset.language);
-});
+document.addEventListener("click", ({ target }) => { if (target.matches?.("[data-language]")) choose(target.dataset.language); });
 document.addEventListener("change", ({ target }) => { if (target.matches?.("[data-language-choice]")) choose(target.value); });

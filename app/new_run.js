@@ -1,6 +1,6 @@
 // New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
 import { tr } from "./language.js";
-import { find, sendBy, show as morphTo, upload } from "./parts.js";
+import { chooseFile, find, onDrop, sendBy, show as morphTo, upload } from "./parts.js";
 
 const TICK_MS = 1500;
 // The draft's stamp, the edits that wait for their answer, the plan that is asked for, and what a person opened.
@@ -124,17 +124,13 @@ const take = async (file) => {
   const { path, error } = await upload(file);
   if (path) send({ upload: path }); else find("[data-look]").textContent = error;
 };
-const chooser = Object.assign(document.createElement("input"), { type: "file", id: "nr-file", hidden: true });
-chooser.addEventListener("change", () => chooser.files[0] && take(chooser.files[0]));
-document.body.append(chooser);
-
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-panel], [data-close], [data-why], [data-upload], [data-use-text], #nr-start");
   if (!element) return;
   if (element.dataset.panel) open(element.dataset.panel);
   else if (element.dataset.why) { state.why = state.why === element.dataset.why ? "" : element.dataset.why; explain(); }
   else if (element.matches("[data-close]")) find("#nr-panel").close();
-  else if (element.matches("[data-upload]")) { chooser.value = ""; chooser.click(); }
+  else if (element.matches("[data-upload]")) chooseFile(take);
   else if (element.matches("[data-use-text]")) send({ set: "text", text: find("#nr-text").value });
   else if (find(".nr-settings :invalid")) find(".nr-settings :invalid").reportValidity();
   else send({ start: true, name: find("#nr-name").value });
@@ -150,16 +146,10 @@ document.addEventListener("submit", (event) => {
   if (form.dataset.form === "search") open("model", form.elements.value.value);
   else send({ [form.dataset.form]: form.elements.value.value });
 });
-for (const name of ["dragover", "drop"]) {
-  document.addEventListener(name, async (event) => {
-    if (!event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault(); // a dropped file does not replace the page
-    const [file] = event.dataTransfer.files;
-    if (name !== "drop" || !file) return;
-    if (state.panel !== "data") await open("data");
-    take(file);
-  });
-}
+onDrop(async (file) => {
+  if (state.panel !== "data") await open("data");
+  take(file);
+});
 const follow = async () => {
   if (!find("#new-run")) return;
   const answer = await ask(`screen?mine=${state.mine}`);

@@ -1,16 +1,12 @@
-// What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, and load the
-// charts.
+// What the server can't do: the tab's title, opening the page of a run that has started, loading the charts.
 const update = () => {
   const titled = document.querySelector("[data-title]"), title = `${titled?.dataset.title} · finetune`;
   if (titled && document.title !== title) document.title = title;
-  const ready = document.querySelector("[data-go]");
-  if (ready && !ready.dataset.gone) {
-    ready.dataset.gone = "1";
-    if (ready.dataset.go === "/" || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
-  }
+  const ready = document.querySelector("[data-go]:not([data-gone])");
+  if (ready) window.location.assign(Object.assign(ready.dataset, { gone: "1" }).go);
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
   const theme = document.querySelector("[data-theme-choice]:not([data-set])");
-  if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") ?? "" }).dataset.set = "1";
+  if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") || "system" }).dataset.set = "1";
 };
 
 new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
@@ -25,20 +21,14 @@ document.addEventListener("click", (event) => {
 });
 
 // Light or dark: the system's, until a person chooses here.
-const applyTheme = () => {
-  const chosen = localStorage.getItem("ft-theme");
-  if (chosen && document.body.classList.contains("dark") !== (chosen === "dark")) document.body.classList.toggle("dark", chosen === "dark");
+const applyTheme = (chosen = localStorage.getItem("ft-theme")) => {
+  const isDark = chosen === "system" ? matchMedia("(prefers-color-scheme: dark)").matches : chosen === "dark";
+  if (chosen && document.body.classList.contains("dark") !== isDark) document.body.classList.toggle("dark", isDark);
 };
+const choose = (theme) => { localStorage.setItem("ft-theme", theme === "system" ? "" : theme); applyTheme(theme); };
 document.addEventListener("click", ({ target }) => {
-  if (!target.closest?.("[data-theme-switch]")) return;
-  localStorage.setItem("ft-theme", document.body.classList.contains("dark") ? "light" : "dark");
-  applyTheme();
+  if (target.closest?.("[data-theme-switch]")) choose(document.body.classList.contains("dark") ? "light" : "dark");
 });
-document.addEventListener("change", ({ target }) => {
-  if (!target.matches?.("[data-theme-choice]")) return;
-  if (target.value) localStorage.setItem("ft-theme", target.value); else localStorage.removeItem("ft-theme");
-  const dark = target.value ? target.value === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.body.classList.toggle("dark", dark);
-});
-new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] });
+document.addEventListener("change", ({ target }) => { if (target.matches?.("[data-theme-choice]")) choose(target.value); });
+new MutationObserver(() => applyTheme()).observe(document.body, { attributeFilter: ["class"] });
 applyTheme();

@@ -78,3 +78,65 @@ export const upload = async (file) => {
   if (response?.ok) return { path: (await response.json())[0] };
   return { error: response ? await response.text() : NO_ANSWER() };
 };
+export const chooseFile = (take, accept = "") => {
+  const chooser = Object.assign(document.createElement("input"), { type: "file", accept });
+  chooser.addEventListener("change", () => chooser.files[0] && take(chooser.files[0]));
+  chooser.click();
+};
+// A dropped file does not replace the page.
+export const onDrop = (take, isWanted = () => true) => {
+  for (const name of ["dragover", "drop"]) {
+    document.addEventListener(name, (event) => {
+      if (!event.dataTransfer?.types.includes("Files") || !isWanted()) return;
+      event.preventDefault();
+      if (name === "drop" && event.dataTransfer.files[0]) take(event.dataTransfer.files[0]);
+    });
+  }
+};
+
+// Pictures under titles, below each other: into the clipboard; as a file where that is refused.
+export const save = (blob, download) => Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download }).click();
+export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
+export const copyPicture = async (rows, name, button) => {
+  const scale = devicePixelRatio, row = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
+  picture.width = Math.max(...rows.map(([, image]) => image.width));
+  picture.height = rows.reduce((height, [, image]) => height + image.height + row, 0);
+  Object.assign(context, { fillStyle: colour("ground") }).fillRect(0, 0, picture.width, picture.height);
+  Object.assign(context, { fillStyle: colour("text"), font: `600 ${13 * scale}px Inter, system-ui, sans-serif` });
+  rows.reduce((top, [title, image]) => {
+    context.fillText(title, 8 * scale, top + 18 * scale, picture.width - 16 * scale);
+    context.drawImage(image, 0, top + row);
+    return top + row + image.height;
+  }, 0);
+  const blob = await new Promise((done) => picture.toBlob(done)), label = button.textContent;
+  const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
+  if (!isCopied) return save(blob, `${name}.png`);
+  button.textContent = tr("Copied");
+  setTimeout(() => { button.textContent = label; }, 2000);
+};
+// An element as it is seen: an SVG, which can fetch no font, draws a copy of it with the styles that it has.
+const dataOf = (blob) => new Promise((done) => Object.assign(new FileReader(), { onload: ({ target }) => done(target.result) }).readAsDataURL(blob));
+const styled = (node) => {
+  const copy = node.cloneNode(false);
+  if (!node.style) return copy; // a text
+  const styles = getComputedStyle(node);
+  copy.style.cssText = [...styles].map((name) => `${name}:${styles.getPropertyValue(name)}`).join(";");
+  copy.append(...[...node.childNodes].filter((child) => !child.matches?.("[data-copy]")).map(styled));
+  return copy;
+};
+const pictureOf = async (element) => {
+  const { offsetWidth: width, offsetHeight: height } = element, scale = devicePixelRatio, html = new XMLSerializer().serializeToString(styled(element));
+  const font = await fetch(new URL("inter.woff2", import.meta.url)).then((response) => response.blob()).then(dataOf);
+  const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width * scale}" height="${height * scale}" viewBox="0 0 ${width} ${height}">
+    <style>@font-face { font-family: Inter; font-weight: 100 900; src: url(${font}); }</style><foreignObject width="100%" height="100%">${html}</foreignObject></svg>`;
+  const image = Object.assign(new Image(), { src: `data:image/svg+xml,${encodeURIComponent(svg)}` });
+  await image.decode();
+  return image;
+};
+// `data-copy` is the title of a picture: of its row of a table, with the names of the columns, or of what `data-picture` marks.
+document.addEventListener("click", async ({ target }) => {
+  const { copy } = target.dataset ?? {}, row = copy && target.closest("tr");
+  const shown = row ? [row.closest("table").tHead, row] : copy ? [find("[data-picture]")] : [];
+  const images = await Promise.all(shown.filter(({ offsetHeight }) => offsetHeight).map(pictureOf));
+  if (copy) copyPicture(images.map((image, n) => [n ? "" : copy, image]), copy, target);
+});

@@ -1,13 +1,13 @@
 // A run's page: the open tab, the parts of it that change while it is open, its forms, and how old what it shows is.
 import { tr } from "./language.js";
-import { ask, find, post, upload } from "./parts.js";
+import { ask, chooseFile, find, onDrop, post, upload } from "./parts.js";
 
 const TICK_MS = 1000, CHAT_MS = 500, IDLE_MS = 5000, SILENT_S = 5;
 const live = () => find("#run-page");
 let answered = Date.now(), alive = true, refused = "";
 
 const follow = () => {
-  const { dataset } = live(), { tab } = document.body.dataset;
+  const { dataset } = live(), { tab } = dataset;
   dataset.follow = `${dataset.address}?${new URLSearchParams({ tab, order: find("#result-order")?.value ?? "differ" })}`;
   dataset.every = tab === "chat" ? CHAT_MS : alive || tab === "evaluate" || tab === "export" ? TICK_MS : IDLE_MS;
 };
@@ -34,7 +34,7 @@ document.addEventListener("visibilitychange", () => { answered = Date.now(); });
 
 // Tabs: the address has the open one.
 const open = (tab) => {
-  document.body.dataset.tab = tab;
+  live().dataset.tab = tab;
   for (const link of document.querySelectorAll(".ft-tabs a")) link.ariaCurrent = link.dataset.tab === tab ? "page" : null;
   askNow();
 };
@@ -43,7 +43,7 @@ document.addEventListener("click", (event) => {
   if (!link || !live() || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   event.preventDefault();
   const { tab } = link.dataset;
-  if (tab !== document.body.dataset.tab) history.pushState(null, "", `/run?${new URLSearchParams({ run: live().dataset.run, tab })}`);
+  if (tab !== live().dataset.tab) history.pushState(null, "", `/run?${new URLSearchParams({ run: live().dataset.run, tab })}`);
   open(tab);
   if (!link.closest(".ft-tabs")) document.querySelector(`.ft-tabs [data-tab="${tab}"]`)?.focus();
 });
@@ -79,27 +79,6 @@ const addPicture = async (file) => {
 };
 document.addEventListener("click", ({ target }) => {
   if (target.matches("[data-no-picture]")) showPictures({ waiting: "", pictures: "" });
-  if (!target.matches("[data-add-picture]")) return;
-  const chooser = Object.assign(document.createElement("input"), { type: "file", accept: "image/*" });
-  chooser.addEventListener("change", () => chooser.files[0] && addPicture(chooser.files[0]));
-  chooser.click();
+  if (target.matches("[data-add-picture]")) chooseFile(addPicture, "image/*");
 });
-for (const name of ["dragover", "drop"]) {
-  document.addEventListener(name, (event) => {
-    if (!find("[data-add-picture]")?.checkVisibility() || !event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault(); // a dropped file does not replace the page
-    if (name === "drop" && event.dataTransfer.files[0]) addPicture(event.dataTransfer.files[0]);
-  });
-}
-
-// When the head has arrived: the tab that the server has chosen.
-const begin = () => {
-  if (!live()) return;
-  started.disconnect();
-  document.body.dataset.tab = live().dataset.tab;
-  answered = Date.now();
-  follow();
-};
-const started = new MutationObserver(begin);
-started.observe(document.documentElement, { childList: true, subtree: true });
-begin();
+onDrop(addPicture, () => find("[data-add-picture]")?.checkVisibility());

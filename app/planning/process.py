@@ -101,9 +101,11 @@ class Questions:
             parameters = shape_of(read_config(plan.settings), plan.settings).parameters
         except FinetuneError as error:
             return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-        peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
-        bits = base.bits if base.setting else None
-        return {"verdict": plan.verdict, "peak_bytes": peak, "bits": bits, "parameters": parameters}
+        forecast, base = plan.forecast, base_format_of(plan.settings)
+        return {
+            "verdict": plan.verdict, "parameters": parameters, "bits": base.bits if base.setting else None,
+            "peak_bytes": forecast and forecast.peak_bytes, "tokens_per_s": forecast and forecast.tokens_per_s,
+        }  # fmt: skip
 
     def _prepared(self, recipe: Recipe, report: Report) -> SelectedRows:
         return self._encode(recipe, report).select(recipe, None)

@@ -55,8 +55,9 @@ def answers(
         pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()
         by_prompt.setdefault((sample.prompt or "", pictures), {})[sample.step] = sample
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
-    names = [tr("Prompt"), tr("Expected"), *(tr("Step {step}", step=f"{step:,}") for step in steps)]
-    return render("answers", names=names, rows=[_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]])
+    names = [tr("Step {step}", step=f"{step:,}") if step else tr("Before training") for step in steps]
+    rows = [_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]]
+    return render("answers", steps=names, rows=rows, with_copy=with_pictures)
 
 
 def pictures_of(paths: Iterable[str | Path]) -> Safe:
@@ -77,17 +78,17 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> t
     earlier = None
     for step in steps:
         answer = (by_step[step].answer or "") if step in by_step else None
-        shown.append(None if answer is None else Safe(marked(answer, expected, earlier)))
+        shown.append(None if answer is None else marked(answer, expected, earlier))
         earlier = answer if answer is not None else earlier
     text, paths = prompt
     return pictures_of(paths), text, expected, shown
 
 
-def marked(answer: str, expected: str, earlier: str | None) -> str:
+def marked(answer: str, expected: str, earlier: str | None) -> Safe:
     """Return `answer` with wrong words struck and newly right words marked."""
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
-        return inert(answer) or f"<em>{tr('empty answer')}</em>"
+        return Safe(inert(answer) or f"<em>{tr('empty answer')}</em>")
     was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
     shown = ""
     for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
@@ -97,7 +98,7 @@ def marked(answer: str, expected: str, earlier: str | None) -> str:
                 shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
         elif start < stop:
             shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
-    return shown or f"<em>{tr('empty answer')}</em>"
+    return Safe(shown or f"<em>{tr('empty answer')}</em>")
 
 
 def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:
@@ -120,7 +121,7 @@ def evaluations(
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=found.unreadable_evaluations(run),
         no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run), title_of=_title_of,
-        format_difference=format_difference,
+        format_difference=format_difference, marked=marked,
         results=[
             (result, found.measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
             for result in shown

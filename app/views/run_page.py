@@ -146,7 +146,7 @@ def failure(live: LiveRun, state: RunState) -> str:
     is_too_big = state.state == "failed" and OutOfMemory.kind in live.digest.newest
     return render(
         "run_failure", explanation=explanation_of(live, state), half=rate, resume=_resume_label(live), run=live.run.path.name,
-        other=not rate and (state.state == "diverged" or is_too_big),
+        step=live.digest.step, other=not rate and (state.state == "diverged" or is_too_big),
     )  # fmt: skip
 
 

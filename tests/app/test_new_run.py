@@ -270,7 +270,11 @@ def test_an_error_leaves_only_its_sentence(page):
     page.change({"model": "no/such/folder"})
     page.change({"gpu": "voodoo-2"})
     answer = page.plan()
-    assert "voodoo-2" in answer["parts"]["answer"] and answer["parts"]["plans"] == "" and answer["start"] is False
+    assert (
+        "voodoo-2" in answer["parts"]["answer"]
+        and answer["parts"]["plans"] == answer["parts"]["settings"] == ""
+        and answer["start"] is False
+    )
 
 
 def blocked(**values):

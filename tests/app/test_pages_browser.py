@@ -72,6 +72,10 @@ def test_a_new_user_gets_from_choosing_to_a_plan(served, visit):
     page.wait_for_selector(".nr-verdict.ok")
     assert "GiB" in page.inner_text(".nr-figures")
     page.wait_for_selector("#nr-start:enabled")
+    page.evaluate("void (navigator.clipboard.write = () => Promise.reject())")
+    with page.expect_download() as download:
+        page.click("[data-copy]")
+    assert Path(download.value.path()).read_bytes()[1:4] == b"PNG" and download.value.suggested_filename.startswith("tiny · ")
 
 
 def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):

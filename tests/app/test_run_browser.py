@@ -37,7 +37,10 @@ def test_tabs_are_addresses(served, visit):
     page.go_back()
     page.wait_for_selector(".ft-tabs [data-tab=export][aria-current=page]")
     page.wait_for_selector(".ft-pane-export >> text=Not run yet")
-    visit("run?run=tabbed&tab=samples").wait_for_selector(".ft-pane-samples del >> text=the")
+    samples = visit("run?run=tabbed&tab=samples", permissions=["clipboard-read", "clipboard-write"])
+    samples.wait_for_selector(".ft-pane-samples del >> text=the")
+    samples.click(".ft-pane-samples [data-copy]")
+    samples.wait_for_selector(".ft-pane-samples [data-copy] >> text=Copied")
 
 
 def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
