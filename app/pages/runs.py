@@ -1,4 +1,4 @@
-"""Runs: table of runs, comparison, queue and trash; Models: what the runs have made."""
+"""Runs: table, comparison, queue and trash; adapters and other models."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import finetune.evaluate.results as found
 from finetune.data.pictures.source import FileStat, file_stat, small_copy_of
-from finetune.evaluate import results as found
 from finetune.evaluate.paired import format_difference, rank_rows
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory

@@ -1,4 +1,4 @@
-"""Curves of a run: as SVG with a summary, and as the data of `<ft-chart>`, panels with lines, levels and new bins."""
+"""Curves of a run: as SVG with a summary, and as data of `<ft-chart>`: panels, marks and bins."""
 
 # A metric gets a chart by `Chart` in finetune/events.py.
 

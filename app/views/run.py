@@ -1,4 +1,4 @@
-"""Figures, memory, settings, messages and log of a run or plan as HTML, measured beside forecast."""
+"""Figures, memory, settings, messages and log of a run as HTML, measured beside forecast."""
 
 from __future__ import annotations
 
