@@ -181,14 +181,8 @@ class LiveRun:
         self._file = identity
 
 
-class LiveRuns:
+class LiveRuns(dict[Path, LiveRun]):
     """Followed runs by path: one reader per run, however many tabs are open."""
 
-    def __init__(self) -> None:
-        self._runs: dict[Path, LiveRun] = {}
-
     def of(self, run: RunDirectory) -> LiveRun:
-        return self._runs.get(run.path) or self._runs.setdefault(run.path, LiveRun(run))
-
-    def forget(self, run: RunDirectory) -> None:
-        self._runs.pop(run.path, None)
+        return self.get(run.path) or self.setdefault(run.path, LiveRun(run))

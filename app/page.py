@@ -19,14 +19,13 @@ from finetune.card.visible import usable_devices
 from finetune.errors import FinetuneError
 from finetune.run.state import is_alive
 
-from .context import Context
 from .language import LANGUAGES, current, script_texts
 from .pages.new_run import NewRun
 from .pages.run import RunPage
 from .pages.runs import ModelsPage, RunsPage
 from .pages.settings import SettingsPage
 from .views.markup import FETCHED, problem_of, render
-from .web.followed import FollowedPage
+from .web.followed import Context, FollowedPage
 from .web.page_filter import FOREVER
 
 #: Address, navigation name and class of each page; the first page is at the root.

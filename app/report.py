@@ -26,7 +26,7 @@ from finetune.run.directory import RunDirectory, open_run
 from .live import LiveRun
 from .views import run_page
 from .views.answers import answers, evaluations
-from .views.curves import curves, measured_peak
+from .views.charts import curves, measured_peak
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
 from .views.run import chosen, figures, memory, messages, pill

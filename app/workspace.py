@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory, list_runs
-from finetune.run.state import is_alive
 
 if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
@@ -79,8 +78,3 @@ class Workspace:
             return None
         path = self.runs / name
         return None if path.is_symlink() else path
-
-    def newest(self) -> RunDirectory | None:
-        runs = self.list_runs()
-        # a living run, else the newest
-        return next((run for run in runs if is_alive(run)), runs[0] if runs else None)

@@ -15,10 +15,10 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
 from ..chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
-from ..context import Context
 from ..language import mark, tr
 from ..views.answers import pictures_of
 from ..views.markup import Safe, inert, render
+from ..web.followed import Context
 
 _QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
 _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {

@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from finetune.settings import AUTO, Recipe
 from finetune.units import format_seconds
 
 from ..background import OPEN, Task
-from ..context import Context
 from ..language import tr
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited, command_line
@@ -31,7 +29,7 @@ from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
 from ..views.run import chosen as reasons_of
-from ..web.followed import as_json, attempted
+from ..web.followed import Context, as_json, attempted
 from ..worker import SupersededError
 
 #: Lifetime of a plan and of the list of local models in seconds.
@@ -43,20 +41,6 @@ _CHECKED_S = 2.0
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
-@dataclass(frozen=True)
-class _Planned:
-    #: Recipe, and whether it has data.
-    question: tuple[str, bool]
-    plan: Plan
-    #: Whether the plan has forecasts of its alternatives.
-    is_complete: bool
-    at_s: float
-
-    def answers(self, question: tuple[str, bool], *, complete: bool) -> bool:
-        # free memory changes
-        return self.question == question and complete <= self.is_complete and time.monotonic() - self.at_s < _GOOD_S
-
-
 class NewRun:
     """Page and routes of New run."""
 
@@ -66,9 +50,10 @@ class NewRun:
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
         self._planning = threading.Lock()
         self._fields = {field.name: field for field in views.fields()}
-        #: The question about the newest draft, and the newest plan.
+        #: The question about the newest draft: recipe, and whether it has data; and the newest plan.
         self._question = ("", False)
-        self._planned: _Planned | None = None
+        # with the time, and whether the plan has forecasts of its alternatives
+        self._planned: tuple[tuple[str, bool], bool, float, Plan | None] = (("", False), False, 0.0, None)
         self._measuring = Task(context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: Queue entry that was started here, and the stamp of its draft.
@@ -104,7 +89,7 @@ class NewRun:
             return {"stamp": edited.stamp, "parts": {}}
         # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
         try:
-            planned = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
+            plan, is_complete = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
@@ -114,7 +99,6 @@ class NewRun:
                 "settings": render("settings", edited=edited, plan=None),
             }  # fmt: skip
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
-        plan, is_complete = planned.plan, planned.is_complete
         blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
@@ -123,7 +107,7 @@ class NewRun:
         }  # fmt: skip
         return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": is_complete}
 
-    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> _Planned:
+    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> tuple[Plan, bool]:
         planner = self.context.planner
         if question != self._question:
             self._question = question
@@ -131,14 +115,17 @@ class NewRun:
         with self._planning:  # all tabs share one plan
             if question != self._question:
                 raise SupersededError
-            if self._planned is None or not self._planned.answers(question, complete=complete):
+            asked, is_complete, at_s, plan = self._planned
+            # free memory changes
+            if plan is None or asked != question or complete > is_complete or time.monotonic() - at_s > _GOOD_S:
                 planner.cancel("badge")  # the plan goes before verdicts of models
                 answer = planner.call(
                     "plan", is_wanted=lambda: question == self._question, recipe=question[0], has_data=question[1],
                     compare=complete,
                 )  # fmt: skip
-                self._planned = _Planned(question, Plan.from_json(answer), complete, time.monotonic())
-            return self._planned
+                plan, is_complete = Plan.from_json(answer), complete
+                self._planned = (question, is_complete, time.monotonic(), plan)
+            return plan, is_complete
 
     # -- edits
 
@@ -271,7 +258,7 @@ class NewRun:
             case "look":
                 return self._look(edited)
             case "settings":
-                plan = self._planned.plan if self._planned and self._planned.question == self._question else None
+                plan = self._planned[3] if self._planned[0] == self._question else None
                 reasons = reasons_of(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, form=Safe(views.form()))
             case "measured":

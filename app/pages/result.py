@@ -15,11 +15,11 @@ from finetune.hub import require_repo
 from finetune.run.directory import RunDirectory
 
 from ..background import Task
-from ..context import Context
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.answers import evaluations
 from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, render
+from ..web.followed import Context
 
 _KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ORDERS = {

@@ -11,15 +11,15 @@ from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
+from finetune.run.state import is_alive
 
-from ..context import Context
 from ..language import tr
 from ..views import run_page
-from ..views.curves import answer
+from ..views.charts import answer
 from ..views.markup import note, page_title, problem_of, render, to_new_run
 from ..views.run_page import TABS
 from ..views.runs import arms, sweep_page
-from ..web.followed import RefusedError, answered, attempted, changed_parts
+from ..web.followed import Context, RefusedError, answered, attempted, changed_parts
 from . import chat, result
 
 _SHOWN_CHARACTERS = 300
@@ -49,11 +49,10 @@ class RunPage:
         return run_page.page(live, tab, forms, parts)
 
     def _default(self, tab: str) -> RunDirectory | None:
-        if tab not in ("evaluate", "export", "chat"):
-            return self.context.workspace.newest()
-        # these tabs need an adapter
+        # these tabs need an adapter; the others show a living run, else the newest
+        is_wanted = chat.has_adapter if tab in ("evaluate", "export", "chat") else is_alive
         runs = self.context.workspace.list_runs()
-        return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
+        return next(filter(is_wanted, runs), runs[0] if runs else None)
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
         """Return the HTML of a tab's parts and the head's parts."""

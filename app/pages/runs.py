@@ -11,7 +11,6 @@ from finetune.run.control import delete_run, deleted_runs, rename_run, restore_r
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
-from ..context import Context
 from ..language import tr
 from ..live import LiveRun
 from ..views.answers import newest_score
@@ -19,7 +18,7 @@ from ..views.markup import chart_element, note, page_title, problem, problem_of,
 from ..views.run import pill
 from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
 from ..views.words import clock
-from ..web.followed import FollowedPage
+from ..web.followed import Context, FollowedPage
 
 _MOST_COMPARED = 5
 _LISTED = 200
@@ -90,7 +89,7 @@ class RunsPage(FollowedPage):
         if name.strip() == run.path.name:
             return ""
         renamed = rename_run(run, name)
-        self.context.lives.forget(run)
+        self.context.lives.pop(run.path, None)
         return note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))
 
     def _delete(self, runs: list[RunDirectory]) -> str:
@@ -101,7 +100,7 @@ class RunsPage(FollowedPage):
             except FinetuneError as error:
                 refused += problem(tr("Not deleted"), error.problems, error.fix)
                 continue
-            self.context.lives.forget(run)
+            self.context.lives.pop(run.path, None)
         return refused + render("undo", deleted=deleted, folders=[folder.name for _, folder in deleted])
 
 

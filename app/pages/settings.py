@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Task
-from ..context import Context
 from ..language import LANGUAGES, current, tr
 from ..views.markup import render
 from ..views.words import day
-from ..web.followed import FollowedPage
+from ..web.followed import Context, FollowedPage
 
 
 class SettingsPage(FollowedPage):

@@ -16,7 +16,7 @@ from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 
 from ..language import current, mark, tr
-from .markup import Safe, inert, render, small_pictures
+from .markup import Safe, inert, render
 
 #: Text and image files: rows with different images may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]
@@ -61,8 +61,8 @@ def answers(
 
 
 def pictures_of(paths: Iterable[str | Path]) -> Safe:
-    """Return small copies of image files."""
-    return small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)])
+    """Return small copies of image files; missing images as text."""
+    return render("pictures", pictures=[_small_copy(path, file_stat(path)) for path in map(Path, paths)])
 
 
 @lru_cache(256)

@@ -19,8 +19,8 @@ from finetune.settings.schema import DEFAULT_SHARE
 
 from ..language import tr, tr_n
 from ..workspace import Workspace
-from .markup import Safe, inert, render, small_pictures
-from .svg_charts import histogram
+from .charts import histogram
+from .markup import Safe, inert, render
 
 _MARKED_CHARACTERS = 6000
 _WRONG_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
@@ -134,7 +134,7 @@ def marked(answer: Mapping[str, Any]) -> Safe:
     return render(
         "data_row", title=tr("Row {n}, as the model sees it", n=f"{answer['index'] + 1:,}"), at=answer["index"],
         count=answer["sequences"], name="row", steps=lambda index: {"row": index}, reason="", pieces=pieces,
-        pictures=Safe(small_pictures(answer["pictures"])), tokens=tr_n("{n} token", "{n} tokens", answer["tokens"]),
+        pictures=render("pictures", pictures=answer["pictures"]), tokens=tr_n("{n} token", "{n} tokens", answer["tokens"]),
         trained=tr("{n} trained", n=f"{answer['trained_tokens']:,}"),
     )  # fmt: skip
 

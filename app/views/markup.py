@@ -169,11 +169,6 @@ def refusal(error: Exception) -> Safe:
     return problem_of(error)
 
 
-def small_pictures(small: Sequence[Mapping[str, Any]]) -> Safe:
-    """Return small copies of images; missing images as text."""
-    return render("pictures", pictures=small)
-
-
 def pixels(width: int, height: int) -> str:
     """Return `640 x 480 pixels`."""
     return tr("{width} x {height} pixels", width=f"{width:,}", height=f"{height:,}")

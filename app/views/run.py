@@ -13,7 +13,7 @@ from finetune.run.state import RunState
 
 from ..language import mark, tr
 from ..live import Digest, LiveRun
-from .curves import measured_peak
+from .charts import measured_peak
 from .markup import Safe, as_on_page, inert, render
 from .series import smoothed
 from .words import STATES, state_name

@@ -19,7 +19,7 @@ from ..live import LiveRun
 from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
-from .curves import curves
+from .charts import curves
 from .markup import Safe, as_on_page, chart_element, has_charts, inert, note, render
 from .run import chosen, figures, memory
 from .words import STATES, clock, in_words, precision, state_name

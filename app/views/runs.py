@@ -14,10 +14,9 @@ from finetune.units import GIB, format_bytes
 from ..language import tr
 from ..live import Digest, LiveRun
 from .answers import newest_score
-from .curves import MEMORY, measured_peak
+from .charts import MEMORY, Line, measured_peak, picture, sparkline
 from .markup import Safe, as_on_page, chart_element, render
 from .series import Point, Series, smoothed
-from .svg_charts import Line, picture, sparkline
 from .words import day, loss_text, minutes, setting_name, value_text
 
 if TYPE_CHECKING:

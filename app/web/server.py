@@ -80,8 +80,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from fastapi.middleware.gzip import GZipMiddleware
     from fastapi.responses import PlainTextResponse
 
-    from ..context import Context
     from ..page import build_page, complete
+    from ..web.followed import Context
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -18,7 +18,7 @@ Address = namedtuple("Address", "link, runs")
 @pytest.fixture
 def context(tmp_path):
     """The state of a page whose runs are in tmp_path/runs."""
-    from app.context import Context
+    from app.web.followed import Context
     from app.workspace import Workspace
 
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")

@@ -9,7 +9,7 @@ from written_runs import append, plan, step_event
 
 from app.live import LiveRun, LiveRuns
 from app.pages.run import RunPage
-from app.views.curves import answer
+from app.views.charts import answer
 from app.views.runs import peak_beside_forecast
 from app.web.followed import answered
 from app.web.guard import READ

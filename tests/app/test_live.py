@@ -9,7 +9,7 @@ import written_runs
 from written_runs import append
 
 from app.live import LiveRun
-from app.views.curves import _memory_lines, measured_peak, summary_of
+from app.views.charts import _memory_lines, measured_peak, summary_of
 from app.views.run import figures, memory
 from finetune.card import find_card
 from finetune.events import Phase, Retry, Sample, Step
