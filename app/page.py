@@ -1,13 +1,16 @@
-"""The Gradio app: pages, navigation and theme."""
+"""The Gradio app: pages, navigation, settings and theme."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -19,20 +22,16 @@ from finetune.card.visible import usable_devices
 from finetune.errors import FinetuneError
 from finetune.run.state import is_alive
 
-from .language import LANGUAGES, current, script_texts
+from .background import Task
+from .language import LANGUAGES, current, script_texts, tr
 from .pages.new_run import NewRun
 from .pages.run import RunPage
 from .pages.runs import ModelsPage, RunsPage
-from .pages.settings import SettingsPage
 from .views.markup import FETCHED, problem_of, render
+from .views.words import day
 from .web.followed import Context, FollowedPage
 from .web.page_filter import FOREVER
 
-#: Address, navigation name and class of each page; the first page is at the root.
-PAGES = (
-    ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
-    ("settings", "Settings", SettingsPage),
-)  # fmt: skip
 #: Styles and scripts of every page, of New run and Run, and of all other pages; some are only there after `npm`.
 _SHARED = ("inter.css", "theme.css", "shell.css", "language.js", "page.js", "parts.js")
 _OF_CHARTS = ("uplot.css", "chart.css")
@@ -46,6 +45,47 @@ OWN_FILES = {
 OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in OWN_FILES.values())):08x}"
 #: Makers of HTML from a request's query, by the value of their component: Gradio keeps one page for all requests.
 FIRST_HTML: dict[str, Callable[[Mapping[str, str]], str]] = {}
+
+
+class SettingsPage(FollowedPage):
+    """Page of settings."""
+
+    # theme and language live in the browser
+    name, part_names, every_ms, css = "settings", ("machine",), 1000, "ft-box"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._doctor = Task(context.workspace.folder("doctor"))
+
+    def before(self) -> str:
+        return render("own_settings", languages=LANGUAGES, current=current(), token_from=_token_from())
+
+    def parts(self) -> dict[str, str]:
+        status = self._doctor.status()
+        if status is None or status["state"] == "running":
+            return {"machine": render("machine", findings=None, is_running=status is not None)}
+        silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.output()[-400:]}", "fix": ""}]
+        moment = time.localtime(status["began_s"])
+        return {
+            "machine": render(
+                "machine", findings=(self._doctor.result() or {}).get("findings", silent), is_running=False,
+                time=f"{day(moment)} {time.strftime('%H:%M', moment)}",
+            )
+        }  # fmt: skip
+
+    def act(self, message: Mapping[str, Any]) -> dict[str, str]:
+        if message["examine"] and not self._doctor.is_running:
+            self.context.tasks.begin(self._doctor, "doctor", "--json")
+        return {}
+
+
+def _token_from() -> str:
+    from huggingface_hub import constants
+
+    # only the source: the token itself must not reach the page
+    if os.environ.get("HF_TOKEN"):
+        return tr("the environment")
+    return tr("a file of this user") if Path(constants.HF_TOKEN_PATH).is_file() else ""
 
 
 class Rail(FollowedPage):
@@ -62,6 +102,13 @@ class Rail(FollowedPage):
                 followed.plan()  # the template reads it
                 live = followed
         return {"now": render("rail_status", live=live, gpus=usable_devices())}
+
+
+#: Address, navigation name and class of each page; the first page is at the root.
+PAGES = (
+    ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
+    ("settings", "Settings", SettingsPage),
+)  # fmt: skip
 
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:

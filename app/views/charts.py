@@ -14,9 +14,8 @@ from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes
 
 from ..language import mark, tr
-from ..live import Digest, LiveRun
+from ..live import Digest, LiveRun, Point, Series, smoothed
 from .markup import Safe, as_on_page, inert, render
-from .series import Point, Series, smoothed
 
 #: Box of the lines, which is stretched, and number of bars.
 _WIDE, _HIGH, _BARS = 1000.0, 100.0, 40

@@ -12,10 +12,9 @@ from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
 from ..language import mark, tr
-from ..live import Digest, LiveRun
+from ..live import Digest, LiveRun, smoothed
 from .charts import measured_peak
 from .markup import Safe, as_on_page, inert, render
-from .series import smoothed
 from .words import STATES, state_name
 
 #: Event kinds that are messages.

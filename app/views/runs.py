@@ -12,11 +12,10 @@ from finetune.run.best import compare_held_out
 from finetune.units import GIB, format_bytes
 
 from ..language import tr
-from ..live import Digest, LiveRun
+from ..live import Digest, LiveRun, Point, Series, smoothed
 from .answers import newest_score
 from .charts import MEMORY, Line, measured_peak, picture, sparkline
 from .markup import Safe, as_on_page, chart_element, render
-from .series import Point, Series, smoothed
 from .words import day, loss_text, minutes, setting_name, value_text
 
 if TYPE_CHECKING:

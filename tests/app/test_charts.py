@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app import live as series_module
+from app.live import Series, smoothed
 from app.planning.catalogue import card_label
-from app.views import series as series_module
 from app.views.charts import Line, histogram, picture, sparkline
 from app.views.markup import Safe, inert, plain, table
-from app.views.series import Series, smoothed
 from finetune.card.find import catalogue, catalogue_sizes
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m‮"

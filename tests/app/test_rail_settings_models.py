@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.page import PAGES
+from app.page import PAGES, SettingsPage
 from app.pages.runs import ModelsPage, models_of
-from app.pages.settings import SettingsPage
 from app.views.markup import render
 from app.web.guard import READ
 from finetune.files import write_json
