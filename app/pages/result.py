@@ -72,11 +72,6 @@ def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, A
 def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     if values["rows"] not in ("", BEFORE, *local_datasets(context.workspace)):
         raise CommandError(tr("Choose rows from the list."))
-    return evaluation(values)
-
-
-def evaluation(values: Mapping[str, Any]) -> list[str]:
-    """Return the options of `finetune eval`."""
     score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
     if score not in SCORES.values():
         raise ValueError(score)

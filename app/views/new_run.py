@@ -223,10 +223,6 @@ class Field:
     def default(self) -> str:
         return "" if self.row.default in ("required", None, [], {}) else as_text(self.row.default)
 
-    @property
-    def identity(self) -> str:
-        return f"key-{self.name.replace('.', '-')}"
-
     def help(self) -> str:
         is_list = not self.choices and self.row.type.startswith("list of ")
         kind = [tr("A list of {items}.", items=self.row.type.removeprefix("list of "))] if is_list else []

@@ -36,19 +36,6 @@ def followed(run, *events):
     return live
 
 
-def test_a_tick_reads_only_what_is_new(run, monkeypatch):
-    write_steps(run, 1, 50)
-    live = LiveRun(run)
-    live.refresh()
-    taken = []
-    monkeypatch.setattr(live.digest, "add", taken.append)
-    live.refresh()
-    assert taken == []
-    write_steps(run, 51, 53)
-    live.refresh()
-    assert [event.step for event in taken] == [51, 52, 53]
-
-
 def test_reading_at_once_and_in_pieces_gives_the_same(run):
     pieces = LiveRun(run)
     for first in range(1, 100, 10):
@@ -57,17 +44,6 @@ def test_reading_at_once_and_in_pieces_gives_the_same(run):
     once = LiveRun(run)
     once.refresh()
     assert once.digest == pieces.digest
-
-
-def test_a_file_that_was_replaced_is_read_from_its_beginning(run):
-    write_steps(run, 1, 20)
-    live = LiveRun(run)
-    live.refresh()
-    run.events.rename(run.path / "old")
-    write_steps(run, 1, 3)
-    live.refresh()
-    assert live.digest.step == 3
-    assert len(live.digest.series["loss"].bins) == 3
 
 
 def test_nan_and_unknown_kinds_do_no_harm(run):

@@ -251,16 +251,12 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(t
     assert newest["stamp"] == stamp and re.search(r'data-set="lora_r"[^>]*value="64"', newest["parts"]["settings"])
 
 
-def test_a_plan_is_shown_before_its_alternatives_are_forecast(tiny):
+def test_a_plan_is_shown_before_its_alternatives_and_is_chinese_for_a_chinese_reader(tiny):
     first, complete = tiny.plan(), tiny.plan(complete=True)
-    assert "being planned" in first["parts"]["plans"] and not first["complete"]
-    assert complete["stamp"] == first["stamp"] and "nr-plan" in complete["parts"]["plans"]
-
-
-def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tiny):
-    english = "".join(tiny.plan(complete=True)["parts"].values())
-    assert ">Fits</h2>" in english and options_in(english) == []
-    tiny.context.planner.call = None  # a second plan would fail
+    assert "being planned" in first["parts"]["plans"] and not first["complete"] and complete["stamp"] == first["stamp"]
+    english = "".join(complete["parts"].values())
+    assert ">Fits</h2>" in english and "nr-plan" in english and options_in(english) == []
+    tiny.context.planner.call = None  # a third plan would fail
     with spoken("zh"):
         shown = tiny.plan(complete=True)["parts"]
     assert ">放得下</h2>" in shown["answer"] and "梯度检查点" in shown["plans"]

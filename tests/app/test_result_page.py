@@ -7,7 +7,6 @@ import pytest
 
 from app.background import Tasks
 from app.pages import result
-from app.pages.result import evaluation
 from app.pages.run import RunPage
 from app.views import markup
 from app.views.markup import HELD_OUT_BEFORE
@@ -173,6 +172,8 @@ def test_every_score_but_a_function_can_be_chosen():
      ({"score": "numeric", "pattern": "ignored", "tolerance": "0.01", "most": ""},
       {"score": "numeric", "tolerance": 0.01, "pattern": None})],
 )  # fmt: skip
-def test_choices_become_options(chosen, read):
-    options = parsed(evaluation({"score": "", "pattern": "", "tolerance": "0", "rows": "", "most": "0"} | chosen))
+def test_choices_become_options(page, chosen, read):
+    (page.context.workspace.root / "-x.jsonl").write_text("")
+    assert page.submit("eval", **CHOSEN | chosen) == ""
+    options = parsed(page.started[0][1:])
     assert {name: options[name] for name in read} == read
