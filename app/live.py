@@ -13,15 +13,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune import events
-from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.pace import Pace
 from finetune.run.state import RunState, read_state
 
 from .language import mark, tr
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
 
 #: Bytes that are read at a time.
 _PIECE_BYTES = 2**20
