@@ -217,18 +217,6 @@ def type_number(page, name, number):
     page.press(f"#nr-{name}", "Enter")
 
 
-def test_a_planner_that_is_killed_with_a_question_is_started_again(served, visit):
-    write_recipe(served, lora_r=16)
-    page = visit("")
-    settled(page)
-    planner = planner_of(served)
-    planner.suspend()
-    type_number(page, "lora_r", 29)
-    page.wait_for_selector("body[data-planning]:not([data-unsaved])")
-    planner.kill()
-    assert settled(page)[1] == 29 == drafted(served)[1]
-
-
 def settled(page):
     """Wait until the plan shown is that of the draft; returns the numbers as they then stand."""
     page.wait_for_selector("#nr-lora_r")
