@@ -24,12 +24,11 @@ from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 
 from .live import LiveRun
-from .views import run_page
 from .views.answers import answers, evaluations
 from .views.charts import curves, measured_peak
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
-from .views.run import chosen, figures, memory, messages, pill
+from .views.run import BROKEN, about, chosen, explanation_of, figures, memory, messages, pill, progress
 from .views.runs import arms, comparison, losses, sweep_sentence
 from .workspace import JOURNAL
 
@@ -78,12 +77,12 @@ def _page(template: str, title: str, **values: Any) -> str:
 
 def _of_run(live: LiveRun) -> str:
     run, plan, digest, state, every = live.run, live.plan(), live.digest, live.state(), read_events(live.run.events)
-    start, is_broken = digest.newest.get(Start.kind), state.state in run_page.BROKEN
+    start, is_broken = digest.newest.get(Start.kind), state.state in BROKEN
     empty = f"Not evaluated yet: finetune eval {run.path.name}"
     return _page(
-        "report_run", run.path.name, about=run_page.about(live), run=run, plan=plan, state=state,
-        outcome=outcome(every)[0] if state.state == "finished" else "", progress=run_page.progress(live, state),
-        figures=Safe(run_page.explanation_of(live, state) if is_broken else figures(digest, plan)),
+        "report_run", run.path.name, about=about(live), run=run, plan=plan, state=state,
+        outcome=outcome(every)[0] if state.state == "finished" else "", progress=progress(live, state),
+        figures=Safe(explanation_of(live, state) if is_broken else figures(digest, plan)),
         cost=cost_of(seconds_spent(every), plan.settings.price_per_hour), origin=base_adapter_of(run),
         scores=evaluations(run, rows_shown=_ROWS_SHOWN, is_open=True, empty=empty),
         # without images: a foreign run folder may name any image of this machine, and a report is passed on

@@ -14,10 +14,10 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
 from ..language import tr
-from ..views import run_page
+from ..views import run as run_view
 from ..views.charts import answer
 from ..views.markup import note, page_title, problem_of, render, to_new_run
-from ..views.run_page import TABS
+from ..views.run import TABS
 from ..views.runs import arms, sweep_page
 from ..web.followed import Context, RefusedError, answered, attempted, changed_parts
 from . import chat, result
@@ -46,7 +46,7 @@ class RunPage:
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
             return page_title(run.path.name) + problem_of(error)
         forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
-        return run_page.page(live, tab, forms, parts)
+        return run_view.page(live, tab, forms, parts)
 
     def _default(self, tab: str) -> RunDirectory | None:
         # these tabs need an adapter; the others show a living run, else the newest
@@ -56,7 +56,7 @@ class RunPage:
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
         """Return the HTML of a tab's parts and the head's parts."""
-        texts = run_page.texts(self.context.lives.of(run), tab)
+        texts = run_view.texts(self.context.lives.of(run), tab)
         if tab in ("evaluate", "export"):
             texts |= result.parts(self.context, run, tab, order)
         return texts | chat.parts(self.context, run) if tab == "chat" else texts

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from app.live import LiveRun
-from app.views import markup, run_page
+from app.views import markup
+from app.views import run as run_page
 from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,7 @@ from written_runs import append, make_run, step, steps
 from app.live import LiveRun
 from app.pages.run import RunPage
 from app.views.answers import answers, marked
-from app.views.run import figures, memory
-from app.views.run_page import failure, now, progress, texts, title
+from app.views.run import failure, figures, memory, now, progress, texts, title
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, Sample, State
@@ -71,7 +70,7 @@ def test_values_older_than_five_seconds_say_their_age(follow, monkeypatch):
     state = SimpleNamespace(state="running", ended=False, message="")
     assert "old" not in progress(live, state)
     now_s = live.digest.newest_step.time_s
-    monkeypatch.setattr("app.views.run_page.time.time", lambda: now_s + 47)
+    monkeypatch.setattr("app.views.run.time.time", lambda: now_s + 47)
     assert "values are 45 s old" in progress(live, state)
     assert 'aria-valuenow="10"' in progress(live, state) and "1 % · one" in progress(live, state)
 
