@@ -94,7 +94,7 @@ class DataReport:
         reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3)) + ", ..." * (len(kinds) > 3)
         counts = {
             f"refused ({reasons})": len(self.rows_refused),
-            "dropped (longer than max_length)": self.rows_dropped,
+            "left out (longer than max_length)": self.rows_dropped,
             "held out": self.rows_held_out,
             "left out (dataset.weights)": self.rows_left_out,
         }
@@ -128,6 +128,8 @@ def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10)
     if len(by_count) > max_reasons:
         other_rows = sum(map(len, by_count[max_reasons:]))
         lines.append(f"  and {len(by_count) - max_reasons:,} other reason(s), for {other_rows:,} row(s)")
+    if any("..." in line for line in lines) or len(by_count) > max_reasons:
+        lines.append("  each row with its reason: finetune data ... --json")
     return lines
 
 

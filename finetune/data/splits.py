@@ -222,7 +222,7 @@ class LimitedSplit:
         bounds = self.stored.sequence_starts
         starts = self.stored.first_trained[bounds[index] : bounds[index + 1]]
         answer_start = int(starts[starts >= self._limit][0])
-        reason = f"no trained token is left after truncation to {self._limit:,} tokens"
+        reason = f"no trained token is left after truncation; max_length is {self._limit:,}"
         return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
 
 

@@ -94,9 +94,11 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
     if not requested_formats(settings):
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
+    heads = set(head.modules()) if head is not None else set()
     names, read_names = set(), kept_in_16_bit(text_config(model.get_base_model().config).model_type)  # type: ignore[operator]
     for name, module in model.named_modules():
-        base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
+        # PEFT wraps a head with new tokens: the head is a module inside the wrapper
+        base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module not in heads
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
             names |= {type(module).__name__} if name.rpartition(".")[2] not in read_names else set()
     if read_names:

@@ -151,13 +151,12 @@ def _explain_count(compare: Comparison) -> str:
 
 def _explain_micro(compare: Comparison) -> str:
     micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
-    rows = f"micro-batch of {micro} row{'s' if micro > 1 else ''}"
     larger = next((size for size in range(micro + 1, batch // world + 1) if batch % (size * world) == 0), None)
     if larger is None:
-        return f"{rows}, the whole effective batch"
+        return "the whole effective batch"
     if not compare.fits(micro=larger):
-        return f"{rows}; {larger} would not fit"
-    return f"{rows}; {compare.against(micro=larger)} vs {larger}"
+        return f"{larger} rows would not fit"
+    return f"{compare.against(micro=larger)} vs {larger} rows"
 
 
 def alternatives(

@@ -68,8 +68,8 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
 def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` checkpoints and step `best`."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
-    # with a damaged newest checkpoint the older ones are needed
-    if len(sealed) <= keep or verify(sealed[0]):
+    # with a damaged one among the newest, the older ones are needed
+    if len(sealed) <= keep or any(map(verify, sealed[:keep])):
         return []
     removed = [path for path in sealed[keep:] if path.name != f"checkpoint-{best}"]
     for path in removed:
