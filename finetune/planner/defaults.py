@@ -344,18 +344,13 @@ def with_open_lengths(choices: Choices, data: DataStatistics | None) -> Iterator
         return
     least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
     for length in (first // part for part in (2, 4, 8) if first // part >= least):
-        rows, tokens = batches_of(choices, data).dropped_above(length)
+        rows, tokens = Batches(first, choices.value("packing"), data).dropped_above(length)
         cost = (
             f"{rows:,} rows are longer, by {tokens:,} tokens in all"
             if lengths_known
             else "longer rows are dropped or truncated"
         )
         yield choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this GPU; {cost}")
-
-
-def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
-    """Return micro-batches under the chosen max_length."""
-    return Batches(choices.value("max_length"), choices.value("packing"), data)
 
 
 def length_costs(batches: Batches) -> tuple[LengthCost, ...]:

@@ -22,8 +22,8 @@ from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history
 from finetune.planner.plan import Choices, DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
-from finetune.planner.shape import MAMBA2, VisionWork, shape_of, vision_work
-from finetune.planner.speed import Job, knows_rates, layer_copies_of, time_step, workload_s
+from finetune.planner.shape import MAMBA2, shape_of, vision_work
+from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, time_step, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, needs_of_each_card, suggest
 from finetune.printable import Progress
@@ -38,8 +38,6 @@ MATTERS, MOST_FASTER = 0.995, 3
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
 AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing cached blocks, which stalls the GPU each time"
-#: `make_forecast`, or a function with its signature.
-MakeForecast = Callable[..., Forecast]
 
 
 def make_plan(
@@ -47,8 +45,6 @@ def make_plan(
     card: Card,
     data: DataStatistics | None,
     *,
-    # replaces the dry run
-    forecaster: MakeForecast | None = None,
     progress: Progress = lambda _: None,
     # also forecast neighbours, with one setting changed; `show` gets a plan that fits before that
     compare: bool = False,
@@ -56,7 +52,7 @@ def make_plan(
 ) -> Plan:
     """Resolve every `auto` of the recipe for this GPU and data. Raises RecipeError."""
     # the same inputs, including earlier measurements on the GPU, give the same settings
-    planner = _Planner(recipe, card, data, forecaster, progress)
+    planner = _Planner(recipe, card, data, progress)
     attempt = planner.with_fastest(planner.best())
     if not compare:
         return planner.plan(attempt)
@@ -67,11 +63,9 @@ def make_plan(
     return planner.plan(attempt).with_note(price_note)
 
 
-def plan_if_fits(
-    recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None
-) -> Plan | None:
+def plan_if_fits(recipe: Recipe, card: Card, data: DataStatistics | None) -> Plan | None:
     """Return the plan if it fits, without forecasts of alternatives. Raises RecipeError."""
-    planner = _Planner(recipe, card, data, forecaster)
+    planner = _Planner(recipe, card, data)
     attempt = planner.best()
     return planner.plan(attempt) if attempt.verdict.fits else None
 
@@ -109,8 +103,6 @@ class _Planner:
     recipe: Recipe
     card: Card
     data: DataStatistics | None
-    #: Replaces the dry run.
-    forecaster: MakeForecast | None = None
     report_progress: Progress = lambda _: None
 
     def __post_init__(self) -> None:
@@ -121,27 +113,14 @@ class _Planner:
         if self.recipe.torch_compile is True and self.shape.experts:
             raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
         self.history = read_history(self.card.name, self.card.rates_measured_at)
-        self.make_forecast = self.forecaster or functools.partial(make_forecast, budget_bytes=self.budget)
         # forecasts are shared between max_lengths and ranks, but not between packed and single rows
         self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}  # by whether rows are unpacked
-
-    @functools.cached_property
-    def vision(self) -> VisionWork | None:
-        return vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
-
-    @functools.cached_property
-    def fused_mixers(self) -> bool:
+        self.stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
+        self.vision = vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
         package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
-        return not self.card.is_cpu and kernel_problem(package, self.card.capability) is None
-
-    @functools.cached_property
-    def stored(self) -> dict[str, Any]:
-        return stored_quantisation(self.config, self.recipe.model_name_or_path)
-
-    @functools.cached_property
-    def host_free(self) -> int | None:
+        self.fused_mixers = not self.card.is_cpu and kernel_problem(package, self.card.capability) is None
         free = resources.free_host_bytes(self.recipe, self.card)
-        return None if free is None else free - PROCESS_BYTES
+        self.host_free = None if free is None else free - PROCESS_BYTES
 
     def best(self) -> _Attempt:
         """Return the fastest strategy that fits, else the smallest."""
@@ -202,7 +181,7 @@ class _Planner:
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
-        if self.forecaster or self.card.is_cpu or not (self.data and self.data.lengths):
+        if self.card.is_cpu or not (self.data and self.data.lengths):
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
@@ -333,9 +312,9 @@ class _Planner:
                 choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
                 choices = choices.choose("lora_alpha", *defaults.advise_alpha(self.recipe, rank))
             job = Job(
-                shape=self.shape, card=self.card, batches=defaults.batches_of(choices, self.data),
-                batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
-                float32=choices.value("dtype") == "float32",
+                shape=self.shape, card=self.card, rank=rank, float32=choices.value("dtype") == "float32",
+                batches=Batches(choices.value("max_length"), choices.value("packing"), self.data),
+                batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes,
                 compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 fused_mixers=self.fused_mixers,
@@ -371,7 +350,7 @@ class _Planner:
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, **more: Any) -> Forecast:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
-        forecast = self.make_forecast(config, settings, self.card, rows=rows, **more)
+        forecast = make_forecast(config, settings, self.card, rows=rows, budget_bytes=self.budget, **more)
         # no dry run includes the worst excess of earlier runs here
         worst = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
         high = forecast.peak_high_bytes + round(worst * forecast.allocated_bytes)

@@ -14,7 +14,7 @@ from finetune.memory.cache import LIBRARIES
 from finetune.memory.device_peak import make_forecast
 from finetune.model.configuration import read_config, vocabulary_size
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
-from finetune.planner.planner import MakeForecast, make_plan, plan_if_fits
+from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.quantisation_cost import with_measured_cost
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
@@ -227,11 +227,10 @@ def limit_of(recipe: Recipe) -> int | None:
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """Summarise the rows for the planner."""
     training, splits = selected.splits[0], selected.splits[: 2 if selected.eval_rows else 1]
-    return statistics_of_lengths(
-        *(lengths for split in splits for lengths in (split.lengths, split.trained_lengths)),
-        total=training.total_tokens, trained_total=training.trained_tokens,
-        longest_mismatched=max(split.longest_mismatched() for split in selected.splits),
-        **_picture_statistics(selected),
+    statistics = statistics_of_lengths(*(counts for split in splits for counts in (split.lengths, split.trained_lengths)))
+    return dataclasses.replace(
+        statistics, total_tokens=training.total_tokens, trained_tokens=training.trained_tokens,  # a row may have two sequences
+        longest_mismatched=max(split.longest_mismatched() for split in selected.splits), **_picture_statistics(selected),
     )  # fmt: skip
 
 
@@ -248,9 +247,8 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
 
 
 def statistics_of_lengths(
-    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
-    total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0, **pictures: Any,
-) -> DataStatistics:  # fmt: skip
+    lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = ()
+) -> DataStatistics:
     """Summarise rows with these token counts for the planner."""
     import numpy as np
 
@@ -258,12 +256,10 @@ def statistics_of_lengths(
         np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
     )
     return DataStatistics(
-        # totals are given where a row has several sequences
-        len(tokens), len(eval_tokens), int(tokens.sum()) if total is None else total,
-        int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
+        len(tokens), len(eval_tokens), int(tokens.sum()), int(counts.sum()), tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
-        eval_most_trained=_largest(eval_counts), longest_mismatched=longest_mismatched, **pictures,
+        eval_most_trained=_largest(eval_counts),
     )  # fmt: skip
 
 
@@ -297,7 +293,7 @@ class Largest:
 def plan_largest(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
 ) -> Largest:
-    """Plan the largest value of a setting. Raises PackagesError and RecipeError."""
+    """Bisect for the largest value of a setting that fits. Raises PackagesError and RecipeError."""
     recipe, renamed, reasons = _completed(recipe)
     read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
@@ -306,30 +302,13 @@ def plan_largest(
                 "--largest model searches text models, but the rows have images",
                 "Plan image-text models one by one: finetune plan MODEL --images WIDTHxHEIGHT",
             )
-        return find_largest_model(recipe, card, progress=progress)
+        return _largest_model(recipe, card, progress)
     recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
-    largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
-    plan = largest.plan.with_note(*read.notes, renamed)
-    return dataclasses.replace(largest, plan=dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **more_reasons}))
-
-
-def _may_have_pictures(recipe: Recipe) -> bool:
-    try:
-        return recipe.dataset.path == NO_DATASET or "vision_config" in read_config(recipe)
-    except ModelError:  # a search for a model does not need the recipe's model
-        return False
-
-
-def find_largest(
-    recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
-    progress: Progress = lambda _: None,
-) -> Largest:  # fmt: skip
-    """Bisect for the largest value that fits. Raises RecipeError."""
     if setting not in RANGES:
         raise RecipeError(f"--largest {setting}: not searchable; choose {', '.join(RANGES)} or model", "Name one of these.")
     step, most_of, limit = RANGES[setting]
-    # max_length is planned for rows of max_length tokens, with the images of `data`
-    data = data and data.only_pictures if setting == "max_length" else data
+    # max_length is planned for rows of max_length tokens, with the images of the data
+    data = read.statistics and read.statistics.only_pictures if setting == "max_length" else read.statistics
 
     def changes(value: int) -> dict[str, Any]:
         one_step = {"gradient_accumulation_steps": 1, "effective_batch_size": value * recipe.launch.num_processes}
@@ -340,21 +319,26 @@ def find_largest(
     most = tried = failing - 1  # where the limit itself fits, one plan is the answer
     while failing - fitting > 1:
         progress(f"planning {setting}={tried * step:,}")
-        if larger := plan_if_fits(resolved(recipe, **changes(tried * step)), card, data, forecaster):
+        if larger := plan_if_fits(resolved(recipe, **changes(tried * step)), card, data):
             plan, fitting = larger, tried
         else:
             failing = tried
         tried = (fitting + failing) // 2
     least = changes(fitting * step or step)
-    plan = plan or make_plan(resolved(recipe, **least), card, data, forecaster=forecaster)
+    plan = (plan or make_plan(resolved(recipe, **least), card, data)).with_note(*read.notes, renamed)
+    plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **more_reasons})
     too_large = failing * step if failing <= most else None
     return Largest(setting, fitting * step, too_large, limit, tuple(f"{name}={number}" for name, number in least.items()), plan)
 
 
-def find_largest_model(
-    recipe: Recipe, card: Card, *, forecaster: MakeForecast | None = None, progress: Progress = lambda _: None
-) -> Largest:
-    """Return the catalogue's largest model that fits. Raises CommandError."""
+def _may_have_pictures(recipe: Recipe) -> bool:
+    try:
+        return recipe.dataset.path == NO_DATASET or "vision_config" in read_config(recipe)
+    except ModelError:  # a search for a model does not need the recipe's model
+        return False
+
+
+def _largest_model(recipe: Recipe, card: Card, progress: Progress) -> Largest:
     # offload layers only if the recipe says so
     changes = {"layer_offloading": False} if recipe.layer_offloading == AUTO else {}
     _, budget = choose_budget(Choices(recipe), card)
@@ -370,7 +354,7 @@ def find_largest_model(
                 continue
             progress(f"planning {name}")
             # no rows: another model has another tokenizer
-            plan = plan_if_fits(other, card, None, forecaster)
+            plan = plan_if_fits(other, card, None)
         except (FinetuneError, ValueError):  # named layers that this model doesn't have, a row longer than its limit
             continue
         if plan is not None:

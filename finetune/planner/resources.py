@@ -25,12 +25,8 @@ def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple
     """Compare needed with free host memory and disk."""
     # a catalogue card is in another machine, whose free memory is unknown
     disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
-    resources = (
-        ("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk),
-    )  # fmt: skip
-    return tuple(
-        ResourceCheck(what, needed, free, None if free is None else needed <= free) for what, needed, free in resources
-    )
+    resources = (("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk))
+    return tuple(ResourceCheck(what, needs, free, None if free is None else needs <= free) for what, needs, free in resources)
 
 
 def free_host_bytes(recipe: Recipe, card: Card) -> int | None:

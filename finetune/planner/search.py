@@ -132,7 +132,6 @@ def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> t
 MOST_FORECASTS = 10
 #: Largest error factor of an estimate, roughly.
 ESTIMATE_ERROR = 1.05
-Forecaster = Callable[[Strategy], Forecast]
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Search:
 
     job: Job
     budget_bytes: int
-    forecaster: Forecaster
+    forecaster: Callable[[Strategy], Forecast]
     #: Why a strategy's layers are not compiled, empty where they can be; forecasts are without compiled layers.
     why_lean: Callable[[Strategy], str]
     evaluated: list[EvaluatedStrategy] = field(default_factory=list)
@@ -171,8 +170,7 @@ class Search:
         evaluated = [seen for seen in self._of_this_job() if seen.strategy in choices and allows(seen.strategy)]
         return min(evaluated, key=lambda candidate: rank(candidate.strategy), default=None)
 
-    def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
-        choices = list(strategies)
+    def smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
         least = self._smallest(choices)
         # estimates decide within one weight format; forecast the other formats unless their weights alone are larger
         for base in dict.fromkeys(strategy.base for strategy in choices if strategy.base != least.strategy.base):
@@ -189,7 +187,7 @@ class Search:
     def within_budget(self, strategies: Iterable[Strategy]) -> list[Strategy]:
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
-    def fitting_after_all(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
+    def fitting_after_all(self, strategies: list[Strategy]) -> EvaluatedStrategy | None:
         """Return the smallest strategy if its forecast fits though estimates slightly exceed the budget."""
         if not any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies):
             return None

@@ -23,7 +23,7 @@ class ArithmeticForecaster:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, rows: RowShape) -> Forecast:
+    def __call__(self, config: dict[str, Any], settings: Recipe, card: Card, *, rows: RowShape, **_: Any) -> Forecast:
         self.calls += 1
         shape = shape_of(config, settings)
         adapters = settings.lora_r * shape.adapter_per_rank

@@ -13,10 +13,8 @@ RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_l
 
 
 @pytest.fixture
-def planned(new_forecaster):
-    return lambda gpu="rtx-4090", **more: make_plan(
-        recipe_from({**RECIPE, **more}), find_card(gpu), None, forecaster=new_forecaster()
-    )
+def planned(arithmetic):
+    return lambda gpu="rtx-4090", **more: make_plan(recipe_from({**RECIPE, **more}), find_card(gpu), None)
 
 
 def test_layers_are_compiled_where_that_pays_off_and_a_short_run_keeps_lean_ones(planned):
@@ -48,14 +46,13 @@ def test_lean_layers_stay_with_the_reason_where_compiled_ones_can_not_be(planned
     assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith(why)
 
 
-def test_compiled_layers_that_do_not_fit_are_left_out(new_forecaster):
-    forecaster = new_forecaster()
-
+def test_compiled_layers_that_do_not_fit_are_left_out(planned, arithmetic, forecast_by):
     def forecast(config, settings, card, **more):
-        dry_run = forecaster(config, settings, card, **more)
+        dry_run = arithmetic(config, settings, card, **more)
         return dataclasses.replace(dry_run, peak_high_bytes=dry_run.peak_high_bytes + settings.torch_compile * 2**40)
 
-    plan = make_plan(recipe_from({**RECIPE, "max_steps": 5000}), find_card("rtx-4090"), None, forecaster=forecast)
+    forecast_by(forecast)
+    plan = planned(max_steps=5000)
     assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith("more than the budget")
 
 

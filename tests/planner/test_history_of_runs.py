@@ -17,41 +17,42 @@ from finetune.run.accuracy import compare_with_forecast
 from finetune.units import GIB
 
 RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
+pytestmark = pytest.mark.usefixtures("arithmetic")
 
 
-def planned(new_forecaster, recipe=RECIPE, card="rtx-4090"):
-    return make_plan(recipe, find_card(card), None, forecaster=new_forecaster())
+def planned(recipe=RECIPE):
+    return make_plan(recipe, find_card("rtx-4090"), None)
 
 
 def measured(plan, **peaks):
     return compare_with_forecast(plan, [Step(step=1, **peaks)], at="end", step=1)
 
 
-def test_measured_steps_correct_the_next_plans_times(new_forecaster):
-    first = planned(new_forecaster)
+def test_measured_steps_correct_the_next_plans_times():
+    first = planned()
     for slower in (1.4, 1.5, 1.6):
         record_run(first, ForecastCheck(), step_s=first.modelled_step_s * slower)
-    second = planned(new_forecaster)
+    second = planned()
     assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
     assert second.modelled_step_s == first.modelled_step_s
     assert any("3 earlier runs" in note for note in second.forecast.notes)
 
 
-def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_forecaster):
+def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval():
     roomy = parse_recipe(
         "model_name_or_path: Qwen/Qwen3-8B\ndataset: d\nload_in_4bit: true\nmax_length: 1024\nper_device_train_batch_size: 1\n"
     )
-    first = planned(new_forecaster, roomy)  # it still fits with the wider interval, so it is tried again
+    first = planned(roomy)  # it still fits with the wider interval, so it is tried again
     record_run(first, measured(first, peak_allocated_bytes=round(first.forecast.allocated_bytes * 1.05)), step_s=None)
     record_run(first, measured(first, peak_allocated_bytes=round(first.forecast.allocated_bytes * 0.98)), step_s=None)
     assert read_history("rtx-4090").errors("allocated") == pytest.approx([0.05, -0.02], abs=1e-6)
-    second = planned(new_forecaster, roomy)
+    second = planned(roomy)
     row = next((row for row in second.alternatives if row.peak_bytes == first.forecast.peak_bytes), None)
     assert row is not None and row.peak_high_bytes > first.forecast.peak_high_bytes
 
 
-def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forecaster):
-    first = planned(new_forecaster)
+def test_reserved_memory_and_segments_are_recorded_with_their_forecast():
+    first = planned()
     replayed = replace(first.forecast, reserved_peaks={"train": 20 * GIB}, segments={"train": 100})
     replayed_plan = replace(first, forecast=replayed)
     for plan in (replayed_plan, first):  # the second is not replayed
@@ -59,17 +60,17 @@ def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forec
     assert read_history("rtx-4090").errors("reserved") == [pytest.approx(0.05)]
     row = json.loads((cache_dir() / "history.jsonl").read_text().splitlines()[0])
     assert (row["forecast_segments"], row["measured_segments"]) == (100, 104)
-    assert any("reserved memory was +5.0% to +5.0% off the forecast" in note for note in planned(new_forecaster).forecast.notes)
+    assert any("reserved memory was +5.0% to +5.0% off the forecast" in note for note in planned().forecast.notes)
 
 
-def test_another_cards_runs_do_not_count(new_forecaster):
-    first = planned(new_forecaster)
+def test_another_cards_runs_do_not_count():
+    first = planned()
     record_run(first, ForecastCheck(), step_s=100.0)
     assert read_history("rtx-3060") == History([], [])
 
 
-def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_no_harm(new_forecaster):
-    first = planned(new_forecaster)
+def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_no_harm():
+    first = planned()
     for number in range(KEPT + 3):
         record_run(first, ForecastCheck(), step_s=first.modelled_step_s * (1 + number / 100))
     with (cache_dir() / "history.jsonl").open("ab") as file:
@@ -77,8 +78,8 @@ def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_n
     assert len(read_history("rtx-4090").rows) == KEPT
 
 
-def test_the_row_to_share_is_the_newest_of_each_gpu_and_model_without_a_name_or_path(new_forecaster, finetune):
-    first = planned(new_forecaster)
+def test_the_row_to_share_is_the_newest_of_each_gpu_and_model_without_a_name_or_path(finetune):
+    first = planned()
     settings = first.settings.model_copy(update={"model_name_or_path": "/home/alice/secret"})
     named = replace(first, settings=settings, card=replace(first.card, uuid="GPU-1234"))
     for used, others in ((20 * GIB, GIB), (9 * GIB, None)):
@@ -93,8 +94,8 @@ def test_the_row_to_share_is_the_newest_of_each_gpu_and_model_without_a_name_or_
     assert [{name: "" if value is None else str(value) for name, value in figures.items()} for figures in shared] == [row]
 
 
-def test_without_a_run_on_a_gpu_there_is_nothing_to_share(new_forecaster, finetune):
-    record_run(replace(planned(new_forecaster), card=find_card("cpu")), ForecastCheck(), step_s=1.0)
+def test_without_a_run_on_a_gpu_there_is_nothing_to_share(finetune):
+    record_run(replace(planned(), card=find_card("cpu")), ForecastCheck(), step_s=1.0)
     code, shown = finetune("doctor", "--share")
     assert code == 1 and "No run on a GPU is recorded" in shown and "finetune run tiny-cpu gpu=auto" in shown
 

@@ -9,7 +9,7 @@ from finetune.cli.plan import show_plan
 from finetune.errors import RecipeError
 from finetune.model.catalogue import entries
 from finetune.planner.planner import make_plan, plan_if_fits
-from finetune.planner.planning import find_largest, find_largest_model
+from finetune.planner.planning import plan_largest, without_rows
 from finetune.recipe import recipe_from
 from finetune.settings import resolved
 from finetune.units import GIB
@@ -21,10 +21,10 @@ def recipe(**settings):
     return recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", "layer_offloading": False, **settings})
 
 
-def by_hand(card, forecaster, step, settings_of):
+def by_hand(card, step, settings_of):
     """The first value of every `step` that does not fit."""
     value = step
-    while make_plan(resolved(recipe(), **settings_of(value)), card, None, forecaster=forecaster).verdict.fits:
+    while make_plan(resolved(recipe(), **settings_of(value)), card, None).verdict.fits:
         value += step
     return value
 
@@ -40,10 +40,10 @@ def by_hand(card, forecaster, step, settings_of):
         ),
     ],
 )  # fmt: skip
-def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecaster):
-    card, forecaster = find_card("rtx-4090", free_bytes=8 * GIB), new_forecaster()
-    largest = find_largest(recipe(), card, setting, forecaster=forecaster)
-    assert largest.too_large == by_hand(card, forecaster, step, settings_of)
+def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, arithmetic):
+    card = find_card("rtx-4090", free_bytes=8 * GIB)
+    largest = plan_largest(recipe(), card, without_rows, setting)
+    assert largest.too_large == by_hand(card, step, settings_of)
     assert largest.value == largest.too_large - step and largest.plan.verdict.fits
     assert getattr(largest.plan.settings, setting) == largest.value
 
@@ -52,43 +52,43 @@ def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecast
 def test_with_layers_offloaded_the_next_value_does_not_fit():
     card, fixed = find_card("rtx-4090", free_bytes=6 * GIB), {"load_in_4bit": True, "lora_r": 8, "optim": "adamw_8bit"}
     open_recipe = recipe(layer_offloading="auto", activation_checkpointing=True, effective_batch_size=1, **fixed)
-    largest = find_largest(open_recipe, card, "max_length")
+    largest = plan_largest(open_recipe, card, without_rows, "max_length")
     verdicts = [
         make_plan(resolved(open_recipe, max_length=tokens), card, None).verdict for tokens in (largest.value, largest.too_large)
     ]
     assert largest.plan.settings.layer_offloading and verdicts[0] == "fits, slow" and not verdicts[1].fits
 
 
-def test_where_the_models_own_limit_fits_it_is_the_answer(new_forecaster):
-    largest = find_largest(recipe(), find_card("h200"), "max_length", forecaster=new_forecaster())
+def test_where_the_models_own_limit_fits_it_is_the_answer(arithmetic):
+    largest = plan_largest(recipe(), find_card("h200"), without_rows, "max_length")
     assert (largest.value, largest.too_large) == (40_960, None)
     assert largest.sentence == "max_length: 40,960 at most (the model's own limit)"
 
 
-def test_where_no_value_fits_the_plan_of_the_least_says_why(new_forecaster):
-    largest = find_largest(recipe(), find_card("rtx-4090", free_bytes=3 * GIB), "lora_r", forecaster=new_forecaster())
+def test_where_no_value_fits_the_plan_of_the_least_says_why(arithmetic):
+    largest = plan_largest(recipe(), find_card("rtx-4090", free_bytes=3 * GIB), without_rows, "lora_r")
     assert (largest.value, largest.too_large, largest.plan.verdict) == (0, 8, "does not fit")
     assert largest.sentence == "lora_r: 8 does not fit either"
 
 
 @pytest.mark.slow
-def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(new_forecaster):
-    card, forecaster, short = find_card("rtx-4060"), new_forecaster(), recipe(max_length=1024)
-    largest = find_largest_model(short, card, forecaster=forecaster)
+def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(arithmetic):
+    card, short = find_card("rtx-4060"), recipe(max_length=1024)
+    largest = plan_largest(short, card, without_rows, "model")
     assert largest.plan.verdict == "fits" and largest.overrides == (f"model_name_or_path={largest.value}",)
     sizes = {name: entry.parameters for name, entry in entries().items() if entry.first}
     larger = sorted((name for name in sizes if sizes[name] > sizes[largest.value]), key=sizes.get)
     assert largest.too_large in larger
     for other in larger[:2]:
         try:
-            assert plan_if_fits(resolved(short, model_name_or_path=other), card, None, forecaster) is None
+            assert plan_if_fits(resolved(short, model_name_or_path=other), card, None) is None
         except RecipeError:  # the arithmetic can't plan it
             continue
 
 
 def test_another_setting_is_refused_with_those_that_are_searched():
     with pytest.raises(RecipeError, match="learning_rate: not searchable; choose max_length, lora_r, per_device"):
-        find_largest(recipe(), find_card("rtx-4090"), "learning_rate")
+        plan_largest(recipe(), find_card("rtx-4090"), without_rows, "learning_rate")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from finetune.card import find_card
+from finetune.memory.device_peak import make_forecast
 from finetune.planner.plan import Plan
 from finetune.planner.planner import make_plan
 from finetune.planner.suggest import needs_of_each_card
@@ -21,8 +22,8 @@ VALUES = {
 }  # fmt: skip
 
 
-def planned(forecaster=None, card=CARD, **more):
-    return make_plan(recipe_from({**VALUES, **more}), card, None, forecaster=forecaster)
+def planned(card=CARD, **more):
+    return make_plan(recipe_from({**VALUES, **more}), card, None)
 
 
 def by_name(plan):
@@ -55,16 +56,16 @@ def test_sharding_as_planned_trains_in_less_memory_and_loads_the_whole_model(eig
 
 
 @pytest.mark.slow
-def test_one_card_that_fits_has_no_table_and_one_that_does_not_is_compared_with_two(new_forecaster):
-    assert planned(new_forecaster()).many_cards is None
-    small = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB))
+def test_one_card_that_fits_has_no_table_and_one_that_does_not_is_compared_with_two(arithmetic):
+    assert planned().many_cards is None
+    small = planned(find_card("rtx-4090", free_bytes=2 * GIB))
     assert small.verdict == "does not fit" and small.many_cards.cards == 2
     assert [row.strategy for row in small.many_cards.rows] == ["ddp", "fsdp", "fsdp, offload to cpu", "deepspeed zero-3"]
     assert Plan.from_json(json.loads(json.dumps(small.as_json()))).many_cards == small.many_cards
 
 
-def test_a_method_that_can_not_be_sharded_says_so_in_the_table(new_forecaster):
-    small = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), method="dpo", layer_offloading=False)
+def test_a_method_that_can_not_be_sharded_says_so_in_the_table(arithmetic):
+    small = planned(find_card("rtx-4090", free_bytes=2 * GIB), method="dpo", layer_offloading=False)
     assert by_name(small)["ddp"].train_bytes and "does not work with method dpo" in by_name(small)["fsdp"].cost
 
 
@@ -90,9 +91,9 @@ def test_the_effective_batch_is_kept_on_every_number_of_cards(micro, steps, card
 
 
 @pytest.mark.slow
-def test_settings_that_can_not_be_sharded_are_replaced_and_reported(new_forecaster):
+def test_settings_that_can_not_be_sharded_are_replaced_and_reported(arithmetic):
     settings = {"optim": "adamw_8bit", "activation_checkpointing": "offload", "load_in_4bit": True}
-    plan = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), **settings)
+    plan = planned(find_card("rtx-4090", free_bytes=2 * GIB), **settings)
     needs = by_name(plan)
     assert "optim" not in needs["ddp"].override
     assert "optim=adamw_torch_fused" in needs["fsdp"].override
@@ -100,17 +101,11 @@ def test_settings_that_can_not_be_sharded_are_replaced_and_reported(new_forecast
 
 
 @pytest.mark.slow
-def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
+def test_the_planner_chooses_only_what_a_sharded_model_can_do(forecast_by):
     open_recipe = {name: "auto" for name in ("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim")}
     tried = []
-
-    def forecaster(config, settings, card, *, rows):
-        tried.append(settings)
-        from finetune.memory.device_peak import make_forecast
-
-        return make_forecast(config, settings, card, rows=rows)
-
-    planned(forecaster, launch={"num_processes": 2, "strategy": "fsdp"}, **open_recipe)
+    forecast_by(lambda config, settings, *card, **how: tried.append(settings) or make_forecast(config, settings, *card, **how))
+    planned(launch={"num_processes": 2, "strategy": "fsdp"}, **open_recipe)
     split = [settings for settings in tried if settings.launch.strategy != "ddp"]
     assert {settings.optim for settings in split} == {"adamw_torch_fused"}
     assert not any(settings.load_in_8bit for settings in split)

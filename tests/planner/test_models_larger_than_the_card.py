@@ -5,6 +5,7 @@ import json
 
 import psutil
 import pytest
+from arithmetic_forecast import ArithmeticForecaster
 
 from finetune.card import find_card
 from finetune.errors import MachineError, RecipeError
@@ -29,11 +30,11 @@ ALL = Strategy(NF4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_targe
 
 
 @pytest.fixture
-def planned(new_forecaster):
-    class Offloading(new_forecaster):
+def planned(forecast_by):
+    class Offloading(ArithmeticForecaster):
         """The same with the weights of offloaded layers in pinned memory."""
 
-        def __call__(self, config, settings, card, *, rows):
+        def __call__(self, config, settings, card, *, rows, **_):
             forecast = super().__call__(config, settings, card, rows=rows)
             layers = [f"layers.{number}" for number in range(shape_of(config, settings).layers)]
             forecast = dataclasses.replace(forecast, per_layer_bytes=dict.fromkeys([*layers, "outside the layers"], 0))
@@ -51,8 +52,8 @@ def planned(new_forecaster):
 
     def make(model, gpu, *overrides, data=None, free_bytes=None, compare=False, card=None):
         recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
-        card = card or find_card(gpu, free_bytes=free_bytes)
-        return make_plan(recipe, card, data, forecaster=Offloading(), compare=compare)
+        forecast_by(Offloading())
+        return make_plan(recipe, card or find_card(gpu, free_bytes=free_bytes), data, compare=compare)
 
     return make
 

@@ -4,12 +4,13 @@ import dataclasses
 import json
 
 import pytest
+from arithmetic_forecast import LLAMA_8B, ArithmeticForecaster
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
-from finetune.planner import strategy
-from finetune.planner.defaults import EXCEEDS_FLOAT16, float16_risk
-from finetune.planner.plan import DataStatistics, Plan, Verdict
+from finetune.model.hybrid import PACKAGES
+from finetune.planner import defaults, strategy
+from finetune.planner.plan import Choices, DataStatistics, Plan, Verdict
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.settings import unresolved
@@ -22,11 +23,10 @@ TOTALS = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "
 
 
 @pytest.fixture
-def planned(new_forecaster):
-    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, forecaster=None, **more):
+def planned(arithmetic):
+    def make(model, gpu="rtx-4090", *overrides, data=None, free_bytes=None, **more):
         recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
-        card = find_card(gpu, free_bytes=free_bytes)
-        return make_plan(recipe, card, data, forecaster=forecaster or new_forecaster(), **more)
+        return make_plan(recipe, find_card(gpu, free_bytes=free_bytes), data, **more)
 
     return make
 
@@ -34,6 +34,9 @@ def planned(new_forecaster):
 def rows(*lengths, eval_rows=0):
     ordered = tuple(sorted(lengths))
     return DataStatistics(len(ordered), eval_rows, sum(ordered), sum(ordered) // 2, ordered)
+
+
+SHORT = rows(*[128] * 1000)
 
 
 def test_every_setting_is_resolved_with_a_reason(planned):
@@ -73,11 +76,11 @@ def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(plan
 
 
 @pytest.mark.parametrize(("free_gib", "verdict"), [(13.56, "does not fit"), (25, "fits")])
-def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(planned, new_forecaster, free_gib, verdict):
+def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(planned, forecast_by, free_gib, verdict):
     """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
 
-    class Lean(new_forecaster):
-        def __call__(self, config, settings, card, *, rows):
+    class Lean(ArithmeticForecaster):
+        def __call__(self, config, settings, card, *, rows, **_):
             saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
             more = 0 if settings.load_in_8bit else round(-0.45 * saved)
             whole = super().__call__(config, settings, card, rows=rows)
@@ -85,7 +88,8 @@ def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(p
             return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in TOTALS})
 
     fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
-    plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB), forecaster=Lean())
+    forecast_by(Lean())
+    plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB))
     assert (plan.verdict, plan.settings.load_in_8bit) == (verdict, False)
     assert plan.forecast.peak_high_bytes == min(row.peak_high_bytes for row in plan.alternatives)
 
@@ -113,11 +117,11 @@ def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(pl
     assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
 
 
-def test_a_plan_that_fits_is_shown_before_what_it_is_compared_with_is_forecast(planned, new_forecaster):
-    forecaster, shown = new_forecaster(), []
-    plan = planned(QWEN_8B, forecaster=forecaster, compare=True, show=lambda early: shown.append((early, forecaster.calls)))
+def test_a_plan_that_fits_is_shown_before_what_it_is_compared_with_is_forecast(planned, arithmetic):
+    shown = []
+    plan = planned(QWEN_8B, compare=True, show=lambda early: shown.append((early, arithmetic.calls)))
     early, calls = shown[0]
-    assert early.verdict == plan.verdict and calls < forecaster.calls
+    assert early.verdict == plan.verdict and calls < arithmetic.calls
 
 
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
@@ -130,14 +134,15 @@ def test_the_overrides_of_an_alternative_give_it(planned, more):
         assert typed.alternatives[0].peak_bytes == row.peak_bytes
 
 
-def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, new_forecaster):
-    class Split(new_forecaster):
+def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, forecast_by):
+    class Split(ArithmeticForecaster):
         def __call__(self, *inputs, **named):
             whole = super().__call__(*inputs, **named)
             return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in TOTALS})
 
     split = ("launch.strategy=fsdp", "launch.num_processes=8", "effective_batch_size=8", "load_in_4bit=true")
-    plan = planned("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, forecaster=Split(), compare=True)
+    forecast_by(Split())
+    plan = planned("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, compare=True)
     assert plan.verdict == "fits" and plan.alternatives[0].chosen
 
 
@@ -148,10 +153,9 @@ def test_comparing_leaves_out_weights_that_alone_exceed_the_card(planned):
 
 
 @pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
-def test_a_search_needs_few_forecasts(planned, new_forecaster, model):
-    forecaster = new_forecaster()
-    planned(model, forecaster=forecaster)
-    assert forecaster.calls <= 6
+def test_a_search_needs_few_forecasts(planned, arithmetic, model):
+    planned(model)
+    assert arithmetic.calls <= 6
 
 
 @pytest.mark.parametrize(
@@ -293,13 +297,16 @@ def test_turing_trains_in_float16_said_to_be_a_risk_and_an_explicit_dtype_stays(
 
 def test_only_a_model_published_in_bfloat16_or_unknown_or_of_a_named_type_may_exceed_float16():
     for config in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}, {}):
-        assert float16_risk({"model_type": "llama", **config}) == (False, "models published in bfloat16 may exceed its range")
-        assert float16_risk({"model_type": "llama", **config, "torch_dtype": "float16"}) == (False, "")
+        assert defaults.float16_risk({"model_type": "llama", **config}) == (
+            False,
+            "models published in bfloat16 may exceed its range",
+        )
+        assert defaults.float16_risk({"model_type": "llama", **config, "torch_dtype": "float16"}) == (False, "")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    assert set(EXCEEDS_FLOAT16) <= set(CONFIG_MAPPING_NAMES) and all(EXCEEDS_FLOAT16.values())
-    assert float16_risk({"model_type": "paligemma", "text_config": {"model_type": "gemma2"}})[0]
-    assert not float16_risk({"model_type": "gemma"})[0] and not float16_risk({})[0]
+    assert set(defaults.EXCEEDS_FLOAT16) <= set(CONFIG_MAPPING_NAMES) and all(defaults.EXCEEDS_FLOAT16.values())
+    assert defaults.float16_risk({"model_type": "paligemma", "text_config": {"model_type": "gemma2"}})[0]
+    assert not defaults.float16_risk({"model_type": "gemma"})[0] and not defaults.float16_risk({})[0]
 
 
 @pytest.mark.slow
@@ -362,3 +369,97 @@ def test_an_unknown_model_is_refused_before_anything_is_searched(planned):
     with pytest.raises(RecipeError, match="nobody/nothing") as error:
         planned("nobody/nothing")
     assert error.value.fix.startswith("Give the hub id in full, or the folder that holds its config.json: finetune plan path/")
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(128, 1), (512, 4)])
+def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(planned, tokens, batch):
+    plan = planned(QWEN_8B, "rtx-4090", "num_train_epochs=1", data=rows(*[tokens] * 1000))
+    assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
+    assert (plan.settings.max_length, plan.settings.effective_batch_size) == (2048, batch)
+    assert (
+        plan.total_steps == -(-1000 * tokens // (2048 * batch)) and "about 16 rows per" in plan.reasons["effective_batch_size"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "gpu", "overrides", "data", "because"),
+    [
+        (QWEN_8B, "t4", (), SHORT, "capability 8.0"),
+        ("google/gemma-2-2b-it", "rtx-4090", (), SHORT, "can't be used"),
+        ("tiiuae/falcon-7b", "rtx-4090", (), SHORT, "rows of falcon models"),
+        ("openai/gpt-oss-20b", "rtx-4090", (), SHORT, "rows of gpt_oss models"),
+        ("Qwen/Qwen3-0.6B", "rtx-4090", ("effective_batch_size=16",), SHORT, "change the rows per step"),
+        (QWEN_8B, "rtx-4090", ("attn_implementation=eager",), SHORT, "dense mask"),
+        (QWEN_8B, "rtx-4090", (), None, "not been read"),
+        (QWEN_8B, "rtx-4090", (), rows(*[2000] * 100), "rows are long"),
+    ],
+)
+def test_packing_is_off_where_it_would_not_pay_or_not_be_right(planned, model, gpu, overrides, data, because):
+    plan = planned(model, gpu, *overrides, data=data)
+    assert plan.settings.packing is False and because in plan.reasons["packing"]
+    assert plan.settings.attn_implementation != "torch_varlen"
+
+
+def test_rows_are_not_packed_where_packed_sequences_do_not_fit(planned):
+    plan = planned(QWEN_8B, data=SHORT, free_bytes=round(7.6 * GIB))
+    assert plan.verdict == "fits" and plan.settings.packing is False and "do not fit" in plan.reasons["packing"]
+
+
+def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_the_run(planned):
+    assert not defaults.KEPT_APART & {
+        *PACKAGES,
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "inkling2",
+        "recurrent_gemma",
+        "minimax",
+        "rwkv",
+        "xlstm",
+    }
+    assert "10 layers" in planned("LiquidAI/LFM2-350M", data=SHORT).reasons["packing"]
+    with pytest.raises(RecipeError, match="10 layers of this lfm2 model pass a state"):
+        planned("LiquidAI/LFM2-350M", "rtx-4090", "packing=true", data=SHORT)
+    recipe = parse_recipe("model_name_or_path: some/model\ndataset: d\npacking: true\n")
+    for kind in defaults.DROPS_BOUNDARIES:
+        with pytest.raises(RecipeError, match=f"code of {kind} models drops the boundaries") as caught:
+            defaults.choose_packing(Choices(recipe), find_card("rtx-4090"), {"model_type": kind}, SHORT, False, 21)
+        assert caught.value.fix == "Set packing=false."
+
+
+def test_packing_can_be_asked_for_anywhere(planned):
+    plan = planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "packing=true", data=SHORT)
+    assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
+
+
+@pytest.mark.parametrize(
+    ("family", "hidden", "rate"), [("llama", 4096, 2.9e-4), ("qwen3", 4096, 4.7e-4), ("llama", 2048, 4.9e-4)]
+)
+def test_llama_and_qwen_use_the_fitted_formula(family, hidden, rate):
+    advised, reason = defaults.advise_learning_rate(dataclasses.replace(LLAMA_8B, family=family, hidden=hidden))
+    assert advised == pytest.approx(rate) and "LoRA Without Regret" in reason
+
+
+@pytest.mark.parametrize(("billions", "rate"), [(7, 2e-4), (13, 2e-4), (33, 1e-4), (65, 1e-4)])
+def test_other_families_use_qloras_table(billions, rate):
+    advised, reason = defaults.advise_learning_rate(dataclasses.replace(LLAMA_8B, family="falcon", parameters=billions * 10**9))
+    assert advised == rate and "QLoRA" in reason
+
+
+@pytest.mark.parametrize(
+    ("trained_tokens", "rank"), [(10_000, 16), (80_000_000, 16), (90_000_000, 32), (1_000_000_000, 256), (10**11, 256)]
+)
+def test_rank_grows_with_the_trained_tokens(trained_tokens, rank):
+    """Rank 16 of an 8B model: 41.9M parameters at 2 bits hold 83.9M tokens at 1 bit."""
+    advised, reason = defaults.advise_rank(LLAMA_8B, DataStatistics(1000, 0, trained_tokens, trained_tokens))
+    assert advised == rank and "LoRA Without Regret" in reason
+
+
+def test_rank_stabilised_scaling_has_the_same_scale_at_rank_16():
+    recipe = parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n")
+    plain, stabilised = (
+        defaults.advise_alpha(recipe, 16)[0],
+        defaults.advise_alpha(recipe.model_copy(update={"use_rslora": True}), 16)[0],
+    )
+    assert plain / 16 == stabilised / 16**0.5

@@ -1,7 +1,7 @@
 """Properties for every recipe, card and dataset: headroom, validity, effective batch, determinism."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune.card import catalogue, find_card
@@ -41,13 +41,13 @@ def cases(draw):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
-def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(new_forecaster, case):
+def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(arithmetic, case):
     values, card, data = case
     try:
         recipe = recipe_from(values)
-        plan = make_plan(recipe, card, data, forecaster=new_forecaster())
+        plan = make_plan(recipe, card, data)
     except RecipeError as error:  # settings that disagree, or a batch that the processes can't share
         assert error.problems
         return
@@ -59,7 +59,7 @@ def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(n
     assert plan.headroom_bytes == plan.budget_bytes - plan.forecast.peak_high_bytes
     assert plan.verdict.fits == (plan.headroom_bytes >= 0)
     assert plan.verdict != "does not fit" or plan.forecast.peak_bytes > plan.budget_bytes
-    assert make_plan(recipe, card, data, forecaster=new_forecaster()) == plan
+    assert make_plan(recipe, card, data) == plan
 
 
 FREE_GIB, LENGTHS = (6, 8, 10, 11.6, 14, 15.6, 18, 20, 22, 23.4), (512, 2048, 8192)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import random
+import statistics
 
 import pytest
 from arithmetic_forecast import LLAMA_8B
 
+import speed_accuracy as accuracy
 from finetune.card import find_card
 from finetune.model.catalogue import catalogue
 from finetune.planner.plan import DataStatistics
@@ -179,3 +181,20 @@ def test_float32_on_a_card_without_bf16_is_computed_without_tensor_cores():
     assert single.parts["matmul"] / half.parts["matmul"] == pytest.approx(65 * 0.42 / (8.1 * 0.6))
     assert single.parts["elementwise"] == pytest.approx(2 * half.parts["elementwise"])
     assert time_step(dataclasses.replace(JOB, float32=True), QLORA) == time_step(JOB, QLORA)
+
+
+@pytest.mark.slow
+def test_steps_on_a_t4_take_the_measured_time_and_plans_are_in_the_measured_order():
+    """35 rows: 16 bit and NF4, sdpa and eager. By published rates: 2.1 times too fast, half of the pairs in the wrong order."""
+    rows, by_published_rates = (
+        [row for row in accuracy.read_rows(accuracy.REFERENCE / "published_speed.csv", published_rates) if row.gpu == "t4"]
+        for published_rates in (False, True)
+    )
+    assert len(rows) == 35
+    for base, attention in {(row.base.label, row.attention) for row in rows}:
+        ratios = [row.ratio for row in rows if (row.base.label, row.attention) == (base, attention)]
+        assert 0.8 < statistics.median(ratios) < 1.25, (base, attention)
+    assert 1 / 2.1 < accuracy.worst([row.ratio for row in rows]) < 2.1
+    assert all(accuracy.in_order(*pair) for pair in accuracy.pairs(rows))
+    assert statistics.median(row.ratio for row in by_published_rates) > 1.8
+    assert not all(accuracy.in_order(*pair) for pair in accuracy.pairs(by_published_rates))

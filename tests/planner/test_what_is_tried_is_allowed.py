@@ -10,6 +10,7 @@ from finetune.recipe import recipe_from
 from finetune.run.retry import next_smaller
 from finetune.settings import resolved
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
 QWEN_8B = "Qwen/Qwen3-8B"
 TWO = {"num_processes": 2}
 RECIPES = {
@@ -36,10 +37,11 @@ def host_memory(monkeypatch):
     return has
 
 
-def retried(recipe, card, forecaster, phase="train"):
+def retried(recipe, phase="train"):
     """The settings of every retry of this recipe."""
-    plan = make_plan(recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe}), find_card(card), None,
-                     forecaster=forecaster)  # fmt: skip
+    plan = make_plan(
+        recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe}), find_card("rtx-4090"), None
+    )
     tried = []
     while changes := next_smaller(plan, phase):
         plan = dataclasses.replace(plan, settings=resolved(plan.settings, **changes))
@@ -47,32 +49,31 @@ def retried(recipe, card, forecaster, phase="train"):
     return tried
 
 
-def test_the_last_retry_moves_all_layers_to_host_memory(new_forecaster, host_memory):
-    forecaster = new_forecaster()
-    *others, last = retried({}, "rtx-4090", forecaster)
+def test_the_last_retry_moves_all_layers_to_host_memory(host_memory):
+    *others, last = retried({})
     assert {settings.layer_offloading for settings in others} <= {False}
     assert (last.layer_offloading, last.offloaded_layers, last.activation_checkpointing) == ("cpu", 36, "offload")
-    assert [settings.layer_offloading for settings in retried({}, "rtx-4090", forecaster, "load")] == [False, "cpu"]
+    assert [settings.layer_offloading for settings in retried({}, phase="load")] == [False, "cpu"]
     resident = {"offload_embeddings": False}
-    assert retried({**resident, "layer_offloading": False}, "rtx-4090", forecaster, "load") == []
-    assert retried({**resident, "torch_compile": True}, "rtx-4090", forecaster, "load") == []
+    assert retried({**resident, "layer_offloading": False}, phase="load") == []
+    assert retried({**resident, "torch_compile": True}, phase="load") == []
     host_memory(2**30)
-    assert retried(resident, "rtx-4090", forecaster, "load") == []
+    assert retried(resident, phase="load") == []
 
 
 @pytest.mark.slow
-def test_the_input_embedding_is_moved_before_the_layers_where_the_output_layer_has_its_own(new_forecaster):
-    *others, last = retried({}, "rtx-4090", new_forecaster())
+def test_the_input_embedding_is_moved_before_the_layers_where_the_output_layer_has_its_own():
+    *others, last = retried({})
     assert (others[-1].offload_embeddings, others[-1].layer_offloading) == (True, False) and last.offload_embeddings
     for recipe in ({"model_name_or_path": "Qwen/Qwen3-4B"}, {"offload_embeddings": False}):
-        assert {settings.offload_embeddings for settings in retried(recipe, "rtx-4090", new_forecaster())} == {False}
+        assert {settings.offload_embeddings for settings in retried(recipe)} == {False}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_forecaster, name):
+def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(name):
     recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **RECIPES[name]})
-    plan = make_plan(recipe, find_card("rtx-3060"), None, forecaster=new_forecaster(), compare=True)
+    plan = make_plan(recipe, find_card("rtx-3060"), None, compare=True)
     assert plan.verdict != "fits"
     tried = 0
     while changes := next_smaller(plan, "train"):  # raises when a change is not allowed
@@ -81,12 +82,12 @@ def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_
 
 
 @pytest.mark.slow
-def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold(new_forecaster):
+def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold():
     recipe = {"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", "load_in_4bit": True, "max_length": 16384}
     recipe |= {"packing": False, "per_device_train_batch_size": 1, "lora_r": 8}
 
     def planned(**settings):
-        return make_plan(recipe_from(recipe | settings), find_card("rtx-3060"), None, forecaster=new_forecaster())
+        return make_plan(recipe_from(recipe | settings), find_card("rtx-3060"), None)
 
     large, small = planned(host_memory="64GiB"), planned(host_memory="4GiB")
     assert (large.settings.activation_checkpointing, large.verdict) == ("offload", "fits")
