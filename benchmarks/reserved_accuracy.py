@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 import forecast_accuracy as accuracy
 from finetune.memory.allocator_replay import play
 from finetune.memory.caching_allocator import CachingAllocator
-from finetune.memory.depth import at_depth, layer_kinds, plan_depth
+from finetune.memory.depth import at_depth, inspect_layers, plan_depth
 from finetune.memory.fake_model import materialise
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
 from finetune.memory.step import garbage_collection_paused, observe
@@ -59,7 +59,7 @@ def replayed(row: Row) -> CachingAllocator:
 
 def _steps(row: Row, config: PretrainedConfig) -> Trace:
     """Two steps of the measured loop. Activations that are kept differ in the first layer, whose input needs no gradient."""
-    depth = plan_depth(layer_kinds(config), 1, int(not row.checkpointing))
+    depth = plan_depth(inspect_layers(config)[0], 1, int(not row.checkpointing))
     tracker = StorageTracker(rules_for(accuracy.T4), workspace_bytes=cublas_workspace_bytes(accuracy.T4))
     with garbage_collection_paused():
         model = accuracy.model_of(row, at_depth(config, depth.run))

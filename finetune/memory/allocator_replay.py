@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from finetune.memory.caching_allocator import CachingAllocator
@@ -38,7 +37,6 @@ class Replay:
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """Replay load, two steps, save and evaluation. Raises OutOfMemory beyond `limit` bytes."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
-    run = functools.partial(play, allocator, trace.persistent)
     #: (allocated, reserved, segments) of each part of a phase
     peaks: dict[str, list[tuple[int, int, int]]] = {}
 
@@ -46,16 +44,17 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
         peaks.setdefault(phase, []).append((allocator.peak_allocated, allocator.peak_reserved, allocator.peak_segments))
         allocator.reset_peaks()
 
-    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED), *trace.parts["load"]])
+    _load(allocator, trace)
     end("load")
     allocator.empty_cache()
-    for step in _steps(trace):
-        for events in step:
-            run(events)
+    # two micro-batches show accumulation: further ones repeat the second
+    micro_batches = [trace.parts["micro-batch"]] * (2 if trace.gradients else 1)
+    for step in range(2):
+        _step(allocator, trace, micro_batches, is_first=step == 0)
         end("train")
     for phase in ("save", "eval"):
         if phase in trace.parts:
-            run(trace.parts[phase])
+            play(allocator, trace.persistent, trace.parts[phase])
             end(phase)
     allocated, reserved, segments = (
         {phase: max(part[index] for part in parts) for phase, parts in peaks.items()} for index in range(3)
@@ -63,27 +62,23 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     return Replay(allocated, reserved, {} if expandable else segments)
 
 
-def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]]]:
-    parts, accumulating = trace.parts, trace.parts["micro-batch"]
-    first = first_of_step(accumulating, trace)
-    # two micro-batches show accumulation: further ones repeat the second
-    micro = [first, accumulating] if trace.gradients else [first]
-    clipping, optimizer = parts["clipping"], parts["optimizer"]
-    return [*micro, clipping, states_of(trace), optimizer], [*micro, clipping, optimizer]
+def _load(allocator: CachingAllocator, trace: Trace) -> None:
+    play(allocator, trace.persistent, [(WARM_UP, trace.warm_up), (WARM_UP, RELEASED), *trace.parts["load"]])
 
 
-def first_of_step(events: list[Event], trace: Trace) -> list[Event]:
-    """Return a micro-batch's events as the first of its step."""
-    gradients = trace.gradients
-    # a step's first gradient is stored, not added
-    return [(gradients.get(number, number), size) for number, size in events if size != RELEASED or number not in gradients]
-
-
-def states_of(trace: Trace) -> list[Event]:
-    """Return the events of the optimizer states, which stay after the first step."""
-    events = trace.parts["first step"]
-    released = {number for number, size in events if size == RELEASED} | set(trace.gradients.values())
-    return [event for event in events if event[0] not in released]
+def _step(allocator: CachingAllocator, trace: Trace, micro_batches: Iterable[list[Event]], *, is_first: bool) -> None:
+    gradients, first_step = trace.gradients, trace.parts["first step"]
+    for index, events in enumerate(micro_batches):
+        if index == 0:  # a step's first gradient is stored, not added
+            events = [
+                (gradients.get(number, number), size) for number, size in events if size != RELEASED or number not in gradients
+            ]
+        play(allocator, trace.persistent, events)
+    play(allocator, trace.persistent, trace.parts["clipping"])
+    if is_first:  # the optimizer states stay
+        released = {number for number, size in first_step if size == RELEASED} | set(gradients.values())
+        play(allocator, trace.persistent, [event for event in first_step if event[0] not in released])
+    play(allocator, trace.persistent, trace.parts["optimizer"])
 
 
 def play(allocator: CachingAllocator, persistent: frozenset[int], events: list[Event]) -> None:
@@ -152,15 +147,8 @@ def replay_widths(
 ) -> int:
     """Return the peak reserved bytes over micro-batches of these widths, `accumulation` per step, without a limit."""
     allocator = CachingAllocator(expandable=expandable)
-    run = functools.partial(play, allocator, trace.persistent)
-    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED), *trace.parts["load"]])
+    _load(allocator, trace)
     allocator.empty_cache()
     for begin in range(0, len(widths), accumulation):
-        for index, width in enumerate(widths[begin : begin + accumulation]):
-            events = micro_batches.at(width)
-            run(events if index else first_of_step(events, trace))
-        run(trace.parts["clipping"])
-        if not begin:
-            run(states_of(trace))
-        run(trace.parts["optimizer"])
+        _step(allocator, trace, map(micro_batches.at, widths[begin : begin + accumulation]), is_first=begin == 0)
     return allocator.peak_reserved

@@ -13,6 +13,7 @@ from typing import Any
 from finetune.checksum import with_checksum
 from finetune.files import cache_dir, read_object, write_text
 from finetune.requirements import installed_version
+from finetune.serialise import from_json, to_json
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = (
@@ -34,16 +35,16 @@ def key_of(**inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def cached(key: str, make: Callable[[], Any]) -> Any:
-    """Return the JSON values of `make()`, read from disk after the first call unless the file is damaged."""
+def cached(key: str, kind: Any, make: Callable[[], Any]) -> Any:
+    """Return `make()`, of type `kind`, read from disk after the first call unless the file is damaged."""
     path = cache_dir() / "forecasts" / f"{key}.json"
-    stored = read_object(path)
-    if stored is None:
-        stored = {"made": make()}
-        with contextlib.suppress(OSError):  # a cache that can't be written only costs time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, with_checksum(json.dumps(stored)))
-    return stored["made"]
+    if (stored := read_object(path)) is not None:
+        return from_json(kind, stored["made"])
+    computed = make()
+    with contextlib.suppress(OSError):  # a cache that can't be written only costs time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, with_checksum(json.dumps({"made": to_json(computed)})))
+    return computed
 
 
 @cache

@@ -93,15 +93,15 @@ class Pool:
 class CachingAllocator:
     """One GPU's allocator, in bytes. Requests have names for their release."""
 
-    def __init__(self, *, expandable: bool, limit: int | None = None, torch_version: str | None = None) -> None:
+    def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
         # the limit is what `set_per_process_memory_fraction` sets; None: no limit
         self.expandable, self.limit = expandable, limit
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         # torch does not count expandable segments
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
+        self._ties = ties_of(version("torch"))
         self.pools: dict[tuple[Stream, bool], Pool] = {}
-        self._ties = ties_of(torch_version or version("torch"))
         self._next_address = 1 << 62
 
     def reset_peaks(self) -> None:
@@ -120,7 +120,12 @@ class CachingAllocator:
         pool = self.pools.get((stream, small))
         if pool is None:
             pool = self.pools[(stream, small)] = Pool(small, self._ties)
-        block = self._best_fit(pool, size) or self._new_memory(pool, size)
+        block = self._best_fit(pool, size) or self._new_block(pool, size)
+        if block is None:  # as torch does at its limit
+            self.empty_cache()
+            block = self._new_block(pool, size)
+            if block is None:
+                raise OutOfMemory(size)
         tail = block.size - size
         if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST:  # should_split
             remaining = Block(tail, block.address + size, pool, block.base)
@@ -167,17 +172,6 @@ class CachingAllocator:
             while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
                 index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
         return free.pop(index)[2]
-
-    def _new_memory(self, pool: Pool, size: int) -> Block:
-        block = self._new_block(pool, size)
-        if block is None:
-            # requests that needed every cached block freed first
-            self.retries += 1
-            self.empty_cache()
-            block = self._new_block(pool, size)
-        if block is None:
-            raise OutOfMemory(size)
-        return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """`alloc_block`: return None beyond the limit."""

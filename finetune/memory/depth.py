@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ONE_OFF_BYTES = 1024
 
 #: Layer kinds and parameter count by configuration: a search forecasts the same model many times.
-_INSPECTED: dict[str, tuple[tuple[str, ...], int]] = {}
+_INSPECTED: dict[str, tuple[list[str], int]] = {}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def simulate_deep(
 
     Run all layers if `full_depth`, or where the layers' bytes don't repeat.
     """
-    kinds = layer_kinds(config)
+    kinds, _ = inspect_layers(config)
     for lead in [] if full_depth else sorted({int(first_differs), 1}):
         depth = plan_depth(kinds, every, lead)
         if not depth.times:
@@ -105,26 +105,15 @@ def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
     return fewest
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Return a description of each decoder layer, equal for equal modules, shapes and settings."""
-    return list(_inspected(config)[0])
+def inspect_layers(config: PretrainedConfig) -> tuple[list[str], int]:
+    """Return a description of each decoder layer, and the base model's number of parameters; tied ones count once.
 
-
-def has_identical_layers(config: PretrainedConfig) -> bool:
-    """Tell whether all decoder layers have the same modules, shapes and settings."""
-    return len(set(layer_kinds(config))) == 1
-
-
-def count_parameters(config: PretrainedConfig) -> int:
-    """Count the parameters of the base model; tied parameters count once."""
-    return _inspected(config)[1]
-
-
-def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
+    Layers of equal modules, shapes and settings have equal descriptions.
+    """
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if text not in _INSPECTED:
         model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
-        kinds = tuple(_kind(layer) for layer in decoder_layers(model))
+        kinds = [_kind(layer) for layer in decoder_layers(model)]
         if not kinds:
             raise RecipeError(
                 f"the layers of a {config.model_type} model don't support gradient checkpointing, so they can't be told apart",

@@ -14,8 +14,7 @@ from finetune.card.host import PROCESS_BYTES
 from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, LargestStep
-from finetune.memory.shard_units import units_of
-from finetune.memory.sharding import shard
+from finetune.memory.sharding import shard, units_of
 from finetune.settings.compatibility import BUFFERS
 from finetune.units import MIB
 
@@ -142,7 +141,7 @@ def process_bytes() -> int:
     """Return the resident bytes of a CPU training process without its tensors."""
     command, key = [sys.executable, "-c", _PROCESS], key_of(process=sys.version)
     try:
-        return LOADED_LATER + int(cached(key, lambda: subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)))
+        return LOADED_LATER + cached(key, int, lambda: int(subprocess.check_output(command, stderr=subprocess.DEVNULL)))
     except (OSError, subprocess.CalledProcessError):  # e.g. out of memory; the next plan measures again
         return LOADED_LATER + PROCESS_BYTES
 

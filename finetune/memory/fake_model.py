@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -197,20 +197,15 @@ def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Param
     return weight
 
 
-def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+def _packed_4bit(parameter: Any, dtype: torch.dtype) -> torch.nn.Parameter:
     from bitsandbytes.functional import quantize_4bit
 
     # the 16-bit weight is loaded first, then quantised
-    packed, state = quantize_4bit(
-        torch.empty(parameter.shape, dtype=dtype),
-        blocksize=parameter.blocksize,  # type: ignore[attr-defined]
-        compress_statistics=parameter.compress_statistics,  # type: ignore[attr-defined]
-        quant_type=parameter.quant_type,  # type: ignore[attr-defined]
-        quant_storage=parameter.quant_storage,  # type: ignore[attr-defined]
-    )
-    weight = torch.nn.Parameter(packed, requires_grad=False)
-    weight.quant_state = state  # type: ignore[attr-defined]
-    weight.compress_statistics, weight.quant_type = parameter.compress_statistics, parameter.quant_type  # type: ignore[attr-defined]
+    options = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+    packed, state = quantize_4bit(torch.empty(parameter.shape, dtype=dtype), **options)
+    weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+    weight.quant_state = state
+    weight.compress_statistics, weight.quant_type = parameter.compress_statistics, parameter.quant_type
     return weight
 
 
@@ -224,12 +219,10 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
     return weight
 
 
-@contextmanager
-def fake_dora_weights() -> Iterator[None]:
+def fake_dora_weights() -> AbstractContextManager[None]:
     """Give DoRA fake base weights inside the context."""
     # DoRA reads the dequantised base weights on attach and in each forward pass
-    with dora_weights(_dequantised, _copied):
-        yield
+    return dora_weights(_dequantised, _copied)
 
 
 def _copied(module: Any) -> Any:

@@ -66,13 +66,8 @@ def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
         return None
     parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     storages: dict[int, int] = {}
-    if not _describe(args, parts, tensors, storages):
-        return None
-    for name, value in kwargs.items():
-        parts.append(name)
-        if not _describe((value,), parts, tensors, storages):
-            return None
-    return tuple(parts) if tensors else None
+    is_described = _describe((args, *kwargs.items()), parts, tensors, storages)
+    return tuple(parts) if is_described and tensors else None
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages: dict[int, int]) -> bool:

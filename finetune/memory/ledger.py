@@ -98,18 +98,17 @@ class LargestStep:
     def dry_run(self) -> DryRun:
         """Return the allocated bytes."""
 
-        def simulated_parts() -> dict[str, Any]:
+        def simulated_parts() -> DryRun:
             from finetune.compat.imports import import_libraries
 
             import_libraries()
-            from finetune.memory.depth import count_parameters
+            from finetune.memory.depth import inspect_layers
 
             simulation, method = self.simulated()
-            parameters = count_parameters(self._model_config)
-            return asdict(ledger_of(simulation, self.capability, parameters=parameters, method=method))
+            _, parameters = inspect_layers(self._model_config)
+            return ledger_of(simulation, self.capability, parameters=parameters, method=method)
 
-        cached = cache.cached(self._key("dry run"), simulated_parts)
-        return DryRun(**{**cached, "notes": tuple(cached["notes"])})
+        return cache.cached(self._key("dry run"), DryRun, simulated_parts)
 
     def replayed(self, *, expandable: bool, limit: int | None = None) -> Replay | None:
         """Replay the events on torch's allocator; None where they can't be, or when `limit` (reserved bytes) is too low."""
@@ -117,16 +116,15 @@ class LargestStep:
         if self.settings.activation_offloading or self.settings.activation_checkpointing == "offload":
             return None
 
-        def replayed_peaks() -> dict[str, Any] | None:
+        def replayed_peaks() -> Replay | None:
             from finetune.memory.step import garbage_collection_paused
 
             with garbage_collection_paused(), suppress(OutOfMemory):
                 trace = self.simulated()[0].trace()
-                return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
+                return replay(trace, expandable=expandable, limit=limit) if trace else None
             return None
 
-        cached = cache.cached(self._key("replay", expandable=expandable, limit=limit), replayed_peaks)
-        return Replay(**cached) if cached else None
+        return cache.cached(self._key("replay", expandable=expandable, limit=limit), Replay | None, replayed_peaks)
 
     def reserved_over(self, lengths: Sequence[int], *, expandable: bool) -> int | None:
         """Return the peak reserved bytes over steps of rows of these lengths, or None."""
@@ -146,9 +144,8 @@ class LargestStep:
                     return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
             return None
 
-        return cache.cached(
-            self._key("growth", expandable=expandable, widths=widths, accumulation=accumulation), reserved_by_steps
-        )
+        key = self._key("growth", expandable=expandable, widths=widths, accumulation=accumulation)
+        return cache.cached(key, int | None, reserved_by_steps)
 
     def _key(self, kind: str, **more: Any) -> str:
         reduced = {name: _REDUCED.get(name, attrgetter(name)) for name in settings_that_decide(Decides.BYTES)}
@@ -169,22 +166,23 @@ class LargestStep:
 
     def simulated(self) -> tuple[Simulation, str]:
         """Return the simulation, and its method."""
-        from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
+        from finetune.memory.depth import inspect_layers, simulate_deep
         from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
         from finetune.memory.simulate import simulate
 
         # Mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events,
         # which can't be replayed.
         config, settings, every = self._model_config, self.settings, self.settings.activation_checkpointing_every_n_layers
-        if every > 1 and can_mix(settings, has_identical_layers(config)):
+        kinds, _ = inspect_layers(config)
+        is_uniform = len(set(kinds)) == 1
+        if every > 1 and can_mix(settings, is_uniform):
             (recomputed, method), (uncheckpointed, _) = (
                 self._with(activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1).simulated()
                 for all_layers in (True, False)
             )
             return mix_layers(recomputed, uncheckpointed, every), method
-        layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
-        is_partial = settings.offloaded_layers < layers
-        if is_partial and has_identical_layers(config):
+        layers, is_partial = len(kinds), settings.layer_offloading is not False and settings.offloaded_layers < len(kinds)
+        if is_partial and is_uniform:
             from finetune.layers.layer_offloading import offloaded_numbers
 
             offloaded, method = self._with(offloaded_layers=layers).simulated()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -48,8 +47,8 @@ class PicturePrompt:
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
     """Return a message of images of these sizes and one character. Raises RecipeError for an unknown processor."""
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
-    has_tokenizer = _has_tokenizer(*model, int(time.monotonic() / HOLDS_S))
-    return _prompt(*model, pixel_limit(settings), pictures, has_tokenizer)
+    # the last input changes every HOLDS_S seconds, so a hub that failed is tried again
+    return _prompt(*model, pixel_limit(settings), pictures, int(time.monotonic() / HOLDS_S))
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
@@ -82,35 +81,18 @@ def _tensors(processor: PictureProcessor, rows: int, pictures: Sizes) -> dict[st
 
 
 @lru_cache(16)
-def _has_tokenizer(name: str, revision: str | None, template: str | None, _period: int) -> bool:
-    # `_period` changes every HOLDS_S seconds, so a hub that failed is tried again
-    try:
-        _own_tokenizer(name, revision, template)
-    except ModelError:
-        return False
-    return True
-
-
-@lru_cache(16)
-def _own_tokenizer(name: str, revision: str | None, template: str | None) -> Any:
-    return load_tokenizer(_recipe(name, revision, template, None))
-
-
-def _recipe(name: str, revision: str | None, template: str | None, max_pixels: int | None) -> Recipe:
-    return Recipe(
+def _prompt(
+    name: str, revision: str | None, template: str | None, max_pixels: int | None, pictures: Sizes, _period: int
+) -> PicturePrompt:
+    recipe = Recipe(
         model_name_or_path=name, model_revision=revision, chat_template=template, max_pixels=max_pixels,
         dataset=DatasetRecipe(path="unread"),
     )  # fmt: skip
-
-
-@lru_cache(16)
-def _prompt(
-    name: str, revision: str | None, template: str | None, max_pixels: int | None, pictures: Sizes, has_tokenizer: bool
-) -> PicturePrompt:
-    recipe = _recipe(name, revision, template, max_pixels)
-    if not has_tokenizer:
+    try:
+        tokenizer = load_tokenizer(recipe)
+    except ModelError:
         return _catalogue_prompt(recipe, pictures)
-    encoder = Encoder(_own_tokenizer(name, revision, template), pictures=ModelPictures(recipe))
+    encoder = Encoder(tokenizer, pictures=ModelPictures(recipe))
     message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
     message |= {"pictures": len(pictures)} if pictures else {}
     sources = [PictureSource(Path(), "", *size) for size in pictures]
@@ -127,8 +109,12 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
             "nor in the catalogue",
             f"Load the model once while online, or plan another model type: {', '.join(sorted(_facts()))}.",
         )
+    from transformers import AutoTokenizer
+
     require_pillow()
-    tokenizer = _tokenizer(tuple(facts["tokens"]), tuple(facts.get("attributes", {}).items()))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(facts.get("attributes", {})))
+    tokenizer.model_max_length = 2**30
+    tokenizer.add_special_tokens({"additional_special_tokens": list(facts["tokens"])}, replace_extra_special_tokens=False)
     processor = PictureProcessor(
         processor_from_settings(
             facts["processor_class"], facts["image_processor_type"], tokenizer, facts["settings"],
@@ -156,13 +142,3 @@ def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> Pictu
 def _facts() -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
     return rows | {other: row for row in rows.values() for other in row.get("also", ())}
-
-
-@cache
-def _tokenizer(tokens: Sequence[str], attributes: Sequence[tuple[str, str]]) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(attributes))
-    tokenizer.model_max_length = 2**30
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
-    return tokenizer

@@ -24,11 +24,10 @@ from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import cast_adapters_in_turn, layer_number, materialise
-from finetune.memory.fake_tensors import fake_tensors
+from finetune.memory.fake_tensors import SmallValues, fake_tensors
 from finetune.memory.forecast import Batch
 from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability
-from finetune.memory.small_values import SmallValues
 from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, tag_auxiliary_loss, take_step
 from finetune.memory.tracker import StorageTracker
 from finetune.methods import method_of

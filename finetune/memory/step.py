@@ -63,43 +63,39 @@ def step_tracker(capability: Capability | None, more_rules: Mapping[Any, Rule] =
 
 def observe(model: Any, tracker: StorageTracker) -> None:
     """Hook the model so that the tracker knows the running layer, the loss and recomputation."""
+
+    def enter_layer(number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
+        tracker.layer = number
+        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
+            tracker.retag(inputs[0], "activations", number)
+
+    def leave_layer(number: int, _module: Any, _inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(functools.partial(enter_backward, number))
+        tracker.layer = None
+
+    def enter_backward(number: int | None, _grad: torch.Tensor) -> None:
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
+
+    def begin_forward(_module: Any, _inputs: Any) -> None:
+        # a second forward pass follows the reference model's
+        tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
+        tracker.part = "activations"
+
+    def begin_loss(_module: Any, _inputs: Any, output: Any) -> None:
+        tracker.part = "loss"
+        if tracker.phase == "forward":
+            tracker.phase = "loss"
+            if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
+                output.last_hidden_state.register_hook(functools.partial(enter_backward, None))
+
     for number, layer in enumerate(decoder_layers(model)):
-        layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
-        layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
+        layer.register_forward_pre_hook(functools.partial(enter_layer, number))
+        layer.register_forward_hook(functools.partial(leave_layer, number))
         wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
-    base_of(model).base_model.register_forward_pre_hook(functools.partial(_begin_forward, tracker))
-    base_of(model).base_model.register_forward_hook(functools.partial(_begin_loss, tracker))
-
-
-def _enter_layer(tracker: StorageTracker, number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
-    tracker.layer = number
-    if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
-        tracker.retag(inputs[0], "activations", number)
-
-
-def _leave_layer(tracker: StorageTracker, number: int, _module: Any, _inputs: Any, output: Any) -> None:
-    hidden = output[0] if isinstance(output, tuple) else output
-    if hidden.requires_grad:
-        hidden.register_hook(functools.partial(_enter_backward, tracker, number))
-    tracker.layer = None
-
-
-def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Tensor) -> None:
-    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
-
-
-def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
-    # a second forward pass follows the reference model's
-    tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
-    tracker.part = "activations"
-
-
-def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any) -> None:
-    tracker.part = "loss"
-    if tracker.phase == "forward":
-        tracker.phase = "loss"
-        if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
-            output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
+    base_of(model).base_model.register_forward_pre_hook(begin_forward)
+    base_of(model).base_model.register_forward_hook(begin_loss)
 
 
 def tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
@@ -191,8 +187,7 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
         tracker.retag(parameter.grad, "gradients", layer_number(name))
 
 
-@contextmanager
-def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
+def paged_states_on_host(on_cpu: bool) -> AbstractContextManager[None]:
     """Count bitsandbytes' paged states as host memory."""
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -203,8 +198,7 @@ def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
         state.is_paged = paged  # type: ignore[attr-defined]
         return state
 
-    with optimizer_states(get_state_buffer):
-        yield
+    return optimizer_states(get_state_buffer)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from finetune.memory import cache
@@ -22,8 +22,6 @@ _WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 #: Sizes of a gated delta net and of a Mamba-2 mixer, as transformers' modules name them.
 DELTA_NET = ("num_v_heads", "head_k_dim", "head_v_dim")
 MAMBA2 = ("num_heads", "head_dim", "ssm_state_size", "chunk_size")
-#: Shapes counted or read by this process.
-_known: dict[str, ModelShape] = {}
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,8 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
         own_code=recipe.trust_remote_code and (recipe.model_name_or_path, recipe.model_revision),
         vision=recipe.vision is True and recipe.train_vision,
     )  # fmt: skip
-    if key not in _known:
-        # counting takes 0.3 s for an 8B model, and imports torch
-        _known[key] = ModelShape(**cache.cached(key, lambda: asdict(_count(values, recipe))))
-    return _known[key]
+    # counting takes 0.3 s for an 8B model, and imports torch
+    return cache.cached(key, ModelShape, lambda: _count(values, recipe))
 
 
 def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
@@ -258,7 +254,7 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Visi
         processor=ModelPictures(recipe).identity,
         targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
     )  # fmt: skip
-    return VisionWork(**cache.cached(key, lambda: asdict(_count_vision(config, recipe, pictures))))
+    return cache.cached(key, VisionWork, lambda: _count_vision(config, recipe, pictures))
 
 
 class _Reached(Exception):
@@ -274,8 +270,8 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
     import_libraries()
     from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
     from finetune.layers.checkpointing import base_of
+    from finetune.memory.fake_tensors import SmallValues
     from finetune.memory.picture_prompt import picture_inputs
-    from finetune.memory.small_values import SmallValues
     from finetune.memory.step import step_errors
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_on_meta

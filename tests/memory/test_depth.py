@@ -1,4 +1,4 @@
-"""A dry run of few layers gives the peaks of the full model, to the byte."""
+"""A dry run of few layers gives the peaks of the full model, to the byte; so do two runs where every n-th is checkpointed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 from tiny_models import TYPES, config_values, settings
 
-from finetune.memory.depth import Depth, at_depth, count_parameters, layer_kinds, plan_depth, simulate_deep
+from finetune.memory.depth import Depth, at_depth, inspect_layers, plan_depth, simulate_deep
 from finetune.memory.forecast import Batch
 from finetune.memory.ledger import first_layer_saves_less
+from finetune.memory.mixed_layers import can_mix, mix_layers
 from finetune.memory.simulate import simulate
 from finetune.memory.step import AUXILIARY
 from finetune.model.transformers_config import config_from
+from finetune.settings import resolved
 from finetune.settings.optimizers import OPTIMIZERS
 
 AMPERE = (8, 6)
@@ -71,9 +73,9 @@ def test_tensors_on_their_way_to_the_host_are_of_the_last_layers_only():
 
 def test_layers_that_differ_are_seen_to_differ():
     recipe = settings()
-    assert len(set(layer_kinds(config_from(config_values("llama"), recipe)))) == 1
-    assert len(set(layer_kinds(config_from(config_values("gemma2"), recipe)))) == 2
-    no_rope = layer_kinds(config_from(config_values("smollm3", no_rope_layer_interval=4), recipe))
+    assert len(set(inspect_layers(config_from(config_values("llama"), recipe))[0])) == 1
+    assert len(set(inspect_layers(config_from(config_values("gemma2"), recipe))[0])) == 2
+    no_rope, _ = inspect_layers(config_from(config_values("smollm3", no_rope_layer_interval=4), recipe))
     assert no_rope[3] == no_rope[7] != no_rope[0] == no_rope[4]
 
 
@@ -86,7 +88,7 @@ def test_fewer_layers_cut_the_lists_of_layers_too():
 def test_parameters_are_counted_on_the_full_model():
     config = config_from(config_values("llama"), settings())
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512 + 2 * 256
-    assert count_parameters(config) == 8 * layer + 2 * 1024 * 256 + 256
+    assert inspect_layers(config)[1] == 8 * layer + 2 * 1024 * 256 + 256
 
 
 @pytest.mark.slow
@@ -157,3 +159,71 @@ def test_layers_that_end_amid_a_period_few_and_all():
 def test_adafactor_is_run_at_full_depth():
     deep, full, method = both_ways(layers=4, optim="adafactor")
     assert method == "dry run, full depth (4 layers)" and phase_peaks(deep) == phase_peaks(full)
+
+
+#: One row without an evaluation, and rows of uneven length or packed.
+SHORT_ROW = Batch(rows=1, tokens=192, trained_tokens=100)
+PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, held_out=Batch(2, 192, 400, padded=True))
+PACKED = Batch(rows=1, tokens=512, trained_tokens=500, documents=4)
+
+
+def mixed_and_run(kind, layers, every, batch, **more):
+    """Checkpointing every n-th layer: mixed from two runs of few layers, and from one run of all layers."""
+    recipe = settings(**more, activation_checkpointing=True, activation_checkpointing_every_n_layers=every)
+    config = config_from(config_values(kind, num_hidden_layers=layers), recipe)
+    assert can_mix(recipe, len(set(inspect_layers(config)[0])) == 1)
+
+    def deep(recomputes):
+        chosen = resolved(recipe, activation_checkpointing=recomputes, activation_checkpointing_every_n_layers=1)
+        return simulate_deep(config, lambda few: simulate(few, chosen, batch, AMPERE), first_differs=not recomputes)[0]
+
+    return mix_layers(deep(True), deep(False), every), simulate(config, recipe, batch, AMPERE)
+
+
+def assert_same(mixed, run):
+    """To a few blocks of the allocator."""
+    got, full = phase_peaks(mixed), phase_peaks(run)
+    assert got.keys() == full.keys()
+    assert {phase: got[phase] - full[phase] for phase in full if abs(got[phase] - full[phase]) > 2048} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layers", "every", "batch"),
+    [
+        ("llama", 6, 2, SHORT_ROW), ("llama", 7, 3, PACKED), ("qwen3", 6, 4, PADDED),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in (
+                ("falcon", 6, 3, PADDED), ("llama", 7, 2, PADDED),
+                ("llama", 8, 5, SHORT_ROW), ("gpt_neox", 6, 3, SHORT_ROW),
+                ("mixtral", 6, 3, SHORT_ROW), ("qwen3_moe", 6, 3, PADDED),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every, batch):
+    assert_same(*mixed_and_run(kind, layers, every, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"load_in_4bit": False, "load_in_8bit": True, "lora_dropout": 0.1},
+        pytest.param({"use_dora": True, "optim": "adamw_cpu_offload"}, marks=pytest.mark.exhaustive),
+        {"int8_activations": True, "attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_other_techniques_do_not_change_that(more):
+    assert_same(*mixed_and_run("llama", 6, 3, SHORT_ROW, **more))
+
+
+@pytest.mark.parametrize(
+    "more", [{"optim": "adafactor"}, {"activation_offloading": True}, {"launch": {"strategy": "deepspeed", "zero_stage": 3}}]
+)
+def test_what_would_not_be_exact_is_not_mixed(more):
+    recipe = settings(activation_checkpointing=True, activation_checkpointing_every_n_layers=2)
+    assert can_mix(recipe, identical=True) and not can_mix(recipe, identical=False)
+    assert not can_mix(resolved(recipe, **more), identical=True)

@@ -3,10 +3,14 @@
 import itertools
 
 import pytest
-from real_run import WAITING_BYTES, assert_close, forecast, measured, planned, save_model
+from picture_models import kinds, picture_run, save_picture_rows
+from real_run import WAITING_BYTES, assert_close, by_phase, forecast, measured, planned, save_model
 
 from finetune.events import read_events
 from finetune.layers import routed_experts
+from finetune.memory.ledger import batch_of
+from finetune.memory.simulate import simulate
+from finetune.model.transformers_config import load_config
 from finetune.run.worker import Worker
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
@@ -138,3 +142,40 @@ def test_a_model_is_given_the_mask_of_padded_rows_only_where_it_needs_it(model, 
     steps = [event for event in read_events(run.events) if event.kind == "step"]
     real, padded = (sum(getattr(step, name) for step in steps) for name in ("real_tokens", "padded_tokens"))
     assert real == sum(TECHNIQUES["padded"]["lengths"]) < padded
+
+
+#: Rows with pictures of uneven size.
+SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (140, 110), (84, 28)]
+#: frozen and trained tower, 32 and 16 bit, 4 bit, recomputed
+WITH_PICTURES = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "nf4": {"load_in_4bit": True},
+    "projector": {"train_vision": "projector"},
+    "tower": {"train_vision": "all"},
+    "tower-nf4": {"train_vision": "all", "load_in_4bit": True},
+    "recomputed": {"activation_checkpointing": True},
+    "tower-recomputed": {"train_vision": "all", "activation_checkpointing": True},
+    "scaled": {"max_pixels": 4096},
+}
+USUAL_WITH_PICTURES = {
+    ("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"),
+}  # fmt: skip
+PICTURE_CASES = [
+    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL_WITH_PICTURES else pytest.mark.exhaustive)
+    for kind in sorted(kinds())
+    for name in WITH_PICTURES
+]
+ON_PICTURES = {
+    "dtype": "bfloat16", "per_device_train_batch_size": 1, "activation_checkpointing_every_n_layers": 1, "eval_steps": 2,
+    "save_steps": 2, "per_device_eval_batch_size": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), PICTURE_CASES)
+def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_model, tmp_path, kind, name):
+    eval_path = save_picture_rows(tmp_path / "rows", SIZES[1:3], "held-out")
+    run, plan = picture_run(picture_model(kind), tmp_path, SIZES, eval_path, **ON_PICTURES | WITH_PICTURES[name])
+    settings = plan.settings
+    batch = batch_of(settings, plan.data.row_shape(settings, plan.data.longest))
+    assert_close(by_phase(simulate(load_config(settings), settings, batch, None)), measured(run))

@@ -7,8 +7,7 @@ from finetune.card import Card
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import DryRun, LargestStep
-from finetune.memory.shard_units import Parameter, Unit, units_of
-from finetune.memory.sharding import shard
+from finetune.memory.sharding import Parameter, Unit, shard, units_of
 from finetune.units import GIB, MIB
 
 CARD = Card("some card", 24 * GIB, 24 * GIB, (8, 9), context_bytes=300 * MIB, source="catalogue")

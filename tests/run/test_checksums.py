@@ -43,9 +43,9 @@ def test_a_changed_event_is_a_warning(tmp_path):
 
 def test_a_changed_forecast_context_or_answer_in_a_cache_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    assert cache.cached("key", lambda: 4) == cache.cached("key", lambda: 5) == 4
+    assert cache.cached("key", int, lambda: 4) == cache.cached("key", int, lambda: 5) == 4
     change_a_digit(tmp_path / "forecasts" / "key.json")
-    assert cache.cached("key", lambda: 6) == 6
+    assert cache.cached("key", int, lambda: 6) == 6
     record_measurement("RTX 3080", 400)
     assert measured_context("RTX 3080")[0] == 400
     change_a_digit(tmp_path / "contexts.json", b"400", b"500")
