@@ -124,18 +124,26 @@ class _Planner:
 
     def best(self) -> _Attempt:
         """Return the fastest strategy that fits, else the smallest."""
-        attempt = self.solve()
-        if not attempt.verdict.fits and self.recipe.packing == AUTO and attempt.choices.value("packing"):
-            # a packed sequence fills max_length, so single rows may fit where it does not
-            single_rows = self.solve(unpacked=True)
+        target: OffloadTarget = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
+        attempt = self.solve(False, target)
+        # a packed sequence fills max_length, so single rows may fit where it does not
+        ways = (False, True) if self.recipe.packing == AUTO and attempt.choices.value("packing") else (False,)
+        if not attempt.verdict.fits and True in ways:
+            single_rows = self.solve(True, target)
             attempt = single_rows if single_rows.verdict.fits else attempt
-        if not attempt.verdict.fits and not attempt.evaluated.forecast.at_limit:
-            attempt = self.with_layers_offloaded(attempt) or attempt
-        return attempt
+        may_offload = self.recipe.layer_offloading == AUTO and not self.card.is_cpu
+        if attempt.verdict.fits or attempt.evaluated.forecast.at_limit or not may_offload:
+            return attempt
+        # a file is for machines whose host memory can't hold the layers even in NF4
+        least = self.shape.layers * self.shape.layer_bytes(NF4)
+        targets = OFFLOAD_TARGETS if self.host_free is not None and self.host_free < least else OFFLOAD_TARGETS[:1]
+        offloaded = (
+            self._first_fitting(self._attempts(unpacked, place)) for place, unpacked in itertools.product(targets, ways)
+        )
+        return next(filter(None, offloaded), attempt)
 
-    def solve(self, unpacked: bool = False) -> _Attempt:
+    def solve(self, unpacked: bool, target: OffloadTarget) -> _Attempt:
         """Search with a shorter max_length or lower rank if needed; else return the smallest strategy."""
-        target = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
         attempts = list(self._attempts(unpacked, target))
         first = attempts[0]
         if target and not self._open_strategies(first):
@@ -143,19 +151,6 @@ class _Planner:
         return self._first_fitting(attempts) or dataclasses.replace(
             first, chosen=first.search.smallest(self._open_strategies(first))
         )
-
-    def with_layers_offloaded(self, resident: _Attempt) -> _Attempt | None:
-        if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
-            return None
-        may_unpack = self.recipe.packing == AUTO and resident.choices.value("packing")
-        least = self.shape.layers * self.shape.layer_bytes(NF4)
-        for target, unpacked in itertools.product(OFFLOAD_TARGETS, (False, True) if may_unpack else (False,)):
-            # a file is for machines whose host memory can't hold the layers even in NF4
-            if target == "nvme" and (self.host_free is None or self.host_free >= least):
-                continue
-            if fitting := self._first_fitting(self._attempts(unpacked, target)):
-                return fitting
-        return None
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
         """Return the first attempt that fits, also over steps of uneven rows."""
