@@ -89,11 +89,6 @@ class _Attempt:
         return self.chosen
 
     @property
-    def job(self) -> Job:
-        job = self.search.job
-        return dataclasses.replace(job, compiled=True, lean=False) if self.compiled else job
-
-    @property
     def verdict(self) -> Verdict:
         return verdict_of(self.evaluated.forecast, self.search.budget_bytes, self.evaluated.strategy.offload_target)
 
@@ -137,10 +132,8 @@ class _Planner:
         # a file is for machines whose host memory can't hold the layers even in NF4
         least = self.shape.layers * self.shape.layer_bytes(NF4)
         targets = OFFLOAD_TARGETS if self.host_free is not None and self.host_free < least else OFFLOAD_TARGETS[:1]
-        offloaded = (
-            self._first_fitting(self._attempts(unpacked, place)) for place, unpacked in itertools.product(targets, ways)
-        )
-        return next(filter(None, offloaded), attempt)
+        attempts = (self._attempts(unpacked, target) for target, unpacked in itertools.product(targets, ways))
+        return next(filter(None, map(self._first_fitting, attempts)), attempt)
 
     def solve(self, unpacked: bool, target: OffloadTarget) -> _Attempt:
         """Search with a shorter max_length or lower rank if needed; else return the smallest strategy."""
@@ -193,9 +186,10 @@ class _Planner:
 
     def method_price(self, attempt: _Attempt) -> str:
         """Return a method's price relative to SFT; empty for methods on SFT's rows."""
-        chosen, job, method = attempt.evaluated, attempt.job, METHODS[self.recipe.method]
+        chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
+        job = dataclasses.replace(job, compiled=True, lean=False) if attempt.compiled else job
         settings = self._settings_of(attempt.choices, chosen.strategy)
         sft = resolved(settings, method="sft", precompute_ref_log_probs=False, **dict.fromkeys(method.settings))
         memory = chosen.forecast.peak_bytes / self._forecast(self.config, sft, attempt.search.width).peak_bytes

@@ -282,11 +282,8 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
     base: Any = base_of(model)
     decoder = base.get_submodule(base.decoder_path)
     text = {*decoder.modules(), base.get_output_embeddings()}
-    layers = [
-        _Linear(module, ".lora_" in name)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module not in text
-    ]
+    linears = [part for part in model.named_modules() if isinstance(part[1], torch.nn.Linear) and part[1] not in text]
+    base_layers, adapters = ([_Linear(part) for name, part in linears if (".lora_" in name) is kind] for kind in (False, True))
     forward, gradients = flop_counter(), flop_counter()
     reached: list[Any] = []
 
@@ -307,7 +304,6 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
         with gradients:
             if trained:
                 backward(torch.stack(trained).sum())
-    base_layers, adapters = ([layer for layer in layers if layer.is_adapter == kind] for kind in (False, True))
     adapter_products = sum(layer.rows * layer.weights for layer in adapters)
     adapter_gradients = sum((layer.trained_rows + layer.gradient_rows) * layer.weights for layer in adapters)
     return VisionWork(
@@ -324,8 +320,7 @@ def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Vi
 class _Linear:
     """A linear layer with counters of its rows."""
 
-    def __init__(self, module: Any, is_adapter: bool) -> None:
-        self.is_adapter = is_adapter
+    def __init__(self, module: Any) -> None:
         self.weights, self.width = module.weight.numel(), sum(module.weight.shape)
         # rows of the forward pass, of the weight's gradient and of the inputs' gradient
         self.rows = self.trained_rows = self.gradient_rows = 0
