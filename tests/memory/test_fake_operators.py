@@ -75,14 +75,14 @@ def inputs():
 
 
 def looks_of(operator, tensors):
-    """The container of the outputs, and each with the place of its storage and of itself among inputs and outputs."""
+    """A number or the container of outputs, and each with the place of its storage and of itself among inputs and outputs."""
     try:
         out = operator(*tensors)
     except DynamicOutputShapeException as error:
         return type(error)
     every = [*tensors, *(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))]
     storages, places = ([key(tensor) for tensor in every] for key in (lambda x: x.untyped_storage()._cdata, id))
-    return type(out), [
+    return out if isinstance(out, float) else type(out), [
         (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, storages.index(storage), places.index(id(x)))
         for x, storage in zip(every, storages, strict=True)
     ]
