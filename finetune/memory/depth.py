@@ -154,8 +154,9 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 def fewest_layers(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the fewest layers that represent the model, or of all if its class refuses another depth."""
+    kinds, _ = inspect_layers(config)
     with contextlib.suppress(Exception):
-        return at_depth(config, plan_depth(layer_kinds(config), lead=1).run)
+        return at_depth(config, plan_depth(kinds, lead=1).run)
     return config
 
 
