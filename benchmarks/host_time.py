@@ -57,8 +57,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="host_time_") as temporary:
         models = options.models or Path(temporary)
         model = card_runs.write_model(LLAMA, options.layers, models)
-        # a run hashes its base beside the first steps, and reading a new file takes long
-        list(map(sha256_of, Path(model).glob("*.safetensors")))
+        list(map(sha256_of, Path(model).glob("*.safetensors")))  # the first program would read a new file from disk
         for name, (program, settings) in PROGRAMS.items():
             if not all(text in name for text in options.only) or program not in pythons:
                 continue

@@ -64,7 +64,7 @@ def run_recipe(
             _print_start(run, prepared)
             if measure:
                 out.print(f"{escape(cost.sentence)}\n")
-        control.start(run, supervisor)
+        control.start(run, early=supervisor)
     if detach:
         _print_state(run, read_state(run), as_json)
         return 0

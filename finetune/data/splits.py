@@ -287,7 +287,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     after, rows = _lengths(packed), sum(len(lengths) for lengths in packed["seq_lengths"])
     if (rows, after.sum()) != (len(before), before.sum()) or after.max(initial=0) > max_length:
         counts = f"{len(before):,} rows, {before.sum():,} tokens before, {rows:,} rows, {after.sum():,} tokens after"
-        raise FinetuneError(f"packing changed the data: {counts}")
+        raise FinetuneError(f"packing changed the data: {counts}, longest {after.max(initial=0):,} of {max_length:,}")
     return packed
 
 

@@ -12,7 +12,16 @@ from typing import Any
 
 from finetune.checksum import with_checksum
 from finetune.errors import ModelError
-from finetune.files import IS_LFS_POINTER, cache_dir, is_lfs_pointer, read_json, read_safetensors_header, sha256_of, write_text
+from finetune.files import (
+    IS_LFS_POINTER,
+    cache_dir,
+    is_lfs_pointer,
+    read_json,
+    read_safetensors_header,
+    sha256_apart,
+    sha256_of,
+    write_text,
+)
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file
 from finetune.serialise import from_json, read_own
 from finetune.settings import Settings
@@ -83,7 +92,7 @@ def _hash(path: Path, reread: bool) -> str:
     # unchanged size, time and inode; only rereading finds damage by a failing disk
     if not reread and (cached := read_own(cache_file, str, "sha256")):
         return cached
-    digest = sha256_of(path)
+    digest = sha256_apart(path)
     if is_of_hub:
         if digest != path.name:
             raise ModelError(f"{path} is damaged: its content differs from the hub's file", f"Delete it. {DOWNLOAD_AGAIN}")

@@ -42,7 +42,9 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
     if not isinstance(root, yaml.MappingNode):
-        fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
+        fix = "Start from `finetune recipes show tiny-cpu`, or convert another tool's YAML file: finetune convert FILE"
+        if isinstance(root, yaml.SequenceNode):
+            fix = f"If it is data: finetune data tiny-cpu dataset.path={name}"
         raise RecipeError(f"{name}: not a recipe; it must be a mapping of `key: value` lines", fix)
     return Document(root, name, yaml_1_1)
 

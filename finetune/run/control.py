@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from finetune.card.visible import environment_with_gpus
 from finetune.errors import CommandError, DiskFull, RecipeError
@@ -35,23 +35,28 @@ _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
 #: Folder of deleted runs, and the suffix of their names: time and a number.
 _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
-_SUPERVISE = (sys.executable, "-P", "-m", "finetune.run.supervise")
 
 
 @contextlib.contextmanager
-def early_supervisor() -> Iterator[subprocess.Popen[bytes]]:
+def early_supervisor() -> Iterator[subprocess.Popen[bytes] | None]:
     """Start a supervisor for `start`: its worker imports the libraries meanwhile. It ends with the block if it gets no run."""
-    process = start_detached([*_SUPERVISE], subprocess.DEVNULL, stdin=subprocess.PIPE, bufsize=0, env=environment_with_gpus())
+    try:
+        process = _start_supervisor(subprocess.DEVNULL, stdin=subprocess.PIPE, bufsize=0)
+    except OSError:  # such as too many processes
+        yield None
+        return
     assert process.stdin is not None
     with process.stdin:
         yield process
 
 
-def start(run: RunDirectory, process: subprocess.Popen[bytes] | None = None) -> int:
-    """Start a run's supervisor in a new session; return its process id. Raises CommandError or DiskFull.
+def _start_supervisor(log: IO[bytes] | int, *run: Path, **options: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "finetune.run.supervise", *map(str, run)]
+    return start_detached(command, log, env=environment_with_gpus(), **options)
 
-    `process`: an early supervisor, used if it is alive.
-    """
+
+def start(run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> int:
+    """Start a run's supervisor in a new session, or use `early`; return its process id. Raises CommandError or DiskFull."""
     for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
@@ -60,16 +65,18 @@ def start(run: RunDirectory, process: subprocess.Popen[bytes] | None = None) -> 
             )
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
+    process = None
     try:
         for request in (run.stop_requests, run.finish_request):
             request.unlink(missing_ok=True)  # obeyed by an earlier start
-        early = process.stdin if process is not None and process.poll() is None else None
-        if process is None or early is None:
-            with run.log.open("ab") as log:
-                process = start_detached([*_SUPERVISE, str(run.path)], log, env=environment_with_gpus())
+        with run.log.open("ab") as log:
+            if early is not None and early.stdin is not None and early.poll() is None:
+                write_json(run.process, {"supervisor": process_record(early.pid)})
+                with contextlib.suppress(BrokenPipeError):  # else it has ended
+                    send_line(early.stdin, str(run.path))
+                    process = early
+            process = process or _start_supervisor(log, run.path)
         write_json(run.process, {"supervisor": process_record(process.pid)})  # other commands see the run as alive
-        if early is not None:
-            send_line(early, str(run.path.absolute()))
     except OSError as error:
         if process is not None:
             process.kill()

@@ -48,6 +48,7 @@ def main() -> int:
         )
         if (path := received_line()) is None:
             early.kill()
+            early.wait()
             return 0
         sys.argv.append(path)
         append_output(RunDirectory(Path(path)).log)
@@ -177,6 +178,7 @@ class Supervisor:
     def _end_early_worker(self) -> None:
         if self.early is not None:
             self.early.kill()
+            self.early.wait()
             self.early = None
 
     def _read_requests(self) -> None:

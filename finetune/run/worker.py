@@ -357,7 +357,8 @@ def wait_for_run() -> None:
     """Import libraries until the standard input names the run; end the process if it names none."""
     # none that opens the GPU, as bitsandbytes does: the plan counts the GPU's free memory
     for name in ("datasets", "torch._dynamo", "transformers.modeling_utils"):
-        importlib.import_module(name)
+        with contextlib.suppress(Exception):  # the next import fails in the run, which has a log
+            importlib.import_module(name)
     if (order := received_line()) is None:
         sys.exit(0)
     os.environ.update(order["environment"])

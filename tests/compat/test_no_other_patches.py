@@ -1,4 +1,4 @@
-"""Outside finetune/compat no library is patched, and every private name that is used exists in the installed library."""
+"""Outside finetune/compat no library is patched; private names exist that are imported, or read from what is imported."""
 
 import ast
 import importlib

@@ -1,11 +1,18 @@
 """While a run is planned, its worker imports libraries; it starts the run, or ends with the command."""
 
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import psutil
 import pytest
 from conftest import events_of
 
 from finetune.events import State
+from finetune.files import read_json
 from finetune.run import control
+from finetune.run.supervise import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +32,29 @@ def test_the_early_worker_trains(make_run):
     with control.early_supervisor() as supervisor:
         worker = wait_for_worker(supervisor)
         assert control.start(run, supervisor) == supervisor.pid
+        while "worker" not in (processes := read_json(run.process)):
+            assert supervisor.poll() is None
+        assert processes["worker"]["pid"] == worker.pid
     assert supervisor.wait(300) == 0
-    assert control.read_state(run).state == "finished"
-    assert not worker.is_running() and "'loss'" in run.log.read_text()
+    assert control.read_state(run).state == "finished" and "'loss'" in run.log.read_text()
+
+
+def test_a_worker_that_waited_sees_the_gpu_that_was_planned(tmp_path):
+    line = json.dumps({"run": str(tmp_path), "environment": {"CUDA_VISIBLE_DEVICES": "GPU-1"}})
+    code = (
+        "import os, sys; from finetune.run.worker import wait_for_run; wait_for_run()\n"
+        "print(sys.argv[1:], os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    subprocess.run([sys.executable, "-c", code], input=line, text=True, check=True)
+    assert (tmp_path / "log.txt").read_text().endswith(f"['{tmp_path}'] GPU-1\n")
+
+
+def test_a_run_that_must_wait_for_others_holds_no_libraries(make_run):
+    early = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    supervisor = Supervisor(make_run(), early)
+    waits = iter([["another run"], []])
+    assert supervisor._wait_for_turn(SimpleNamespace(ahead=lambda: next(waits)))
+    assert supervisor.early is None and early.poll() is not None
 
 
 def test_without_a_run_nothing_is_left():
