@@ -233,7 +233,7 @@ class LiveRun:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
-        self._reader = events.EventReader(run.events)
+        self._reader, self._is_read = events.EventReader(run.events), False
         #: Held while events are added, and by readers of several bins that belong together.
         self.lock = threading.Lock()
         self._file: tuple[int, int] | None = None
@@ -253,8 +253,9 @@ class LiveRun:
                 before = self._reader.offset
                 for event in self._reader.new(_PIECE_BYTES):
                     self.digest.add(event)
-                if self._reader.offset == before or time.monotonic() > deadline_s:
-                    return self._reader.offset == before
+                self._is_read = self._reader.offset == before
+                if self._is_read or time.monotonic() > deadline_s:
+                    return self._is_read
 
     @property
     def progress(self) -> float:
@@ -279,7 +280,7 @@ class LiveRun:
 
     def state(self) -> RunState:
         # during a long history the digest is old: read the end of the file
-        return read_state(self.run, list(self.digest.newest.values()) if self.progress == 1 else None)
+        return read_state(self.run, list(self.digest.newest.values()) if self._is_read else None)
 
     def _restart_if_replaced(self) -> None:
         try:

@@ -95,7 +95,7 @@ export const onDrop = (take, isWanted = () => true) => {
 };
 
 // Pictures under titles, below each other: into the clipboard; as a file where that is refused.
-export const save = (blob, download) => Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download }).click();
+export const save = async (blob, download) => Object.assign(document.createElement("a"), { href: await dataOf(blob), download }).click();
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
 export const copyPicture = async (rows, name, button) => {
   const scale = devicePixelRatio, row = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
@@ -108,11 +108,11 @@ export const copyPicture = async (rows, name, button) => {
     context.drawImage(image, 0, top + row);
     return top + row + image.height;
   }, 0);
-  const blob = await new Promise((done) => picture.toBlob(done)), label = button.textContent;
+  const blob = await new Promise((done) => picture.toBlob(done));
   const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
   if (!isCopied) return save(blob, `${name}.png`);
   button.textContent = tr("Copied");
-  setTimeout(() => { button.textContent = label; }, 2000);
+  setTimeout(() => { button.textContent = tr("Copy image"); }, 2000);
 };
 // An element as it is seen: an SVG, which can fetch no font, draws a copy of it with the styles that it has.
 const dataOf = (blob) => new Promise((done) => Object.assign(new FileReader(), { onload: ({ target }) => done(target.result) }).readAsDataURL(blob));

@@ -25,7 +25,7 @@ const silence = () => {
   const note = find("#run-lost"), silent_s = Math.round((Date.now() - answered) / 1000);
   const isLost = silent_s > (alive ? SILENT_S : SILENT_S + IDLE_MS / 1000) && !document.hidden;
   document.body.toggleAttribute("data-lost", isLost && Boolean(note));
-  if (!note) return;
+  if (!note) return void (answered = Date.now()); // not drawn yet
   note.hidden = !isLost && !refused;
   note.textContent = refused || !isLost ? refused : tr("No answer from the page's server for {s} s. The page shows the last state it received; the run continues.", { s: silent_s });
 };

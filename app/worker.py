@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a module, such as ".chat.process"."""
+    """Return the command line of a module, such as ".chats"."""
     # -P: a folder called app or finetune in the user's folder must not be imported
     return [sys.executable, "-P", "-m", f"{__package__}{module}", *arguments]
 

@@ -21,8 +21,8 @@ from finetune.planner.plan import Verdict
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main() -> int:
-    """Print the medians as a line of JSON; returns 0."""
+def main() -> None:
+    """Print the medians as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="8b-3090")
     parser.add_argument("--rounds", type=int, default=5)
@@ -30,7 +30,6 @@ def main() -> int:
     rounds = [plan_twice(options.recipe) for _ in range(options.rounds)]
     medians = {name: round(statistics.median(seconds[name] for seconds in rounds), 2) for name in rounds[0]}
     print(json.dumps({"rounds": len(rounds), **medians}))
-    return 0
 
 
 def plan_twice(recipe: str) -> dict[str, float]:
@@ -59,4 +58,4 @@ def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -40,14 +40,14 @@ def plan_for(card: str, tokens: int, changes: dict[str, Any]) -> Plan:
 def longest(card: str, changes: dict[str, Any], host_bytes: float = float("inf")) -> Plan | None:
     """Return the plan of the longest row that fits a host with this free memory; None if not even STEP tokens fit."""
     best, fits, over = None, 0, 2**20
-    tokens = LAST_LENGTHS.get(card, 2**14) // STEP * STEP
+    tokens = LAST_LENGTHS.get(card, 2**14)
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
         if plan.verdict.fits and plan.forecast is not None and plan.forecast.host_bytes <= host_bytes:
             best, fits = plan, tokens
         else:
             over = tokens
-        tokens = min((fits + over) // 2, 2 * fits or over) // STEP * STEP
+        tokens = (fits + over) // 2 // STEP * STEP
     return best
 
 

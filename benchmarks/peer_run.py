@@ -78,7 +78,7 @@ def plan_and_train(job: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(job["folder"])
     files = [str(folder / WORKER_JOB), str(folder / "worker_result.json")]
-    command, environment = [sys.executable, __file__, "finetune", *files], {**worker_environment(), "PYTHONSAFEPATH": ""}
+    command, environment = [sys.executable, __file__, "finetune", *files], worker_environment() | {"PYTHONSAFEPATH": ""}
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment)
     hide_gpus()
     assume_host_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -86,9 +87,15 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> t
 
 def marked(answer: str, expected: str, earlier: str | None) -> Safe:
     """Return `answer` with wrong words struck and newly right words marked."""
+    return Safe(_marked(answer, expected, earlier) or f"<em>{tr('empty answer')}</em>")
+
+
+@functools.lru_cache(1024)
+def _marked(answer: str, expected: str, earlier: str | None) -> str:
+    # cached: a page asks each second
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
-        return Safe(inert(answer) or f"<em>{tr('empty answer')}</em>")
+        return inert(answer)
     was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
     shown = ""
     for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
@@ -98,7 +105,7 @@ def marked(answer: str, expected: str, earlier: str | None) -> Safe:
                 shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
         elif start < stop:
             shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
-    return Safe(shown or f"<em>{tr('empty answer')}</em>")
+    return shown
 
 
 def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 _MOST_CURVES = 5
 
 
-def row_of(live: LiveRun) -> dict[str, Any]:
-    """Return the run's current facts as texts; empty where unknown."""
-    live.refresh(0.05)  # of many runs
+def row_of(live: LiveRun, limit_s: float = 0.05) -> dict[str, Any]:
+    """Return the run's current facts as texts, empty where unknown; at most `limit_s` seconds are spent on new events."""
+    if limit_s > 0:
+        live.refresh(limit_s)
     digest, name, loss = live.digest, live.run.path.name, live.digest.series.get("loss")
     total, rate = live.plan().total_steps, digest.newest_step and digest.newest_step.tokens_per_s
     label = tr("Loss of {name}: {loss}", name=name, loss=loss.newest_text("{:.4f}".format)) if loss else ""

@@ -103,6 +103,8 @@ def _print_report(title: str, report: Any, refused: DataError | None) -> None:
     # an error lists them after everything else
     for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused and not refused else []:
         out.print(line, markup=False)
+    if len(report.rows_refused) > 3:
+        out.print("Every refused row with its reason: --json")
     if report.unused_columns:
         out.print(f"columns not used: {', '.join(report.unused_columns)}", markup=False)
     for warning in report.warnings:

@@ -152,7 +152,7 @@ class SelectedRows:
             else:
                 problems += ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
             problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
-            fixes.append("`finetune data RECIPE` lists the refused rows.")
+            fixes.append("`finetune data RECIPE --json` lists every refused row.")
         if problems:
             raise DataError(problems, "\n".join(fixes))
         accepted = recipe.dataset.accept_findings

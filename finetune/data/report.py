@@ -128,8 +128,6 @@ def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10)
     if len(by_count) > max_reasons:
         other_rows = sum(map(len, by_count[max_reasons:]))
         lines.append(f"  and {len(by_count) - max_reasons:,} other reason(s), for {other_rows:,} row(s)")
-    if any("..." in line for line in lines) or len(by_count) > max_reasons:
-        lines.append("  each row with its reason: finetune data ... --json")
     return lines
 
 

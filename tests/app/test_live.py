@@ -12,7 +12,7 @@ from app.live import LiveRun
 from app.views.charts import _memory_lines, measured_peak, summary_of
 from app.views.run import figures, memory
 from finetune.card import find_card
-from finetune.events import Phase, Retry, Sample, Step
+from finetune.events import EventWriter, Phase, Retry, Sample, State, Step
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
@@ -99,6 +99,18 @@ def test_a_long_history_is_read_in_pieces(run, monkeypatch):
     assert live.refresh(0) is False and 0 < live.digest.step < 5000 and 0 < live.progress < 1
     assert live.state().step == 5000
     assert live.refresh(60) and live.digest.step == 5000 and live.progress == 1
+
+
+def test_a_line_that_is_being_written_does_not_change_the_state(run, monkeypatch):
+    monkeypatch.setattr("finetune.run.state._TAIL_BYTES", 2**10)
+    monkeypatch.setattr("finetune.run.state.is_alive", lambda _: True)
+    EventWriter(run.events).emit(State(state="running"))
+    write_steps(run, 1, 100)
+    live = LiveRun(run)
+    assert live.refresh(60)
+    with run.events.open("a") as file:
+        file.write('{"kind": "step", ')
+    assert live.refresh(60) and live.state().state == "running"
 
 
 def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is_of(run):
