@@ -164,11 +164,11 @@ def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 def _shortened(reason: str, value: str, width: int) -> list[str]:
-    # drops clauses from the end until the reason fits a line, else wraps it to two
+    # drops clauses from the end until the reason fits a line, else wraps it to three
     reason = (reason.startswith(value) and reason.partition(": ")[2]) or reason
     clauses = [reason, *(reason[: end.start()] for end in reversed(list(re.finditer(r"; |: | \([^()]*\)$", reason))))]
     line = next((text for text in clauses if len(text) <= width), "")
-    return [line] if line else wrap(reason, width, max_lines=2, placeholder=" …")
+    return [line] if line else wrap(reason, width, max_lines=3, placeholder=" …")
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -185,15 +185,17 @@ def _alternatives(plan: Plan) -> list[str]:
 
 def _changes(plan: Plan) -> list[str]:
     enough = _enough(plan)
-    rows = [(row.peak_bytes, f"{escape(row.override)} [dim]({escape(row.cost)})[/]") for row in enough or plan.suggestions]
+    rows = [(format_bytes(row.peak_bytes), f"{row.override} ({row.cost})") for row in enough or plan.suggestions]
     for needs in plan.many_cards.rows if plan.many_cards else ():
         if needs.verdict and needs.verdict.fits and needs.peak_high_bytes:
-            rows.append((needs.peak_high_bytes, f"{escape(needs.override)} [dim](each GPU)[/]"))
+            rows.append((format_bytes(needs.peak_high_bytes), f"{needs.override} (each GPU)"))
             break
-    lines = [f"{'at most':>9}  {'fits' if enough else 'smaller, but too big'} with"]
-    lines += [f"{format_bytes(size):>9}  {change}" for size, change in rows]
     if plan.shortfall and (largest := plan.shortfall.largest_model_that_fits):
-        lines.append(f"{'':9}  {escape(largest)}, the largest catalogue model that fits")
+        rows.append(("", f"{largest}, the largest catalogue model that fits"))
+    lines = [f"{'at most':>9}  {'fits' if enough else 'smaller, but too big'} with"]
+    for size, change in rows:
+        first, *more = wrap(change, max(20, out.width - 11))
+        lines += [f"{size:>9}  {escape(first)}", *(f"{'':11}{escape(line)}" for line in more)]
     return lines
 
 

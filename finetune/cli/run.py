@@ -108,7 +108,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
             _print_state(run, state, as_json)
         else:
             at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
-            out.print(f"paused at {at}; the GPU is free. To continue:  finetune resume {escape(str(run.path))}")
+            out.print(f"paused at {at}. To continue:  finetune resume {escape(str(run.path))}")
     if not asked and not every:
         _print_state(runs[0], read_state(runs[0]), as_json)
     elif not asked and not as_json:

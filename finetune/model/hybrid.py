@@ -50,9 +50,9 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
     if package is FLA and capability < (8, 0):
         return f"{package.name} has not been tried on GPUs without bfloat16", ""
     if installed_version(package.name) is None:
-        return f"{package.name} is not installed", package.install
+        return f"{package.name} is not installed on this machine", package.install
     if lacking := triton_problem():
-        return lacking, COMPILER_FIX if installed_version("triton") else "pip install triton"
+        return f"{lacking} on this machine", COMPILER_FIX if installed_version("triton") else "pip install triton"
     # fla raises in the backward of a gated delta net (ops/common/chunk_o.py, fla#640)
     if package is FLA and capability[0] == 9 and (triton := installed_version("triton") or "0") in SpecifierSet(">=3.4,<3.7.1"):
         return f"{package.name} stops on Hopper GPUs with Triton {triton}", "pip install 'torch>=2.13'"

@@ -237,7 +237,8 @@ class Supervisor:
         resume = f"resume {where} with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            self._end("paused", code, f"killed without a new checkpoint; {resume}" if sealed else f"killed; {resume}")
+            how = "killed without a new checkpoint" if sealed else "killed"
+            self._end("paused", code, f"{how if self._has_started() else 'stopped before training began'}; {resume}")
         elif code == errors.DiskFull.exit_code:
             self._end("paused", code, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks

@@ -43,7 +43,7 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
     whole, paused = train.whole(make_run(*settings)), started(make_run(*settings))
     code, output = finetune("pause", str(paused.path))
     at = steps_of(paused)[-1]
-    assert code == 0 and f"paused at step {at} of 8; the GPU is free" in output and "finetune resume" in output
+    assert code == 0 and f"paused at step {at} of 8." in output and "finetune resume" in output
     assert at <= steps_when_asked[0] + 2, "the step that ran while it was asked, and at most one more"
     assert not living_processes(paused)
     control.resume(paused)
