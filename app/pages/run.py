@@ -36,7 +36,7 @@ class RunPage:
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
             return sweep_page(sweep, tab)
-        run = self.context.workspace.run(name) or self._default(tab)
+        run = self.context.workspace.run(name) or self._default_run(tab)
         if run is None:
             self.context.queue.ensure_starter()
             return render("run_none")
@@ -48,7 +48,7 @@ class RunPage:
         forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
         return run_view.page(live, tab, forms, parts)
 
-    def _default(self, tab: str) -> RunDirectory | None:
+    def _default_run(self, tab: str) -> RunDirectory | None:
         # these tabs need an adapter; the others show a living run, else the newest
         is_wanted = chat.has_adapter if tab in ("evaluate", "export", "chat") else is_alive
         runs = self.context.workspace.list_runs()

@@ -144,7 +144,7 @@ def values_of_a_patch(processor: Any, picture: Image) -> int | None:
 
 
 def patch_text(processor: Any, patches: int) -> str:
-    """Return the text of an image of `patches` patches."""
+    """Return the placeholder tokens that stand for an image of `patches` patches."""
     import torch
 
     return processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)

@@ -128,6 +128,7 @@ class ChatFormat:
     def header_end(self, text: str) -> int:
         """Return the end of the first assistant header. Raise BadRow without a header."""
         prompt = self._template.render([_QUESTION], prompt=True).rpartition(_QUESTION["content"])[2]
+        # the longest end of the generation prompt that begins a turn and is in the text, with or without trailing white space
         for begin in range(len(prompt.rstrip())):
             begins_turn = prompt[:begin].endswith("\n") or prompt.startswith(tuple(self.special_tokens), begin)
             for header in (prompt[begin:], prompt[begin:].rstrip()) if begins_turn else ():

@@ -335,6 +335,7 @@ def _with_reasoning_key(message: Message, reasoning: str) -> Message:
 
 
 def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
+    # ids and arguments of calls as the template writes them; a tool's answer without an id is of the oldest unanswered call
     converted, unanswered_ids = [], list[str]()
     ids: dict[str, str] = {}  # id in the row -> id in the template
     call_count = 0

@@ -294,6 +294,7 @@ def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
 
 
 def _bare_objects(text: str, match: re.Match[str]) -> _Read:
+    # JSON objects without an end mark, separated by white space, `;` or `,`
     position, values = match.end(), []
     while position < len(text) and text[position] == "{":
         value, end = _json_at(text, position)

@@ -209,8 +209,8 @@ class ModelOutputs:
 
     def _add_losses(self, batch: list[int]) -> None:
         ids, labels = ([self._sequences[row][part] for row in batch] for part in (0, 1))
-        more = self._load().more_inputs(_sources(self._rows.pictures, batch)) if self._rows.pictures else None
-        entries = losses(self._load().model, ids, labels, self._load().device, more)
+        picture_inputs = self._load().more_inputs(_sources(self._rows.pictures, batch)) if self._rows.pictures else None
+        entries = losses(self._load().model, ids, labels, self._load().device, picture_inputs)
         self._journal.add({self._loss_keys[row]: entry for row, entry in zip(batch, entries, strict=True)})
 
     def score(self, scorer: Scorer) -> Score:

@@ -18,7 +18,7 @@ def folder() -> Path:
 
 
 def lock_of(path: Path) -> Path:
-    """Return a model's lock, held while the model is verified or written."""
+    """Return the path of a model's lock, held while the model is verified or written."""
     return path.with_name(f"{path.name}.lock")
 
 

@@ -122,7 +122,7 @@ class LargestStep:
             with garbage_collection_paused(), suppress(OutOfMemory):
                 trace = self.simulated()[0].trace()
                 return replay(trace, expandable=expandable, limit=limit) if trace else None
-            return None
+            return None  # out of memory within the limit
 
         return cache.cached(self._key("replay", expandable=expandable, limit=limit), Replay | None, replayed_peaks)
 

@@ -157,8 +157,8 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
     accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
     """
     layer, embedding, head, others = _whole_units(units, cards)
-    # Units: each decoder layer, the embedding, the output layer, the rest. The output layer and the rest stay gathered from
-    # forward to backward, an embedding tied to the output layer from the start. At the peak: a unit, its
+    # Bytes of the largest unit of each kind: decoder layers, the embedding, the output layer, the rest. The last two stay
+    # gathered from forward to backward, an embedding tied to the output layer from the start. At the peak: a unit, its
     # all-gather buffer and the next unit's buffer. Two exist at a time; the third counts because buffers belong to another
     # stream, whose blocks the first stream can't reuse.
     tied = head if not embedding else 0

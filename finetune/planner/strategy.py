@@ -140,6 +140,7 @@ def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
 
 
 def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
+    # by rising cost of time, as in CHECKPOINTING; recomputing 1 layer in 3 costs less than 1 in 2
     kinds = [name for name, _ in CHECKPOINTING]
     return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
