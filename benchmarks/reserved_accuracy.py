@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 import forecast_accuracy as accuracy
 from finetune.memory.allocator_replay import play
-from finetune.memory.caching_allocator import CachingAllocator
+from finetune.memory.caching_allocator import CachingAllocator, Ties
 from finetune.memory.depth import at_depth, inspect_layers, plan_depth
 from finetune.memory.fake_model import materialise
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
@@ -35,8 +35,6 @@ from forecast_accuracy import Row
 
 #: What the driver can hand out: the T4's visible memory less the context that was measured.
 T4_LIMIT = round((14912 - 140.875) * MIB)
-#: torch of the measured rows: which of equal free blocks is taken depends on it.
-MEASURED_WITH = "2.10.0"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -48,7 +46,7 @@ def replayed(row: Row) -> CachingAllocator:
     """Return the allocator after the row's run on a T4, with the peaks of the second step."""
     config = accuracy.config_of(row)
     trace = _steps(row, config)
-    allocator = CachingAllocator(expandable=False, limit=T4_LIMIT, torch_version=MEASURED_WITH)
+    allocator = CachingAllocator(expandable=False, limit=T4_LIMIT, ties=Ties.ADDRESS)  # of torch 2.10, which ran the rows
     run = functools.partial(play, allocator, trace.persistent)
     run([(-2 - number, size) for number, size in _loading(row, config)])
     run(trace.parts["step 0"])

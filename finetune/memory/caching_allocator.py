@@ -93,14 +93,14 @@ class Pool:
 class CachingAllocator:
     """One GPU's allocator, in bytes. Requests have names for their release."""
 
-    def __init__(self, *, expandable: bool, limit: int | None = None) -> None:
+    def __init__(self, *, expandable: bool, limit: int | None = None, ties: Ties | None = None) -> None:
         # the limit is what `set_per_process_memory_fraction` sets; None: no limit
         self.expandable, self.limit = expandable, limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         # torch does not count expandable segments
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
-        self._ties = ties_of(version("torch"))
+        self._ties = ties or ties_of(version("torch"))
         self.pools: dict[tuple[Stream, bool], Pool] = {}
         self._next_address = 1 << 62
 

@@ -1,5 +1,6 @@
 """Weights that are damaged, truncated or of another model are refused: nothing is trained from random numbers."""
 
+import hashlib
 import json
 import shutil
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
+from finetune.files import sha256_apart
 from finetune.model.transformers_config import config_from
 from finetune.model.weights import check_weights
 
@@ -90,3 +92,13 @@ def test_what_transformers_ties_or_stores_under_other_names_is_not_missed(tmp_pa
     AutoModelForCausalLM.from_config(config_from({**SMALL, **values}, settings())).save_pretrained(tmp_path)
     check_weights(tmp_path)
     load(tmp_path, load_in_4bit=four_bit)
+
+
+def test_a_large_file_is_hashed_by_another_process(tmp_path, monkeypatch):
+    path = tmp_path / "large file.safetensors"
+    with path.open("wb") as file:
+        file.truncate(2**26)
+    monkeypatch.setattr("finetune.files.sha256_of", lambda path: "in this process")
+    assert sha256_apart(path) == hashlib.sha256(bytes(2**26)).hexdigest()
+    monkeypatch.setattr("sys.executable", shutil.which("false"))
+    assert sha256_apart(path) == "in this process"
