@@ -225,7 +225,7 @@ def sha256_of(path: Path) -> str:
 
 def sha256_apart(path: Path) -> str:
     """Return a file's hexadecimal SHA-256, of a large file by another process. Raises OSError."""
-    # a thread that reads gigabytes asks for the interpreter's lock so often that a model loads ten times slower beside it
+    # a thread that reads gigabytes takes the interpreter's lock so often that a model loads ten times slower beside it
     if path.stat().st_size >= _LARGE_BYTES:
         command = [sys.executable, "-I", "-S", "-c", _PRINT_SHA256, str(path)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -90,8 +90,5 @@ def own_quantisation_maps() -> Iterator[None]:
 @contextmanager
 def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
     """Temporarily take optimizer states from `get_state_buffer(optimizer, parameter, dtype)`."""
-    with (
-        replace(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer),
-        replace(f"{_OPTIMIZER}.prefetch_state", lambda self, p: None),
-    ):
+    with replace(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), replace(f"{_OPTIMIZER}.prefetch_state", lambda *_: None):
         yield

@@ -70,13 +70,14 @@ def start(run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> in
         for request in (run.stop_requests, run.finish_request):
             request.unlink(missing_ok=True)  # obeyed by an earlier start
         with run.log.open("ab") as log:
-            if early is not None and early.stdin is not None and early.poll() is None:
-                write_json(run.process, {"supervisor": process_record(early.pid)})
+            if early and early.stdin and early.poll() is None:
+                write_json(run.process, {"supervisor": process_record(early.pid)})  # other commands see the run as alive
                 with contextlib.suppress(BrokenPipeError):  # else it has ended
                     send_line(early.stdin, str(run.path))
                     process = early
-            process = process or _start_supervisor(log, run.path)
-        write_json(run.process, {"supervisor": process_record(process.pid)})  # other commands see the run as alive
+            if process is None:
+                process = _start_supervisor(log, run.path)
+                write_json(run.process, {"supervisor": process_record(process.pid)})
     except OSError as error:
         if process is not None:
             process.kill()

@@ -76,6 +76,8 @@ def test_rotation_never_removes_the_only_good_one(tmp_path):
     flip_one_byte(sealed(tmp_path, 20) / "optimizer.pt")
     assert rotate(tmp_path, keep=1) == []
     assert newest_verified(tmp_path)[0].step == 10
+    sealed(tmp_path, 30)  # of a run that resumed past the damaged one
+    assert not rotate(tmp_path, keep=2)
 
 
 def test_a_changed_setting_is_named():
