@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -90,9 +91,8 @@ def marked(answer: str, expected: str, earlier: str | None) -> Safe:
     return Safe(_marked(answer, expected, earlier) or f"<em>{tr('empty answer')}</em>")
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1024)  # a page asks each second
 def _marked(answer: str, expected: str, earlier: str | None) -> str:
-    # cached: a page asks each second
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
         return inert(answer)
@@ -100,9 +100,9 @@ def _marked(answer: str, expected: str, earlier: str | None) -> str:
     shown = ""
     for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
         if kind == "equal":
-            for token, index in zip(tokens[start:stop], range(first, end), strict=True):
-                is_new = index not in was_right and not token.isspace()
-                shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
+            for is_known, indices in itertools.groupby(range(first, end), was_right.__contains__):  # one mark
+                text = inert("".join(map(wanted.__getitem__, indices)))
+                shown += text if is_known or text.isspace() else f"<ins>{text}</ins>"
         elif start < stop:
             shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
     return shown

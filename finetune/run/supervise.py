@@ -169,7 +169,7 @@ class Supervisor:
 
     def _early_worker(self) -> subprocess.Popen[bytes] | None:
         worker, self.early = self.early, None
-        if worker is not None and worker.stdin is not None:
+        if worker and worker.stdin:
             with contextlib.suppress(OSError), worker.stdin as pipe:  # if it has ended, a new one writes the reason to the log
                 send_line(pipe, {"run": str(self.run.path), "environment": visibility(self.cards)})
                 return worker

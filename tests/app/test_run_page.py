@@ -100,7 +100,7 @@ def test_memory_above_the_forecasts_range_is_said(follow):
 
 def test_an_answers_wrong_words_are_struck_and_those_that_became_right_marked():
     assert marked("billing · low", "returns · low", None) == "<del>billing</del> · low"
-    assert marked("returns · low", "returns · low", "billing · low") == "<ins>returns</ins> · low"
+    assert marked("sent-back · low", "sent-back · low", "billing · low") == "<ins>sent-back</ins> · low"
     assert marked("<b>x</b>", "", None) == "&lt;b&gt;x&lt;/b&gt;"
     table = answers([Sample(step=at, prompt="p", expected="a", answer="b") for at in (0, 2, 3)])
     assert "Before training" in table and "Step 3" in table and "Step 2" not in table and table.count("<tr>") == 2
