@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import statistics
 import sys
@@ -126,7 +127,7 @@ def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callabl
 
 def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     """Forward and backward of RoPE for this layer's heads: the lean function's time beside the model's own."""
-    own, dtype = type(layer.self_attn).forward, getattr(torch, options.dtype)
+    dtype, functions = getattr(torch, options.dtype), inspect.unwrap(rotary_forward(layer.self_attn)).__globals__
     heads = [part.out_features // layer.self_attn.head_dim for part in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
     shapes = [(1, options.tokens, count, layer.self_attn.head_dim) for count in heads]
     inputs = [torch.randn(shape, device=options.device, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
@@ -135,8 +136,7 @@ def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     took: dict[str, list[float]] = {"own": [], "lean": []}
     for turn in range(options.turns):
         for name in sorted(took, reverse=turn % 2 == 1):
-            forward = own if name == "own" else rotary_forward(layer.self_attn)
-            function = forward.__globals__["apply_rotary_pos_emb"]
+            function = functions[f"{'_lean_' * (name == 'lean')}apply_rotary_pos_emb"]
             took[name].append(
                 seconds(lambda call=function: torch.autograd.grad(call(*inputs, *turns), inputs, grads), options.device)
             )
