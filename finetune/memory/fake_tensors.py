@@ -6,7 +6,8 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -20,8 +21,8 @@ from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.rules import Capability
 from finetune.model.hybrid import takes_reference
 
-#: Chunks of the reference's loop in a dry run. Fewer chunks would change its peak.
-CHUNKS = 4
+#: Chunks in the loop of the reference in a dry run: long rows have hundreds. The peak of the backward is in its third.
+STEPS = 3
 #: Elements of the largest computed tensor: a mask of 4,096 x 4,096 tokens.
 MOST_ELEMENTS = 2**24
 #: Operators that take masks as indices: the shape of their result depends on the values.
@@ -51,42 +52,48 @@ def fake_tensors(
 def _forecast(capability: Capability | None, function: Any, facts: dict[str, Any], *inputs: Any, **named: Any) -> Any:
     if facts["is_new_implementation"] and not takes_reference(facts["package"], capability):
         return function(*inputs, **named)
-    folds = facts["func_name"] == "chunk_gated_delta_rule" and torch.is_autocast_enabled("cpu")
-    return (functools.partial(_folded, function.__wrapped__) if folds else function.__wrapped__)(*inputs, **named)
+    is_long = facts["func_name"] == "chunk_gated_delta_rule" and torch.is_autocast_enabled("cpu")
+    return (functools.partial(_shortened, function.__wrapped__) if is_long else function.__wrapped__)(*inputs, **named)
 
 
-def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, chunk_size: int = 64, **named: Any) -> Any:
-    """Call `rule` with chunks of a row as heads: the same bytes in a loop of about `CHUNKS` steps."""
-    # the reference's Python loop over chunks would make long rows slow
-    batch, tokens, heads, width = key.shape
+def _shortened(rule: Any, query: Any, key: Any, value: Any, *, chunk_size: int = 64, **named: Any) -> Any:
+    """Call `rule` with a loop over its first `STEPS` chunks. Its first state saves one block for the other chunks."""
+    (rows, tokens, heads, depth), width = value.shape, key.shape[3]
     chunks = -(-tokens // chunk_size)
-    least = CHUNKS if torch.is_grad_enabled() else 4 * CHUNKS  # a forward pass alone peaks within a step
-    steps = next((steps for steps in range(least, chunks) if batch * heads * chunks % steps == 0), chunks)
-    length, rows = -(-tokens * steps // chunks), batch * chunks / steps
-    folded = [x[:1, :1, :1].expand(1, length, round(x.shape[2] * rows), *x.shape[3:]) for x in (query, key, value, g, beta)]
-    out, state = rule(*folded[:3], g=folded[3], beta=folded[4], chunk_size=chunk_size, **named)
-    out = out.flatten()[: value.numel()].view(value.shape)
-    if out.requires_grad:
-        # the first and the last step save less, the more heads a step has; the peak is in the second step
-        heads_more, depth, ballast = round((rows - batch) * value.shape[2]), value.shape[3], list[torch.Tensor]()
-        peak = 8 * width * depth + 22 * chunk_size * width - 4 * chunk_size**2
-        out.register_hook(lambda _: ballast.append(torch.empty(peak * heads_more, dtype=torch.uint8)))
-        next(tensor for tensor in folded if tensor.requires_grad).register_hook(lambda _: ballast.clear())
-        out = _Saved.apply(out, (4 * width * depth + 6 * chunk_size * width + 2 * chunk_size * depth) * heads_more)
-    return out, state
+    if chunks > STEPS:
+        # what autograd saves in a step: the state in float32; in bf16 the state twice, query, key, decayed key, twice the new
+        # values, and the attention within the chunk
+        step = 8 * width * depth + 6 * chunk_size * width + 4 * chunk_size * depth + 2 * chunk_size**2
+        # the first step saves its query and decayed key as well, because its state has a gradient
+        saved_bytes = rows * heads * ((chunks - STEPS) * step - 4 * chunk_size * width)
+        named["initial_state"] = _FirstState((rows, heads, width, depth), saved_bytes)
+        short = {"range": lambda *bounds: range(STEPS) if bounds in ((chunks,), (0, chunks)) else range(*bounds)}
+        rule = FunctionType(rule.__code__, {**rule.__globals__, **short}, None, rule.__defaults__, rule.__closure__)
+    return rule(query, key, value, chunk_size=chunk_size, **named)
+
+
+class _FirstState(NamedTuple):
+    """A state of zeros, allocated where the rule converts it: after the products of all chunks."""
+
+    shape: tuple[int, ...]
+    saved_bytes: int
+
+    def to(self, values: torch.Tensor) -> torch.Tensor:
+        state = values.new_zeros(self.shape)
+        return _Saved.apply(state, values, self.saved_bytes) if values.requires_grad else state
 
 
 class _Saved(torch.autograd.Function):
-    """Save `size` bytes for the backward of a tensor."""
+    """Save `size` bytes until the backward of a tensor, which depends on `values`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
         ctx.save_for_backward(torch.empty(size, dtype=torch.uint8))
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
 
 # A vision tower splits its patches by image sizes, and a language model makes positions from token types, both in Python.
