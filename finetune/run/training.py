@@ -88,15 +88,22 @@ class Samples:
 
     def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
         self._tokenizer, self._rows = tokenizer, []
-        self._processor = processor
+        self._processor, self._continues = processor, run.base_adapter.is_dir()
         settings, path = plan.settings, run.data / "eval_examples.json"
         if settings.launch.strategy != "ddp" or not path.is_file():  # a single rank can't generate with sharded weights
             return
         rows = read_json(path)
         self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
 
-    def emit(self, model: Any, step: int, events: EventWriter) -> None:
-        """Emit a `sample` event per prompt. Out of memory ends sampling, not the run."""
+    def emit(self, model: Any, step: int, events: EventWriter, *, is_first: bool) -> None:
+        """Emit a `sample` event per prompt, the first time also one without the adapters, as step 0."""
+        if is_first and not self._continues:
+            with model.disable_adapter():
+                self._answer(model, 0, events)
+        self._answer(model, step, events)
+
+    def _answer(self, model: Any, step: int, events: EventWriter) -> None:
+        # out of memory ends sampling, not the run
         if not self._rows:
             return
         encoder = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None)
@@ -220,7 +227,8 @@ class RunTrainer(SFTTrainer):
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"), metrics=self.method.metrics(self.take_counts()),
         ))  # fmt: skip
         if ranks.this_rank().is_local_rank_0:
-            self.samples.emit(self.accelerator.unwrap_model(self.model), self.state.global_step, self.events)
+            model, is_first = self.accelerator.unwrap_model(self.model), len(evaluations(self.state.log_history)) == 1
+            self.samples.emit(model, self.state.global_step, self.events, is_first=is_first)
         return metrics
 
     def recall_best(self) -> None:

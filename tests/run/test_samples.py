@@ -18,8 +18,8 @@ def test_each_evaluation_has_the_same_prompts_and_rows_and_the_adapter_is_the_sa
     run.arm.touch()
     assert train(run) == train(without) == 0, run.log.read_text()[-2000:]
     samples = events_of(run, "sample")
-    assert [event.step for event in samples] == [4, 4, 4, 8, 8, 8]
-    assert [event.prompt for event in samples[:3]] == [event.prompt for event in samples[3:]]
+    assert [event.step for event in samples] == [0, 0, 0, 4, 4, 4, 8, 8, 8]
+    assert [event.prompt for event in samples[:6]] == [event.prompt for event in samples[3:]]
     assert all(event.expected and isinstance(event.answer, str) for event in samples)
     assert not events_of(without, "sample")
     assert adapter_hash(run) == adapter_hash(without)
@@ -54,12 +54,14 @@ def test_after_twenty_steps_on_question_and_answer_columns_chat_says_what_eval_s
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = make_run(
         f"dataset.path={tmp_path / 'rows.jsonl'}", "dataset.test_split_size=4", "dataset.max_rows=null", "max_steps=20",
-        "save_steps=0",
+        "save_steps=0", "eval_steps=20",
     )  # fmt: skip
     train.whole(run)
     scored, chat = compare(run), Answerer(run)
     examples = json.loads((run.data / "eval_examples.json").read_text())
     assert len(examples) == 4 and not chat.plain and any(scored.tuned.answers)
+    before = [event.answer for event in events_of(run, "sample") if event.step == 0]
+    assert before == scored.base.answers[:3] != scored.tuned.answers[:3]
     for row, answer in zip(examples, scored.tuned.answers, strict=True):
         asked = chat.prompt_ids([{"role": "user", "content": row["prompt"]}])
         assert asked == row["prompt_ids"]
