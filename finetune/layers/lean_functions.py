@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
+from finetune.layers.host_memory import is_forecast
 from finetune.layers.nf4 import Tables, dequantised, product_4bit
 
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
@@ -368,9 +369,9 @@ def backward_of(
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
         if linear.trains_a:
-            da = torch.mm(lora_grad.t(), x()).to(linear.a.dtype)
+            da = gradient_product(lora_grad.t(), x(), linear.a.dtype)
         if linear.trains_b:
-            db = torch.mm(grad.t(), lora_act).to(linear.b.dtype)
+            db = gradient_product(grad.t(), lora_act, linear.b.dtype)
     if not needs_dx:
         return None, da, db
     if linear.tables is not None:
@@ -383,6 +384,13 @@ def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> tor
     """Return scale * left @ right."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
+
+
+def gradient_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return left @ right in the dtype of an adapter."""
+    if left.dtype == dtype or not (left.is_cuda or is_forecast(left)):
+        return torch.mm(left, right).to(dtype)
+    return torch.mm(left, right, out_dtype=dtype)  # cuBLAS writes fp32: no cast, and a gradient that is not rounded first
 
 
 def split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
