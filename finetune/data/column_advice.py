@@ -13,11 +13,11 @@ from typing import Any
 
 from finetune.data.checks import Values, is_blank, is_missing
 from finetune.data.column_kinds import JUDGEMENTS, describe, is_harmless, kinds_of, words_of
-from finetune.data.column_semantics import CONTEXT, REASONING, PreferenceData, meaning_of, transcript_error, transcripts
-from finetune.data.formats import FORMATS, UnknownColumns
+from finetune.data.column_semantics import CONTEXT, REASONING, meaning_of
+from finetune.data.formats import FORMATS
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
-from finetune.data.row_parser import RowParser, choose_parser
+from finetune.data.row_parser import PreferenceData, RowParser, UnknownColumns, choose_parser, transcript_error, transcripts
 from finetune.data.sources import find_sources
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe

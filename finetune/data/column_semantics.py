@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from finetune.data.checks import SPLITS, TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
+from finetune.data.checks import SPLITS, BadRow, Values, is_blank
 from finetune.data.column_kinds import describe, is_harmless, kinds_of
 from finetune.data.report import printable
-from finetune.errors import DataError
 
 _PREFERENCE = "a choice between two answers (for DPO)"
 _LABEL = "a good or bad label (for KTO), or a class"
@@ -93,94 +91,6 @@ def check_placeholders(row: Values, texts: Iterable[str]) -> None:
     if any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(row[name]) for name in row) and (tag := next(tags, None)):
         raise BadRow(None, f"has {tag} in its text, but the media column is left out")
 
-
-#: Fields that every message needs: they stay if a column of the same name is left out.
-_MESSAGE_PARTS = {"role", "content", "from", "value"}
-
-
-def apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
-    """Drop ignored columns and message fields, and write values that aren't text as JSON. Raise BadRow."""
-    # `reasoning_content` means reasoning under any name
-    if "reasoning_content" in ignored:
-        ignored = {*ignored, "reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
-    if not ignored and not as_json:
-        return row
-    applied = {name: value for name, value in row.items() if name not in ignored}
-    for name, value in applied.items():
-        if name in as_json:
-            if not isinstance(value, str) and not is_missing(value):
-                applied[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
-            continue
-        if isinstance(value, str) and value.lstrip().startswith("[") and any(field in value for field in ignored):
-            with contextlib.suppress(BadRow):  # it is plain text
-                value = parse_if_text(value, name)
-        if isinstance(value, list):
-            # parts of a message's content keep their fields
-            dropped = set() if in_message else {*ignored} - _MESSAGE_PARTS
-            items = (
-                apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
-            )
-            applied[name] = list(items)
-    return applied
-
-
-class PreferenceData(DataError):
-    """Rows with a better and a worse answer."""
-
-    def __init__(self, file: str, chosen: str, rejected: str) -> None:
-        super().__init__(
-            f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt",
-            "To learn to prefer the chosen answers:  method=dpo",
-        )
-        self.chosen, self.rejected = chosen, rejected
-
-
-def check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
-    """Raise DataError for columns of data with another use."""
-    filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
-    for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
-        if filled_columns.issuperset(columns):
-            raise DataError(f"{file}: {problem}", fix.replace("FILE", shlex.quote(file)))
-    for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
-        if filled_columns.issuperset((chosen, rejected)):
-            raise PreferenceData(file, chosen, rejected)
-
-
-#: Where somebody begins to speak in a text: USER:, ### Human:, **User**:, <|im_start|>user, [INST].
-_TURN = r"(?:^|[\s>])(?:[#*\[(<]* ?(?:{0})[*\])>]*:|<[|｜](?:\w+\|>)?(?:{0})\b|{1})"
-_USER = _TURN.format("user|human", r"\[INST\]|<start_of_turn>user")
-_ASSISTANT = _TURN.format("assistant|gpt|chatgpt|chatbot|bot|ai", r"\[/INST\]|<start_of_turn>model")
-_TRANSCRIPT = re.compile(f"(?>.*?{_USER}).*{_ASSISTANT}", re.I | re.S)  # atomic: one search for each, in any text
-_SAMPLE_ROWS, _SAMPLE_CHARACTERS = 50, 4_000
-
-
-def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
-    """Return the columns whose texts are mostly whole conversations."""
-    texts = {name: [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)] for name in columns}
-    conversations = {name: [text for text in texts[name] if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])] for name in texts}
-    return [name for name in texts if 2 * len(conversations[name]) > len(texts[name])]
-
-
-def transcript_error(file: str, column: str) -> DataError:
-    """Return the error for a column of whole conversations."""
-    return DataError(
-        f"{file}: '{printable(column)}' is a transcript: a conversation in one text (USER: ... ASSISTANT: ...), "
-        "so the user's turns would be trained on, too",
-        'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
-    )
-
-
-_NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
-    ("turns", "category"): (
-        "these are evaluation questions (MT-Bench: turns, category) without answers to train on",
-        "Set dataset.path to a file with answers.",
-    ),
-    ("instruction", "instances"): (
-        "these are seed tasks (self-instruct: instruction, instances); the answers are inside instances",
-        "Make a row for each:  jq -c '.instruction as $i | .instances[] | {instruction: $i, input, output}' FILE > rows.jsonl",
-    ),
-    ("input_ids",): TOKENISED,
-}
 
 #: Different values that are counted. Short texts that differ as often are no names of sources.
 _MAX_VALUES = 100

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from finetune.data.checks import ROW_LIMIT, BadRow, Values, is_missing, optional_text, parse_if_text, required_text, type_phrase
-from finetune.data.column_kinds import kinds_of
-from finetune.data.column_semantics import REASONING, meaning_of, transcript_error, transcripts
-from finetune.data.conversation import Columns, Example, Message, MessageReader, answer_indices, read_tool_text
+from finetune.data.conversation import Example, Message, MessageReader, answer_indices, read_tool_text
 from finetune.data.report import printable
 from finetune.data.tool_calls import read_calls, read_tools
-from finetune.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -254,108 +250,6 @@ FORMATS = {
         '{"prompt": "Say hello", "completion": "Hello!", "label": true}', _from_labelled,
     ),
 }  # fmt: skip
-FIELDS = sorted({"role", "content", "images"}.union(*(fmt.columns for fmt in FORMATS.values())))
-
-#: Columns of a question and its answer under other names, read as alpaca.
-_QUESTIONS_ANSWERS = [
-    names.split()
-    for names in (
-        "instruction response context", "instruction response", "question answer", "question response", "query response",
-        "query answer", "prompt response", "prompt answer",
-    )
-]  # fmt: skip
-
-
-class UnknownColumns(DataError):
-    """Columns of no format, or not the recipe's."""
-
-
-def _formats_with(columns: set[str]) -> list[str]:
-    return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
-
-
-def usual_columns(rows: list[Values]) -> Columns:
-    """Map usual names of question and answer to alpaca's; empty for others."""
-    filled_columns = filled(rows)
-    if _formats_with(filled_columns):
-        return {}
-    names = next((names for names in _QUESTIONS_ANSWERS if filled_columns.issuperset(names)), ())
-    return dict(zip(("instruction", "output", "input"), names, strict=False))
-
-
-def reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
-    """Map a reasoning column by its usual names. Raise DataError for unusable reasoning."""
-    answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
-    for name in transcripts(rows, answers):
-        raise transcript_error(file, columns.get(name, name))
-    named = [name for name in filled(rows) if meaning_of(name) == REASONING]
-    if format_name != "alpaca":
-        if "reasoning" in columns:
-            raise DataError(
-                f"{file}: is read as {format_name}, which has no field reasoning",
-                "Map the question and answer columns to instruction and output; in messages use reasoning_content.",
-            )
-        return {}
-    texts = [
-        name for name in named
-        if any(isinstance(row.get(name), str) and kinds_of(name, row[name]) & {"text", "label"} for row in rows)
-    ]  # fmt: skip
-    if "reasoning" in named and "reasoning" not in texts:
-        raise DataError(
-            f"{file}: '{columns.get('reasoning', 'reasoning')}' has no texts, so it isn't the reasoning before the answers",
-            "To leave it out:  dataset.ignore_columns=[reasoning_content]",
-        )
-    return {"reasoning": texts[0]} if len(texts) == 1 and "reasoning" not in named else {}
-
-
-def rename_columns(row: Values, columns: Columns) -> Values:
-    """Rename the user's columns (field -> column) to the format's."""
-    mapped = {field: row[column] for field, column in columns.items() if column in row}
-    return {name: value for name, value in row.items() if name not in columns.values()} | mapped
-
-
-def detect(rows: list[Values], file: str) -> str:
-    """Return the format of most rows. Raise UnknownColumns for none, DataError for several."""
-    counts: Counter[str] = Counter()
-    for row in rows:
-        matching = _formats_with(filled([row]))
-        # many published datasets have a copy of the other columns in `text`
-        matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
-        if len(matching) > 1:
-            names = " and ".join(matching)
-            raise DataError(
-                f"{file}: the columns ({_column_list(rows)}) fit more than one format: {names}",
-                f"Choose one, for example  dataset.format={matching[0]}",
-            )
-        counts.update(matching)
-    if not counts:
-        counts.update(_formats_with({name for row in rows for name in row}))
-    if not counts:
-        raise UnknownColumns(f"{file}: no known format has these columns: {_column_list(rows)}", _FORMATS_HINT)
-    return counts.most_common(1)[0][0]
-
-
-def check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
-    """Raise DataError for required or mapped columns that no row has; `rows` are not renamed."""
-    header = {key for row in rows for key in row}
-    for field, column in columns.items():
-        if field not in FIELDS:
-            raise DataError(
-                f"dataset.columns: '{printable(field)}' is not a field of any format", f"The fields are {', '.join(FIELDS)}."
-            )
-        if column not in header and field not in ("role", "content"):
-            raise DataError(
-                f"{file}: dataset.columns maps {field} to a column '{printable(column)}', "
-                f"and the file has {_column_list(rows)}",
-                "Use a column name of the file.",
-            )
-    required = FORMATS[format_name].required if format_name in FORMATS else ()
-    missing = [column for column in required if column not in {*header, *columns}]
-    if missing:
-        raise UnknownColumns(
-            f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {_column_list(rows)}",
-            _FORMATS_HINT,
-        )
 
 
 def parse(row: Values, format_name: str, file: str, number: int, reader: MessageReader | None = None) -> Example:
@@ -363,7 +257,7 @@ def parse(row: Values, format_name: str, file: str, number: int, reader: Message
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
     if missing:
-        raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
+        raise BadRow(missing[0], f"is missing; the row has {column_list([row])} and the file is read as {format_name}")
     example = Example(file=file, row=number, **fmt.parse(row, reader or MessageReader()))
     texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
     if (size := sum(map(len, texts))) > ROW_LIMIT:
@@ -371,13 +265,8 @@ def parse(row: Values, format_name: str, file: str, number: int, reader: Message
     return example
 
 
-def _column_list(rows: list[Values]) -> str:
+def column_list(rows: list[Values]) -> str:
+    """Return the names of the first columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     names = ", ".join(printable(name) or "(no name)" for name in columns[:20])
     return f"{names}, ... ({len(columns)} in all)" if len(columns) > 20 else names or "no columns"
-
-
-_FORMATS_HINT = "\n".join([
-    "Write rows like one of these, or map your columns with dataset.columns (field: your column):",
-    *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items()),
-])  # fmt: skip

@@ -113,7 +113,7 @@ class SourceReader:
 
     def batches(self) -> Iterator[list[Row | Refused]]:
         rows = itertools.chain(self._sample, self._remaining_rows)
-        batch_rows = PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
+        batch_rows = PICTURE_BATCH_ROWS if self.parser.pictures.are_usual else BATCH_ROWS
         while batch := _take(rows, batch_rows):
             yield batch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from finetune.data.checks import BadRow, Values, is_blank, parse_if_text, quoted, type_phrase
@@ -129,7 +129,7 @@ _OBJECT_KEYS: _Keys = {
 #: Other tools' mark for an image of the row in a text.
 IMAGE_TAG = "<image>"
 #: Columns of images, and of image files beside a file of metadata, as `datasets` reads a folder of images.
-PICTURE_COLUMNS = ("images", "image")
+_PICTURE_COLUMNS = ("images", "image")
 _METADATA_COLUMNS = ("file_name", "file_names")
 # In an Example an image is U+FFFC (Unicode's character for embedded objects) in a message's text. The message counts its
 # images in `pictures`, and the Example has them in order. So code that reads texts works on rows with images, too.
@@ -137,27 +137,31 @@ _LITERAL_MARK = "has the character U+FFFC in its text, which stands for an image
 _METADATA_FILE = re.compile(r"metadata\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 
 
-def picture_columns(file: str) -> tuple[str, ...]:
-    """Return the image columns in a file of this name."""
-    return (*PICTURE_COLUMNS, *_METADATA_COLUMNS) if _METADATA_FILE.search(file) else PICTURE_COLUMNS
+class PictureUse(NamedTuple):
+    """How a file's rows have images."""
+
+    columns: tuple[str, ...]
+    #: Some of the first rows have an image.
+    are_usual: bool
+    #: Most of the first rows have `<image>` and some an image.
+    have_tags: bool
 
 
-def rows_have_pictures(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bool:
-    """Return whether a row has an image in a column or message part."""
-    return any(
+def picture_use(file: str, rows: Sequence[Values]) -> PictureUse:
+    """Return how the first rows of a file of this name have images."""
+    columns = (*_PICTURE_COLUMNS, *(_METADATA_COLUMNS if _METADATA_FILE.search(file) else ()))
+    with_picture = (
         any(not is_blank(row.get(name)) for name in columns) or any(map(_has_picture_part, row.values())) for row in rows
     )
+    if not any(with_picture):
+        return PictureUse(columns, are_usual=False, have_tags=False)
+    return PictureUse(columns, are_usual=True, have_tags=2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows))
 
 
 def _has_picture_part(value: Any) -> bool:
     contents = (message.get("content") for message in value if isinstance(message, dict)) if isinstance(value, list) else ()
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, dict) and part.get("type") in PICTURE_PARTS for part in parts)
-
-
-def rows_have_tags(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether most rows have `<image>` in a text."""
-    return 2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows)
 
 
 def _has_tag(value: Any) -> bool:
@@ -189,15 +193,14 @@ def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[Pic
 
 
 def place_pictures(
-    example: Example, column: list[PictureReference] | None, *, expects_pictures: bool, expects_tags: bool
+    example: Example, column: list[PictureReference] | None, use: PictureUse
 ) -> tuple[Example, list[PictureReference]]:
     """Mark each image in the texts, and return the images in order. Raise BadRow."""
     parts: list[PictureReference | int | None] = [
         reference for message in example.messages for reference in message.get("pictures", ())
     ]
     if not parts and not column:
-        # `expects_pictures`: other rows of the file have images
-        tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if expects_pictures else 0
+        tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if use.are_usual else 0
         if tags:
             raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no image")
         return example, []
@@ -207,7 +210,7 @@ def place_pictures(
         messages = example.messages
     else:
         references = column or []
-        messages = _with_marks(example.messages, len(references), expects_tags=expects_tags)
+        messages = _with_marks(example.messages, len(references), expects_tags=use.have_tags)
     for index in example.answers:
         if PICTURE_MARK in messages[index]["content"]:
             raise BadRow(f"messages[{index}]", "the assistant's answer has an image; answers are text")
