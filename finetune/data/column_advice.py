@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.data.checks import Values, is_blank, is_missing
-from finetune.data.column_kinds import JUDGEMENTS, describe, is_harmless, kinds_of, words_of
-from finetune.data.column_semantics import CONTEXT, REASONING, meaning_of
+from finetune.data.column_semantics import CONTEXT, JUDGEMENTS, REASONING, describe, is_harmless, kinds_of, meaning_of, words_of
 from finetune.data.formats import FORMATS
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable

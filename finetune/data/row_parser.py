@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
-from finetune.data.column_kinds import kinds_of
-from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_placeholders, meaning_of
+from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_placeholders, kinds_of, meaning_of
 from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, filled, parse
 from finetune.data.pictures.placement import PictureReference, PictureUse, picture_use, place_pictures, take_pictures
