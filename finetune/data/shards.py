@@ -29,24 +29,11 @@ LIST_OF_PICTURES = pa.list_(_PICTURE)
 _SEQUENCES = pa.list_(pa.list_(pa.int32()))
 
 
-@dataclass(frozen=True)
-class PictureSizes:
-    """Width and height of images in pixels, and the index of each image's row."""
-
-    rows: np.ndarray
-    pairs: np.ndarray
-
-    def of_rows(self, row_mask: np.ndarray) -> PictureSizes:
-        used = row_mask[self.rows]
-        return PictureSizes(self.rows[used], self.pairs[used])
-
-
-def sizes_of(column: pa.ChunkedArray) -> PictureSizes:
-    """Return the sizes of all images in a column of rows."""
+def sizes_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Return the row's index, the width and the height in pixels of each image in a column of rows."""
     pictures = column.combine_chunks()
-    counts, images = pictures.value_lengths().to_pylist(), pictures.flatten()
-    pairs = np.array([images.field(name).to_pylist() for name in ("width", "height")], np.int64).T
-    return PictureSizes(np.repeat(np.arange(len(counts)), counts), pairs)
+    rows, images = np.repeat(np.arange(len(pictures)), pictures.value_lengths().to_pylist()), pictures.flatten()
+    return np.array([rows, *(images.field(name).to_pylist() for name in ("width", "height"))], np.int64).T
 
 
 @dataclass(frozen=True)
@@ -75,15 +62,15 @@ class PictureSummary:
         ]
 
 
-def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSummary | None:
+def summarise_pictures(sizes: np.ndarray, row_mask: np.ndarray) -> PictureSummary | None:
     """Summarise the images of some rows; None without images."""
-    used = sizes.of_rows(row_mask)
-    if not len(used.rows):
+    used = sizes[row_mask[sizes[:, 0]]]
+    if not len(used):
         return None
-    areas = used.pairs.prod(axis=1)
+    areas = used[:, 1:].prod(axis=1)
     order = np.argsort(areas, kind="stable")
-    counts = np.unique(used.rows, return_counts=True)[1]
-    ranked = used.pairs[order[[0, (len(order) - 1) // 2, -1]]].tolist()
+    counts = np.unique(used[:, 0], return_counts=True)[1]
+    ranked = used[order[[0, (len(order) - 1) // 2, -1]], 1:].tolist()
     smallest, median, largest = ((width, height) for width, height in ranked)
     megapixels = round(float(areas.sum()) / 1e6, 3)
     return PictureSummary(len(areas), len(counts), int(counts.max()), smallest, median, largest, megapixels)
@@ -220,7 +207,8 @@ class StoredRows:
         return self._column("content", np.dtype("V16")).view(np.uint8).reshape(-1, 16)
 
     @cached_property
-    def picture_sizes(self) -> PictureSizes:
+    def picture_sizes(self) -> np.ndarray:
+        """Return `sizes_of` all images."""
         return sizes_of(self.table[PICTURES])
 
     @cached_property
@@ -277,7 +265,7 @@ class StoredRows:
 
     @cached_property
     def have_pictures(self) -> bool:
-        return bool(len(self.picture_sizes.rows))
+        return bool(len(self.picture_sizes))
 
     def has(self, flag: str) -> np.ndarray:
         return (self.flags & np.uint32(_BIT[flag])) != 0

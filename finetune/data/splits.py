@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from finetune.data.conversation import Example
 from finetune.data.report import Refused
-from finetune.data.shards import LIST_OF_PICTURES, PICTURES, PictureSizes, StoredRows
+from finetune.data.shards import LIST_OF_PICTURES, PICTURES, StoredRows
 from finetune.errors import DataError, FinetuneError
 from finetune.settings.methods import NOT_TRAINED
 from finetune.settings.vision import Sizes
@@ -111,18 +111,19 @@ class LimitedSplit:
             return (), (), 1.0
         usual = int(with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()])
         share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[usual]
-        pairs = (sizes.pairs[sizes.rows == row].tolist() for row in (int(values.argmax()), usual))
+        pairs = (sizes[sizes[:, 0] == row, 1:].tolist() for row in (int(values.argmax()), usual))
         largest, usual_sizes = (tuple(processor.size(*pair) for pair in of_row) for of_row in pairs)
         return largest, usual_sizes, round(float(share), 4)
 
     @property
     def most_pixels(self) -> int:
         """Return the pixels of the largest image, before `max_pixels`."""
-        return int(self._picture_sizes.pairs.prod(axis=1).max(initial=0))
+        return int(self._picture_sizes[:, 1:].prod(axis=1).max(initial=0))
 
     @property
-    def _picture_sizes(self) -> PictureSizes:
-        return self.stored.picture_sizes.of_rows(np.logical_or.reduce(self.passes))
+    def _picture_sizes(self) -> np.ndarray:
+        sizes = self.stored.picture_sizes
+        return sizes[np.logical_or.reduce(self.passes)[sizes[:, 0]]]
 
     @property
     def total_tokens(self) -> int:

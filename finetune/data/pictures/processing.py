@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from finetune.data.pictures.source import PictureSource
-    from finetune.data.shards import PictureSizes
 
 #: A processor that gives a square of this side in pixels as many values as a small one scales all images to one size.
 _LARGE_WIDTH = 2048
@@ -121,10 +120,10 @@ class PictureProcessor:
         tensors = self.tensors([[blank(width, height)]]).values()
         return sum(tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point())
 
-    def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
-        """Return each row's number of pixel values; `sizes` are unscaled."""
-        counts = [self.value_count(*self.size(*pair)) for pair in sizes.pairs.tolist()]
-        return np.bincount(sizes.rows, counts, rows).astype(np.int64)
+    def values_by_row(self, sizes: np.ndarray, rows: int) -> np.ndarray:
+        """Return each row's number of pixel values; `sizes` (`shards.sizes_of`) are unscaled."""
+        counts = [self.value_count(*self.size(*pair)) for pair in sizes[:, 1:].tolist()]
+        return np.bincount(sizes[:, 0], counts, rows).astype(np.int64)
 
 
 def blank(width: int, height: int) -> Image:

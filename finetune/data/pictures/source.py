@@ -45,11 +45,6 @@ _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
 _LARGE_PIXELS = 8_000_000
 _LARGE = threading.Lock()
 _EXIF_ORIENTATION = 0x0112
-#: EXIF orientation -> the name of Pillow's transposition that undoes it (EXIF 2.32, 4.6.4). From 5 on the sides change places.
-_TRANSPOSITIONS = {
-    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
-    8: "ROTATE_90",
-}  # fmt: skip
 
 
 class BadPicture(Exception):
@@ -110,6 +105,7 @@ def checked_size(content: bytes) -> tuple[int, int]:
         # decoded once to find damage, JPEG at an eighth of its size
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
         _load(image)
+        # from 5 on the sides change places (EXIF 2.32, 4.6.4)
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
@@ -123,14 +119,14 @@ def picture_file(path: Path) -> PictureSource:
 def open_picture(source: PictureSource) -> Image:
     """Open an image in RGB, turned as EXIF says, alpha on white. Raise BadPicture."""
     with _opened(source.read()) as image:
+        from PIL import ImageOps
+
         _load(image)
         picture = _as_rgb(image)
-        transposition = _TRANSPOSITIONS.get(_orientation(image))
-    if transposition is None:
-        return picture
-    from PIL.Image import Transpose
-
-    return picture.transpose(Transpose[transposition])
+        picture.info.clear()  # other EXIF data may be damaged
+        picture.getexif()[_EXIF_ORIENTATION] = _orientation(image)
+    ImageOps.exif_transpose(picture, in_place=True)
+    return picture
 
 
 def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
@@ -260,8 +256,6 @@ def _as_rgb(image: Image) -> Image:
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
-#: Most images whose sizes are kept; a line has 55 bytes.
-MAX_SIZES = 200_000
 _LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")
 #: Size, time and inode of a file that was looked at; None if there was none.
 FileStat = tuple[int, int, int] | None
@@ -327,13 +321,11 @@ class SizeCache(dict[str, tuple[int, int]]):
             self.update({match[1]: (int(match[2]), int(match[3])) for match in matches if match})
 
     def add(self, digest: str, size: tuple[int, int]) -> None:
-        if is_full := len(self) >= MAX_SIZES:
-            self.clear()
         self[digest] = size
         # a disk that can't be written costs only time
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("w" if is_full else "a", encoding="ascii") as file:
+            with self.path.open("a", encoding="ascii") as file:
                 file.write(f"{digest} {size[0]} {size[1]}\n")
 
 
