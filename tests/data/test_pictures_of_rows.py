@@ -17,7 +17,7 @@ from finetune.data.pictures import source
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture, small_pictures
 from finetune.data.sources import read_hub
-from finetune.data.tokens import decode_spans, with_counts
+from finetune.data.tokens import with_counts
 from finetune.errors import PackagesError
 
 RED = encoded(picture(8, 6, seed=1))
@@ -110,12 +110,6 @@ def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, m
     assert isinstance(row.values["image"]["bytes"], bytes) and isinstance(row.values["images"][0]["bytes"], bytes)
 
 
-def test_a_folder_of_images_is_read_with_its_metadata(cats):
-    (cats / "cats" / "metadata.csv").write_text("file_name,text\n1.png,A cat.\n", encoding="utf-8")
-    (example,) = _read(cats / "cats")
-    assert example.pictures[0].path == cats / "cats" / "1.png"
-
-
 def test_only_named_columns_are_pictures_and_can_be_left_out(cats, write):
     assert _read(write("rows.jsonl", [ROWS["questions"]]), ignore_columns=["images", "image"])[0].pictures == ()
     (example,) = _read(write("rows.jsonl", [{"file_name": "1.png", "prompt": "a", "completion": "b"}]))
@@ -123,23 +117,6 @@ def test_only_named_columns_are_pictures_and_can_be_left_out(cats, write):
     path = write("rows.jsonl", [{"photo": "cats/1.png", "question": "What?", "answer": "A cat."}])
     columns = {"images": "photo", "instruction": "question", "output": "answer"}
     assert _read(path, columns=columns)[0].pictures[0].width == 8
-
-
-def test_paths_may_start_in_another_folder(cats, write):
-    (cats / "rows").mkdir()
-    path = write("rows/rows.jsonl", [{"image": "1.png", "text": "A cat."}])
-    assert _read(path, image_folder=str(cats / "cats"))[0].pictures[0].path == cats / "cats" / "1.png"
-
-
-def test_tokens_have_the_picture_where_the_row_has_it(cats, write):
-    data = _prepare(write("rows.jsonl", [ROWS["llava"]]))
-    spans = decode_spans(*data.sequence()[:2], data.encoded.encoder.tokenizer)
-    assert spans == [
-        ("<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("A cat.<|im_end|>", True), ("\n", False),
-    ]  # fmt: skip
-    assert data.splits[0].examples[0].pictures[0].path == cats / "cats" / "1.png"
-    assert not data.report.findings
 
 
 def test_rows_of_text_beside_them_stay_as_they_are(cats, write):

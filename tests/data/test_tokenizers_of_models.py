@@ -119,27 +119,6 @@ def with_tokens(new_tokens, **settings):
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("new_tokens", "message"),
-    [
-        (["<a>", "<a>"], "has <a> more than once"),
-        ([""], "'' is no token"),
-        (["  "], "'  ' is no token"),
-        ([" ticket"], "white space at its ends"),
-        (["a\nb"], "printable"),
-        (["a\ud800"], "printable"),
-        (["x" * 201], "at most 200 characters"),
-        ([7], "give a list of tokens"),
-        ({"<a>": 7}, "new_tokens.<a> is 7"),
-        ([["<a>"]], "give a list of tokens"),
-        ({"<a>": "ticket", "": ""}, "'' is no token"),
-    ],
-)
-def test_text_that_is_no_token_is_refused(new_tokens, message):
-    with pytest.raises(RecipeError, match=message):
-        recipe("rows.jsonl", new_tokens=new_tokens)
-
-
 @pytest.mark.parametrize("name", ["<|im_end|>", "a", "é"])
 def test_a_token_that_the_model_has_is_refused(name):
     tokenizer = build_tokenizer(extra=("é",))
