@@ -23,7 +23,7 @@ from finetune.data.report import DataReport, Finding, refusal_lines
 from finetune.data.shards import PICTURES, SourcePart, StoredRows, summarise_pictures
 from finetune.data.sources import Source, sources_of, split_notes
 from finetune.data.splits import DataSplit, LimitedSplit
-from finetune.data.token_cache import FileInfo, tokenise_source
+from finetune.data.token_cache import tokenise_source
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
@@ -176,34 +176,28 @@ class SelectedRows:
         return hashed.hexdigest()
 
 
-def file_infos(dataset: DatasetRecipe) -> dict[Source, FileInfo]:
-    """Return size, time and hash of each file. Raise DataError or RecipeError."""
-    return {source: FileInfo.of(source) for sources in sources_of(dataset) for source in sources}
-
-
 def encode(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, infos: dict[Source, FileInfo] | None = None,
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, sources: tuple[list[Source], list[Source]] | None = None,
     progress: Progress = lambda *_: None,
 ) -> EncodedRows:  # fmt: skip
     """Tokenise the dataset, or load it from the cache. Raise DataError or RecipeError."""
     dataset = recipe.dataset
     if row_format := METHODS[recipe.method].row_format:
         dataset = dataset.model_copy(update={"format": row_format})
-    sources, eval_sources = sources_of(dataset)
+    train_sources, eval_sources = sources or sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
-    infos = file_infos(dataset) if infos is None else infos
-    lines = [info.lines for info in infos.values()]
+    lines = [source.info.lines for source in (*train_sources, *eval_sources)]
     # unknown where a file is not made of lines, or `max_rows` ends the reading
     total = None if dataset.max_rows is not None or None in lines else sum(filter(None, lines))
-    train = _load_rows(sources, infos, dataset, encoder, lambda rows: progress(rows, total))
+    train = _load_rows(train_sources, dataset, encoder, lambda rows: progress(rows, total))
     train_rows = sum(part.rows_read for part in train.parts)
     unlimited = dataset.model_copy(update={"max_rows": None})
-    held_out = _load_rows(eval_sources, infos, unlimited, encoder, lambda rows: progress(train_rows + rows, total))
+    held_out = _load_rows(eval_sources, unlimited, encoder, lambda rows: progress(train_rows + rows, total))
     # tokens from the cache did not need the template
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
     splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
-    notes = split_notes(dataset, sources, eval_sources)
+    notes = split_notes(dataset, train_sources, eval_sources)
     if eval_sources:
         splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
     elif count := sum(chosen := _choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
@@ -246,8 +240,7 @@ def _choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> l
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     """Return a dataset's held-out rows, else all its rows."""
     sources, eval_sources = sources_of(dataset)
-    infos = {source: FileInfo.of(source) for source in eval_sources or sources}
-    stored = _load_rows(list(infos), infos, dataset, encoder, lambda _: None)
+    stored = _load_rows(eval_sources or sources, dataset, encoder, lambda _: None)
     return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
 
 
@@ -279,10 +272,7 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
     return rows
 
 
-def _load_rows(
-    sources: list[Source], infos: dict[Source, FileInfo], dataset: DatasetRecipe, encoder: Encoder,
-    progress: Callable[[int], None],
-) -> StoredRows:  # fmt: skip
+def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, progress: Callable[[int], None]) -> StoredRows:
     parts: list[SourcePart] = []
 
     def count() -> int:
@@ -292,7 +282,7 @@ def _load_rows(
         if count() == dataset.max_rows:
             break
         remaining = dataset.max_rows and dataset.max_rows - count()
-        part = tokenise_source(source, infos[source], dataset, remaining, encoder, lambda rows: progress(count() + rows))
+        part = tokenise_source(source, dataset, remaining, encoder, lambda rows: progress(count() + rows))
         part.weight = source.weight
         parts.append(part)
     return StoredRows(parts)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import glob
+import hashlib
 import os
 import re
 import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune import hub
+from finetune.data.pictures.source import FileStat, file_stat
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, drop_nulls, file_type, read_file
 from finetune.data.report import Refused, first_line, printable
 from finetune.errors import DataError, RecipeError
@@ -147,11 +150,21 @@ def _split_of(path: Path) -> str | None:
     return splits.pop() if len(splits) == 1 else _MIXED if splits else None
 
 
+_LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 
 #: Readers of `datasets` that are allowed, out of some thirty: formats that are also read locally, never a dataset's code.
 _HUB_READERS = ("json", "csv", "parquet")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+
+
+class FileInfo(NamedTuple):
+    """A file before its rows are read."""
+
+    stat: FileStat = None
+    sha256: str = ""
+    #: Approximate number of rows; None if a line is not a row.
+    lines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,24 @@ class Source:
     has_splits: bool = False
     #: How often each row is used in an epoch.
     weight: float = 1.0
+
+    @cached_property
+    def info(self) -> FileInfo:
+        """Stat and hash the file. Raise DataError."""
+        if self.path is None:
+            return FileInfo()
+        try:
+            stat = file_stat(self.path)
+            digest, lines = hashlib.sha256(), 0
+            with self.path.open("rb", buffering=0) as file:
+                while chunk := file.read(2**22):
+                    digest.update(chunk)
+                    lines += chunk.count(b"\n")
+        except OSError as error:
+            problem = f"{self.name}: can't be read: {error.strerror or error}"
+            raise DataError(problem, "Check the file and its disk.") from None
+        has_lines = self.path.suffix.lower() in _LINE_TYPES and self.split is None
+        return FileInfo(stat, digest.hexdigest(), lines if has_lines else None)
 
     def rows(self) -> Iterator[Row | Refused]:
         """Read the rows, also unreadable ones. Raise DataError for the whole source."""

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -60,36 +60,6 @@ _ENCODE_ROWS = 256
 #: Threads that verify hashes.
 _HASH_THREADS = 4
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
-_LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """A source file before it is read."""
-
-    stat: FileStat = None
-    sha256: str = ""
-    #: Approximate number of rows; None if a line is not a row.
-    lines: int | None = None
-
-    @classmethod
-    def of(cls, source: Source) -> FileInfo:
-        """Stat and hash the file. Raise DataError."""
-        path = source.path
-        if path is None:
-            return cls()
-        try:
-            stat = file_stat(path)
-            digest, lines = hashlib.sha256(), 0
-            with path.open("rb", buffering=0) as file:
-                while chunk := file.read(2**22):
-                    digest.update(chunk)
-                    lines += chunk.count(b"\n")
-        except OSError as error:
-            raise DataError(
-                f"{source.name}: can't be read: {error.strerror or error}", "Check the file and its disk."
-            ) from None
-        return cls(stat, digest.hexdigest(), lines if path.suffix.lower() in _LINE_TYPES and source.split is None else None)
 
 
 class SourceReader:
@@ -157,13 +127,13 @@ def _size(value: Any) -> int:
 
 
 def tokenise_source(
-    source: Source, info: FileInfo, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
+    source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
 ) -> SourcePart:
     """Return at most `limit` tokenised rows of a source. Raise DataError or DiskFull."""
-    path = source.path
-    if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
+    path, stat = source.path, source.info.stat
+    if path is None or stat is None or stat[0] < SMALL_BYTES:
         return _tokenise(SourceReader(source, dataset, limit), encoder, progress)
-    folder = cache_folder() / _cache_key(info, source, dataset, limit, encoder)
+    folder = cache_folder() / _cache_key(source, dataset, limit, encoder)
     part = _read(folder, source.name)
     if part is None:
         with disk_errors(folder, "tokenised rows"):
@@ -174,7 +144,7 @@ def tokenise_source(
             part = _read(folder, source.name)  # which another process wrote meanwhile
             if part is None:
                 part = _tokenise(SourceReader(source, dataset, limit), encoder, progress, folder)
-            if file_stat(path) != info.stat:
+            if file_stat(path) != stat:
                 # processes that have the files mapped can still read them
                 shutil.rmtree(folder, ignore_errors=True)
                 raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
@@ -268,14 +238,14 @@ def _mapped(path: Path) -> pa.Table:
         return pa.ipc.open_file(file).read_all()
 
 
-def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
+def _cache_key(source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
     settings = {name: value for name, value in dataset.model_dump(mode="json").items() if name not in _SELECTING_SETTINGS}
     # the template writes today's date into every row
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
     path = source.path or Path()
     # paths of images start in the file's folder
     kind = [file_type(path), path.suffix.lower(), source.split, str(path.parent.absolute())]
-    parts = [info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
+    parts = [source.info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
@@ -202,14 +204,15 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     """Tokenise a completed recipe's rows."""
     say("reading the data")
-    from finetune.data.preparation import encode, file_infos
+    from finetune.data.preparation import encode
+    from finetune.data.sources import sources_of
     from finetune.data.tokenizer import load_tokenizer, rows_of_tokens
 
+    sources = sources_of(recipe.dataset)
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
-        infos_future = pool.submit(file_infos, recipe.dataset)
+        pool.map(attrgetter("info"), itertools.chain(*sources))
         tokenizer = load_tokenizer(recipe)
-        infos = infos_future.result()
-    rows = encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
+    rows = encode(recipe, tokenizer, sources=sources, progress=RowProgress(say))
     try:
         size = vocabulary_size(recipe)
     except ModelError:  # rows can be read without a model; the plan reports the error
