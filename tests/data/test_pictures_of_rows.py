@@ -110,30 +110,6 @@ def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked(tmp_path, m
     assert isinstance(row.values["image"]["bytes"], bytes) and isinstance(row.values["images"][0]["bytes"], bytes)
 
 
-def test_only_named_columns_are_pictures_and_can_be_left_out(cats, write):
-    assert _read(write("rows.jsonl", [ROWS["questions"]]), ignore_columns=["images", "image"])[0].pictures == ()
-    (example,) = _read(write("rows.jsonl", [{"file_name": "1.png", "prompt": "a", "completion": "b"}]))
-    assert example.pictures == () and example.prompt == "a"
-    path = write("rows.jsonl", [{"photo": "cats/1.png", "question": "What?", "answer": "A cat."}])
-    columns = {"images": "photo", "instruction": "question", "output": "answer"}
-    assert _read(path, columns=columns)[0].pictures[0].width == 8
-
-
-def test_rows_of_text_beside_them_stay_as_they_are(cats, write):
-    rows = [ROWS["llava"], {"conversations": [{"from": "human", "value": "Hi \ufffc"}, {"from": "gpt", "value": "Yes"}]}]
-    data = _prepare(write("rows.jsonl", rows))
-    example = data.splits[0].examples[1]
-    assert example.messages[0] == {"role": "user", "content": "Hi \ufffc"} and not example.pictures
-
-
-def test_equal_questions_about_other_pictures_are_other_prompts(cats, write):
-    (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
-    rows = [{"image": f"cats/{name}.png", "question": "What?", "answer": "A cat."} for name in (1, 2, 1)]
-    data = _prepare(write("rows.jsonl", rows), test_split_size=1)
-    assert [example.pictures[0].width for example in data.splits[1].examples] == [20]
-    assert data.report.duplicate_rows == 1
-
-
 def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)

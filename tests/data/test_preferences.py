@@ -4,9 +4,8 @@ import json
 import random
 
 import pytest
-from small_data import prepare, talk
+from small_data import prepare
 
-from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError
 from finetune.recipe import recipe_from
 
@@ -67,19 +66,6 @@ def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, reci
             refused += 1
             assert all(len(problem.splitlines()) == 1 for problem in error.problems), error.problems
     assert 50 < refused < 200
-
-
-def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(write, tokenizer):
-    rows = [talk(f"Is {n} even?", "Yes." if n % 2 == 0 else "Yes, of course it is") | {"label": n % 2 == 0} for n in range(40)]
-    path = write("rows.jsonl", [{"label": True}, *rows])
-    recipe = labelled(path, dataset={"path": path, "test_split_size": 10, "on_bad_rows": "skip"}, excess_length="truncate")
-    longest = max(prepare(recipe, tokenizer, max_length=None).lengths)
-    for limit in (None, longest - 1):
-        prepared = prepare(recipe, tokenizer, max_length=limit)
-        for part in (prepared.train, prepared.eval):
-            texts = [tokenizer.decode([t for t in row["labels"] if t != NOT_TRAINED]) for row in part]
-            assert ["of course" not in text for text in texts] == part["desirable"]
-    assert (len(prepared.train), len(prepared.eval), len(prepared.report.rows_refused)) == (30, 10, 1)
 
 
 @pytest.mark.parametrize(

@@ -161,13 +161,3 @@ def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_c
     assert prompts_of_splits(path, split="test") == (EXPECTED_PROMPTS[1], None)
     with pytest.raises(DataError, match="has no split dev; it has train, test"):
         prompts_of_splits(path, eval_split="dev")
-
-
-@pytest.mark.parametrize("held_out", ["validation", "dev", "test"])
-def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write, held_out):
-    path = write("rows.jsonl", [{**row, "split": "train" if n < 5 else held_out} for n, row in enumerate(ROWS)])
-    assert prompts_of_splits(path, split="train") == (EXPECTED_PROMPTS[0], None)
-    with pytest.raises(DataError, match="'split' is not used, and it looks like a split of the rows: 2 row") as error:
-        prompts_of_splits(path)
-    assert prompts_of_splits(path, **advised(error.value.fix)[0]) == EXPECTED_PROMPTS
-    assert prompts_of_splits(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
