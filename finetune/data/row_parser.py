@@ -58,45 +58,33 @@ class RowParser:
     reads_pictures: bool = True
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
-        examples: list[Example] = []
+        parsed: list[tuple[Example, list[PictureReference]]] = []
         refused: list[Refused] = []
         unused = UnusedColumns(self.file, self.format)
-        pictures: dict[int, list[PictureReference]] = {}  # by the index of the example
         for row in batch:
             if isinstance(row, Refused):
                 refused.append(row)
                 continue
             try:
                 example, references = self._parse_row(row, unused)
-                if references:
-                    pictures[len(examples)] = references
                 if self.row_format != self.format:  # a good and a bad answer, as TRL reads pairs for KTO
                     chosen, rejected = example.pair()
-                    examples += [replace(chosen, desirable=True), replace(rejected, desirable=False)]
+                    parsed += [(replace(chosen, desirable=True), references), (replace(rejected, desirable=False), references)]
                 else:
-                    examples.append(example)
+                    parsed.append((example, references))
             except BadRow as error:
                 refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
-        files = self._open_pictures(examples, pictures, refused) if pictures and self.reads_pictures else {}
-        return ParsedBatch(examples, refused, unused, files)
-
-    def _open_pictures(
-        self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
-    ) -> dict[str, FileStat]:
-        """Set the images of `examples`, refuse rows with bad images, and return the checked files."""
-        reader = PictureReader(self.folder, self.dataset.image_folder)
-        bad_rows = set()
-        for index, sources in zip(pictures, reader.read(pictures.values()), strict=True):
-            example = examples[index]
-            if isinstance(sources, BadRow):
-                bad_rows.add(index)
-                name = (sources.field or "").partition("[")[0]
-                field_name = (sources.field or "").replace(name, self.columns.get(name, name), 1)
-                refused.append(Refused(example.file, example.row, field_name, sources.reason))
+        if not self.reads_pictures or not any(references for _, references in parsed):
+            return ParsedBatch([example for example, _ in parsed], refused, unused, {})
+        reader, examples = PictureReader(self.folder, self.dataset.image_folder), list[Example]()
+        for (example, references), pictures in zip(parsed, reader.read([row[1] for row in parsed]), strict=True):
+            if isinstance(pictures, BadRow):
+                name = (pictures.field or "").partition("[")[0]
+                field_name = (pictures.field or "").replace(name, self.columns.get(name, name), 1)
+                refused.append(Refused(example.file, example.row, field_name, pictures.reason))
             else:
-                examples[index] = replace(example, pictures=sources)
-        examples[:] = [example for index, example in enumerate(examples) if index not in bad_rows]
-        return reader.files
+                examples.append(replace(example, pictures=pictures) if references else example)
+        return ParsedBatch(examples, refused, unused, reader.files)
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
         values = apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
