@@ -87,8 +87,8 @@ class RowParser:
         return ParsedBatch(examples, refused, unused, reader.files)
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
-        values = apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
-        renamed, row_pictures = take_pictures(rename_columns(values, self.columns), self.pictures.columns)
+        values = _apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
+        renamed, row_pictures = take_pictures(_rename_columns(values, self.columns), self.pictures.columns)
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
         # columns named like a field that the recipe maps to another column
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
@@ -113,23 +113,23 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
         dataset = dataset.model_copy(update={"ignore_columns": [*dataset.ignore_columns, columns.pop("reasoning")]})
     ignored = dataset.ignore_columns
     if dataset.format not in METHOD_FORMATS:
-        check_other_data(rows, file, {*columns.values(), *ignored})
+        _check_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
-    rows = [apply_columns(values, ignored) for values in rows]
+    rows = [_apply_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
         # LLaMA-Factory's name
         columns = {**columns, "label": "kto_tag"}
     names = {*columns, *header}
     unpairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
-    check_columns(rows, file, "preference" if unpairs else dataset.format, columns)
+    _check_columns(rows, file, "preference" if unpairs else dataset.format, columns)
     if not columns and dataset.format == "auto":
-        columns = usual_columns(rows)
-    renamed_rows = [rename_columns(values, columns) for values in rows]
-    format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
+        columns = _usual_columns(rows)
+    renamed_rows = [_rename_columns(values, columns) for values in rows]
+    format_name = _detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
     row_format = "preference" if unpairs else format_name
     if dataset.format not in METHOD_FORMATS:
-        columns = columns | reasoning_column(renamed_rows, file, format_name, columns)
-        renamed_rows = [rename_columns(values, columns) for values in rows]
+        columns = columns | _reasoning_column(renamed_rows, file, format_name, columns)
+        renamed_rows = [_rename_columns(values, columns) for values in rows]
     pictures = picture_use(file, renamed_rows)
     read = {*FORMATS[row_format].columns, *pictures.columns}
     column_names = [*(column for values in renamed_rows for column in values), *(name for name in ignored if name in header)]
@@ -156,7 +156,7 @@ def _formats_with(columns: set[str]) -> list[str]:
     return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
 
 
-def usual_columns(rows: list[Values]) -> Columns:
+def _usual_columns(rows: list[Values]) -> Columns:
     """Map usual names of question and answer to alpaca's; empty for others."""
     filled_columns = filled(rows)
     if _formats_with(filled_columns):
@@ -165,7 +165,7 @@ def usual_columns(rows: list[Values]) -> Columns:
     return dict(zip(("instruction", "output", "input"), names, strict=False))
 
 
-def reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
+def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
     """Map a reasoning column by its usual names. Raise DataError for unusable reasoning."""
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
     for name in transcripts(rows, answers):
@@ -190,13 +190,13 @@ def reasoning_column(rows: list[Values], file: str, format_name: str, columns: C
     return {"reasoning": texts[0]} if len(texts) == 1 and "reasoning" not in named else {}
 
 
-def rename_columns(row: Values, columns: Columns) -> Values:
+def _rename_columns(row: Values, columns: Columns) -> Values:
     """Rename the user's columns (field -> column) to the format's."""
     mapped = {field: row[column] for field, column in columns.items() if column in row}
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
-def detect(rows: list[Values], file: str) -> str:
+def _detect(rows: list[Values], file: str) -> str:
     """Return the format of most rows. Raise UnknownColumns for none, DataError for several."""
     counts: Counter[str] = Counter()
     for row in rows:
@@ -217,7 +217,7 @@ def detect(rows: list[Values], file: str) -> str:
     return counts.most_common(1)[0][0]
 
 
-def check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
+def _check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
     """Raise DataError for required or mapped columns that no row has; `rows` are not renamed."""
     header = {key for row in rows for key in row}
     for field, column in columns.items():
@@ -244,7 +244,7 @@ def check_columns(rows: list[Values], file: str, format_name: str, columns: Colu
 _MESSAGE_PARTS = {"role", "content", "from", "value"}
 
 
-def apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
+def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
     """Drop ignored columns and message fields, and write values that aren't text as JSON. Raise BadRow."""
     # `reasoning_content` means reasoning under any name
     if "reasoning_content" in ignored:
@@ -264,7 +264,7 @@ def apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str
             # parts of a message's content keep their fields
             dropped = set() if in_message else {*ignored} - _MESSAGE_PARTS
             items = (
-                apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
+                _apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
             )
             applied[name] = list(items)
     return applied
@@ -281,7 +281,7 @@ class PreferenceData(DataError):
         self.chosen, self.rejected = chosen, rejected
 
 
-def check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
+def _check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
     """Raise DataError for columns of data with another use."""
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
@@ -346,7 +346,7 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     if not all(map(is_local, paths)):
         return "sft", "the rows are not on this machine"
     rows = [row.values for row in itertools.islice(sources_of(dataset)[0][0].rows(), 100) if isinstance(row, Row)]
-    renamed = [rename_columns(values, dataset.columns) for values in rows]
+    renamed = [_rename_columns(values, dataset.columns) for values in rows]
     filled_columns = filled(renamed)
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
