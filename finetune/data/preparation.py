@@ -202,7 +202,7 @@ def encode(
         splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
     elif count := sum(chosen := _choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
         mask = np.array(chosen, dtype=bool)
-        splits = [DataSplit(train, ~mask, held_out=count), DataSplit(train, mask, split_off=True)]
+        splits = [DataSplit(train, ~mask), DataSplit(train, mask, split_off=True)]
         if dataset.test_split_size is None:
             notes.append(f"{count:,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
     return EncodedRows(encoder, splits, notes)
@@ -299,7 +299,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         rows_read=unlimited.rows_read,
         rows_used=int(limited.used.sum()),
         rows_refused=tuple(sorted(limited.refused, key=lambda row: (row.file, row.row))),
-        rows_held_out=unlimited.held_out,
+        rows_held_out=0 if unlimited.split_off else int((~unlimited.row_mask).sum()),
         rows_too_long=int(limited.too_long.sum()),
         rows_truncated=int(limited.truncated.sum()),
         rows_chunked=int((limited.chunked & limited.used).sum()),

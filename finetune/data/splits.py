@@ -39,7 +39,6 @@ class DataSplit:
     stored: StoredRows
     #: Which stored rows belong to the split.
     row_mask: np.ndarray
-    held_out: int = 0  # rows moved from this training split to the held-out split
     split_off: bool = False  # taken from the training files by test_split_size
 
     @property

@@ -173,7 +173,11 @@ class Template:
 
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-        messages = with_parts([_with_reasoning_key(self._with_thought(message), self._reasoning) for message in messages])
+        keys = {"reasoning_content": self._reasoning}
+        messages = [
+            {keys.get(name, name): value for name, value in self._with_thought(message).items()} for message in messages
+        ]
+        messages = with_parts(messages)
         if any(message.get("tool_calls") for message in messages):
             messages = _with_call_form(messages, self.call_form)
         try:
@@ -326,12 +330,6 @@ def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
     writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
     if has_calls and any("<tool_call>" in prompt for prompt in prompts) and not writes_json:
         raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
-
-
-def _with_reasoning_key(message: Message, reasoning: str) -> Message:
-    if "reasoning_content" not in message or reasoning == "reasoning_content":
-        return message
-    return {reasoning if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:

@@ -44,18 +44,6 @@ class PictureReference:
         return "" if self.path is None else f": {quoted(self.path, _SHOWN_PATH)}"
 
 
-def picture_references(value: Any, field: str) -> list[PictureReference]:
-    """Read the images in a column: one, a list, or JSON of a list. Raise BadRow."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_if_text(value, field)
-    if is_blank(value):
-        return []
-    is_list = isinstance(value, (list, tuple))
-    items = {f"{field}[{index}]": item for index, item in enumerate(value)} if is_list else {field: value}
-    # objects as OpenAI and `datasets` write them
-    return [_from_object(item, at, _OBJECT_KEYS) if isinstance(item, dict) else _plain(item, at) for at, item in items.items()]
-
-
 def _plain(value: Any, field: str) -> PictureReference:
     if isinstance(value, dict):
         return _from_object(value, field, _INNER_KEYS)
@@ -181,14 +169,23 @@ def message_with_pictures(text: str, count: int) -> Values:
 
 
 def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[PictureReference] | None]:
-    """Split off a row's images; None without an image column. Raise BadRow."""
+    """Split off a row's images: one, a list, or JSON of a list; None without an image column. Raise BadRow."""
     present = [name for name in columns if name in row]
     if not present:
         return row, None
     filled = [name for name in present if not is_blank(row[name])]
     if len(filled) > 1:
         raise BadRow(filled[1], f"has images, and so does column {filled[0]}; leave one out with dataset.ignore_columns")
-    references = picture_references(row[filled[0]], filled[0]) if filled else []
+    items: Values = {}
+    for field in filled:
+        value = row[field]
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = parse_if_text(value, field)
+        items = {f"{field}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {field: value}
+    # objects as OpenAI and `datasets` write them
+    references = [
+        _from_object(item, at, _OBJECT_KEYS) if isinstance(item, dict) else _plain(item, at) for at, item in items.items()
+    ]
     return {name: value for name, value in row.items() if name not in present}, references
 
 
