@@ -99,6 +99,12 @@ def test_a_template_that_never_ends_is_ended(write, monkeypatch):
         prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(endless), max_length=None)
 
 
+def test_a_template_runs_only_in_the_sandbox(write):
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="the chat template refuses it"):
+        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(escape), max_length=None)
+
+
 def test_the_bundled_rows_are_all_used_and_held_out_prompts_have_the_tokens_of_training():
     data_recipe = recipe("support", model_name_or_path="tiny")
     tokenizer = load_tokenizer(data_recipe)
