@@ -85,9 +85,6 @@ class Example:
         """Return the messages before the last answer, or the prompt."""
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
-    def calls(self) -> list[dict[str, Any]]:
-        return list(self.messages[self.answers[-1]].get("tool_calls") or ()) if self.messages else []
-
     def texts(self) -> list[str]:
         messages = (*self.messages, *self.rejected)
         texts = (self.prompt, self.completion, self.text, self.rejected_completion)

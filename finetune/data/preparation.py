@@ -67,12 +67,8 @@ class SelectedRows:
     splits: list[LimitedSplit]
 
     @property
-    def _held_out(self) -> LimitedSplit | None:
-        return self.splits[1] if len(self.splits) > 1 else None
-
-    @property
     def eval_rows(self) -> int:
-        return len(self._held_out.lengths) if self._held_out else 0
+        return sum(len(split.lengths) for split in self.splits[1:])
 
     @cached_property
     def train(self) -> Dataset:
@@ -81,7 +77,7 @@ class SelectedRows:
 
     @cached_property
     def eval(self) -> Dataset | None:
-        return self._held_out.dataset(f"{self.fingerprint}-eval") if self._held_out else None
+        return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -109,7 +105,7 @@ class SelectedRows:
 
     @cached_property
     def eval_report(self) -> DataReport | None:
-        return _report(self._held_out, self.findings[1]) if self._held_out else None
+        return _report(self.splits[1], self.findings[1]) if len(self.splits) > 1 else None
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
@@ -248,9 +244,11 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
     """Return prompt, tokens and answer of each row, with thought, calls and images if any."""
     rows = []
     for example in examples:
-        question, calls, answer, thought = example.question(), example.calls(), example.reference(), ""
+        question, calls, answer, thought = example.question(), list[Any](), example.reference(), ""
         if example.messages:
-            thought, text = thought_and_text(example.messages[example.answers[-1]])
+            message = example.messages[example.answers[-1]]
+            calls = list(message.get("tool_calls") or ())
+            thought, text = thought_and_text(message)
             answer = display_text(Answer(text, calls))
         # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:

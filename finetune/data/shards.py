@@ -216,11 +216,6 @@ class StoredRows:
         """Return the index of each row's part."""
         return np.repeat(np.arange(len(self.parts)), [sum(table.num_rows for table in part.tables) for part in self.parts])
 
-    @property
-    def weights(self) -> np.ndarray:
-        """Return how often each row is used in an epoch."""
-        return np.array([part.weight for part in self.parts])[self.source_indices]
-
     def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
         """Return the rows in `row_mask` that equal an earlier row."""
         rows = np.flatnonzero(row_mask)

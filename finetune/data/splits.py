@@ -234,7 +234,8 @@ def _as_pairs(sequences: pa.Table) -> pa.Table:
 
 def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:
     """Return a row mask for each pass of an epoch."""
-    weights, sources = stored.weights, stored.source_indices
+    sources = stored.source_indices
+    weights = np.array([part.weight for part in stored.parts])[sources]
     passes = []
     for full_passes in range(max(1, math.ceil(weights.max(initial=1.0)))):
         # rows of weight 2.5 are in two passes, and half of the rows in a third
