@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,62 +38,36 @@ Model = Literal["base", "tuned"]
 MODELS: tuple[Model, ...] = ("base", "tuned")
 
 
-class Question(Event, kind="question"):
-    """Question of the page."""
+@dataclass(frozen=True)
+class Answer:
+    """Answer of a model."""
+
+    text: str = ""
+    thought: str = ""
+    #: None while the answer grows.
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    stopped: bool = False
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+class Turn(Event, kind="turn"):
+    """A question with its answers so far."""
 
     id: str
     text: str
     models: tuple[Model, ...] = MODELS
     #: File names.
     pictures: tuple[str, ...] = ()
-
-
-class Answer(Event, kind="answer"):
-    """Answer of a model."""
-
-    id: str
-    model: Model
-    text: str
-    tokens: int = 0
-    tokens_per_s: float | None = None
-    stopped: bool = False
-    calls: tuple[dict[str, Any], ...] = ()
-    thought: str = ""
-
-
-class Done(Event, kind="done"):
-    """End of all answers."""
-
-    id: str
+    answers: dict[Model, Answer] = field(default_factory=dict)
     #: Reason for missing answers.
     error: str = ""
 
 
-KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Answer, Done)}
-
-
-@dataclass
-class Turn:
-    """A question with its answers."""
-
-    question: Question
-    answers: dict[Model, Answer] = field(default_factory=dict)
-    #: Growing answers.
-    partial: dict[Model, Answer] = field(default_factory=dict)
-    done: Done | None = None
-
-
 def read_turns(path: Path) -> list[Turn]:
     """Return the turns in a conversation's file."""
-    turns: dict[str, Turn] = {}
-    for event in read_events(path, KINDS):
-        if isinstance(event, Question):
-            turns[event.id] = Turn(event)
-        elif isinstance(event, Answer) and event.id in turns:
-            turns[event.id].answers[event.model] = event
-        elif isinstance(event, Done) and event.id in turns:
-            turns[event.id].done = event
-    return list(turns.values())
+    # a turn is written again with each answer: the newest line counts
+    return list({turn.id: turn for turn in read_events(path, {Turn.kind: Turn}) if isinstance(turn, Turn)}.values())
 
 
 class Chats:
@@ -105,44 +79,42 @@ class Chats:
         self._worker: Worker | None = None
         self._name = ""
         self._asking = ThreadPoolExecutor(1)  # answers keep the order of questions
-        self._newest: Future[None] | None = None
-        #: Text and thought so far of each model, by question.
-        self._growing: dict[str, dict[Model, list[str]]] = {}
+        #: Turns without all their answers, by id.
+        self.answering: dict[str, Turn] = {}
         self._is_stopped = False
 
     def ask(
         self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
         pictures: Sequence[str] = (), **how: Any,
-    ) -> None:  # fmt: skip
+    ) -> Future[None]:  # fmt: skip
         """Ask a question without waiting."""
-        question = Question(id=uuid.uuid4().hex, text=text, models=tuple(models), pictures=tuple(pictures))
+        turn = Turn(id=uuid.uuid4().hex, text=text, models=tuple(models), pictures=tuple(pictures))
         with self._lock:
             worker = self._worker_of(run)
         # in a file: all tabs show one conversation, and closing a tab loses nothing
         writer = EventWriter(self.path(run))
-        writer.emit(question)
-        # `turns` shows the growing answers
-        self._newest = self._asking.submit(self._wait, worker, writer, question, max_new_tokens=max_new_tokens, **how)
+        writer.emit(turn)
+        self.answering[turn.id] = turn
+        return self._asking.submit(self._wait, worker, writer, turn, max_new_tokens=max_new_tokens, **how)
 
-    def _wait(self, worker: Worker, writer: EventWriter, question: Question, **how: Any) -> None:
-        error, self._is_stopped = "", False
-        growing = self._growing[question.id] = {}
+    def _wait(self, worker: Worker, writer: EventWriter, turn: Turn, **how: Any) -> None:
+        error, answers, self._is_stopped = "", turn.answers, False
         try:
-            for model in question.models:
-                pieces = growing[model] = ["", ""]
-                how |= {"model": model, "text": question.text, "pictures": question.pictures}
+            for model in turn.models:
+                answers[model] = Answer()
+                how |= {"model": model, "text": turn.text, "pictures": turn.pictures}
                 try:
-                    values = worker.call("answer", report=functools.partial(_add_piece, pieces), **how)
+                    answers[model] = Answer(**worker.call("answer", report=functools.partial(_grow, answers, model), **how))
                 except FinetuneError as failure:
                     error = " ".join([*failure.problems, failure.fix])
-                    values = {"text": pieces[0], "thought": pieces[1], "stopped": True}
-                if not error or any(pieces):  # the text so far stays
-                    writer.emit(Answer(id=question.id, model=model, **values))
+                    so_far = answers.pop(model)
+                    if so_far != Answer():
+                        answers[model] = replace(so_far, tokens=0, stopped=True)
+                writer.emit(replace(turn, error=error))
                 if error or self._is_stopped:
                     break
-            writer.emit(Done(id=question.id, error=error))
         finally:
-            del self._growing[question.id]
+            del self.answering[turn.id]
 
     def stop(self, run: RunDirectory) -> None:
         if self._worker is not None and self.is_running(run):
@@ -150,12 +122,7 @@ class Chats:
             self._worker.cancel("answer")
 
     def turns(self, run: RunDirectory) -> list[Turn]:
-        turns = read_turns(self.path(run))
-        for turn in turns:
-            identity = turn.question.id
-            for model, (text, thought) in {**self._growing.get(identity, {})}.items():
-                turn.partial[model] = Answer(id=identity, model=model, text=text, thought=thought)
-        return turns
+        return [self.answering.get(turn.id, turn) for turn in read_turns(self.path(run))]
 
     def clear(self, run: RunDirectory) -> None:
         if self.path(run).exists():
@@ -169,9 +136,6 @@ class Chats:
     @property
     def pictures(self) -> Path:
         return self._folder / PICTURES
-
-    def is_answering(self, run: RunDirectory) -> bool:
-        return self._name == run.path.name and self._newest is not None and not self._newest.done()
 
     def is_running(self, run: RunDirectory) -> bool:
         return self._name == run.path.name and self._worker is not None and self._worker.is_alive
@@ -192,9 +156,10 @@ class Chats:
         return self._worker
 
 
-def _add_piece(pieces: list[str], piece: tuple[str, bool]) -> None:
+def _grow(answers: dict[Model, Answer], model: Model, piece: tuple[str, bool]) -> None:
     text, is_thought = piece
-    pieces[is_thought] += text
+    name = "thought" if is_thought else "text"
+    answers[model] = replace(answers[model], **{name: getattr(answers[model], name) + text})
 
 
 def keep_picture(folder: Path, upload: str) -> str:
@@ -264,8 +229,8 @@ class Conversation:
         shown: list[PictureSource] = []
         for turn in read_turns(self._path):
             if answer := turn.answers.get(model):
-                pictures = kept_pictures(self._folder, turn.question.pictures)
-                messages += [message_with_pictures(turn.question.text, len(pictures)), assistant_message(answer)]
+                pictures = kept_pictures(self._folder, turn.pictures)
+                messages += [message_with_pictures(turn.text, len(pictures)), assistant_message(answer)]
                 shown += pictures
         return messages, shown
 

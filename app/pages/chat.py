@@ -14,7 +14,7 @@ from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
-from ..chats import MODELS, Answer, Done, Model, Turn, keep_picture, kept_pictures
+from ..chats import MODELS, Answer, Chats, Model, Turn, keep_picture, kept_pictures
 from ..language import mark, tr
 from ..views.answers import pictures_of
 from ..views.markup import Safe, inert, render
@@ -33,21 +33,18 @@ def pane(plan: Plan) -> str:
 
 def parts(context: Context, run: RunDirectory) -> dict[str, str]:
     """Return the conversation, memory warning and Stop button."""
-    turns = context.chats.turns(run)
-    is_answering = bool(turns) and not turns[-1].done and context.chats.is_answering(run)
-    if turns and not is_answering and not turns[-1].done:  # the app was killed before the answer was complete
-        turns[-1].done = Done(id=turns[-1].question.id)
+    turns, chats = context.chats.turns(run), context.chats
     return {
-        "turns": conversation(turns, context.chats.pictures), "warning": _warning(context, run),
-        "stop": render("chat_stop", is_answering=is_answering),
+        "turns": conversation(turns, chats), "warning": _warning(context, run),
+        "stop": render("chat_stop", is_answering=bool(turns) and turns[-1].id in chats.answering),
     }  # fmt: skip
 
 
-def conversation(turns: Sequence[Turn], folder: Path) -> str:
+def conversation(turns: Sequence[Turn], chats: Chats) -> str:
     """Return the turns as HTML."""
     return render(
-        "turns", turns=turns, pictures=functools.partial(_pictures, folder), calls=_calls,
-        long=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
+        "turns", turns=turns, pictures=functools.partial(_pictures, chats.pictures), calls=_calls,
+        answering=chats.answering, long=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from picture_models import save_picture_model, save_picture_rows
 from PIL import Image
 from written_runs import make_run
 
-from app.chats import Answer, Chats, Conversation, Done, Question, Turn, _kept, keep_picture, kept_pictures
+from app.chats import Answer, Chats, Conversation, Turn, _kept, keep_picture, kept_pictures
 from app.pages import chat
 from app.pages.run import RunPage
 from app.worker import Work
@@ -41,34 +42,25 @@ def chats_with(tmp_path):
     return write
 
 
-def question(identity, text):
-    return {"kind": "question", "time_s": 1.0, "id": identity, "text": text}
-
-
-def answer(identity, model, text):
-    return {"kind": "answer", "time_s": 1.0, "id": identity, "model": model, "text": text}
-
-
-def shown_turns(turns):
-    return chat.conversation(turns, Path("pictures"))
+def turn(identity, text, error="", **answers):
+    answers = {model: {"tokens": 1} | answer for model, answer in answers.items()}
+    return {"kind": "turn", "time_s": 1.0, "id": identity, "text": text, "answers": answers, "error": error}
 
 
 def test_turns_have_the_answers_as_far_as_they_are(chats_with):
+    base, tuned = {"text": "b1"}, {"text": "t1", "tokens": 2, "tokens_per_s": 8.0, "stopped": True}
     chats, run = chats_with(
-        question("a", "one?"), answer("a", "base", "b1"),
-        {**answer("a", "tuned", "t1"), "tokens": 2, "tokens_per_s": 8.0, "stopped": True}, {"kind": "done", "id": "a"},
-        question("b", "two?"), {"kind": "done", "id": "b", "error": "no memory"},
-        question("c", "three?"), answer("c", "base", "b3"), answer("unasked", "base", "x"),
+        turn("a", "one?", base=base), turn("b", "two?", "no memory"), turn("a", "one?", base=base, tuned=tuned)
     )  # fmt: skip
     turns = chats.turns(run)
     answers = [{model: sample.text for model, sample in turn.answers.items()} for turn in turns]
-    assert answers == [{"base": "b1", "tuned": "t1"}, {}, {"base": "b3"}]
-    assert [turn.done and turn.done.error for turn in turns] == ["", "no memory", None]
-    assert "2 tokens, 8.0 tokens/s, stopped" in shown_turns(turns)
+    assert answers == [{"base": "b1", "tuned": "t1"}, {}]
+    assert [turn.error for turn in turns] == ["", "no memory"]
+    assert "2 tokens, 8.0 tokens/s, stopped" in chat.conversation(turns, chats)
 
 
 def test_each_model_continues_with_its_own_answers(chats_with):
-    chats, run = chats_with(question("a", "one?"), answer("a", "base", "b1"), answer("a", "tuned", "t1"))
+    chats, run = chats_with(turn("a", "one?", base={"text": "b1"}, tuned={"text": "t1"}))
     conversation = Conversation(run, chats.path(run))
     for model, last in (("tuned", "t1"), ("base", "b1")):
         assert [message["content"] for message in conversation.history(model)[0]] == ["one?", last]
@@ -81,45 +73,33 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
         for piece in ("It is ", False), ("<b>late", False):
             report(piece)
         [turn] = chats.turns(run)
-        assert (turn.partial["tuned"].text, turn.answers) == ("It is <b>late", {})
-        assert "It is &lt;b&gt;late" in shown_turns([turn]) and 'class="ft-turn base"' not in shown_turns([turn])
+        assert turn.answers == {"tuned": Answer(text="It is <b>late")}
+        shown = chat.conversation([turn], chats)
+        assert "It is &lt;b&gt;late" in shown and 'class="ft-turn base"' not in shown and "ft-busy" in shown
         raise FinetuneError("the process was killed")
 
     chats._worker_of = lambda _: SimpleNamespace(call=call)
-    chats.ask(run, "one?", 9, models=["tuned"])
-    chats._newest.result(60)
+    chats.ask(run, "one?", 9, models=["tuned"]).result(60)
     [turn] = chats.turns(run)
-    assert (turn.partial, turn.answers["tuned"].text, turn.done.error.strip()) == (
-        {},
-        "It is <b>late",
-        "the process was killed",
-    )
+    assert (turn.answers["tuned"].text, turn.answers["tuned"].stopped) == ("It is <b>late", True)
+    assert turn.error.strip() == "the process was killed" and "ft-busy" not in chat.conversation([turn], chats)
 
 
 def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
     call = {"type": "function", "function": {"name": "<b>find</b>", "arguments": {"city": "Oslo", "days": 3}}}
-    chats, run = chats_with({**question("a", "one?"), "models": ["tuned"]}, {**answer("a", "tuned", ""), "calls": [call]})
-    shown = shown_turns(chats.turns(run))
+    chats, run = chats_with(turn("a", "one?", tuned={"calls": [call]}) | {"models": ["tuned"]})
+    shown = chat.conversation(chats.turns(run), chats)
     assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
     assert "empty answer" not in shown
     [message] = Conversation(run, chats.path(run)).history("tuned")[0][1:]
     assert message["tool_calls"] == [call]
 
 
-ASKED = Question(id="1", text="a")
-
-
-@pytest.mark.parametrize(
-    ("turns", "alive", "can_stop"),
-    [
-        ([], True, False), ([Turn(ASKED, done=Done(id="1"))], True, False),
-        ([Turn(ASKED)], True, True), ([Turn(ASKED)], False, False),
-    ],
-)  # fmt: skip
-def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(context, monkeypatch, turns, alive, can_stop):
-    run = make_run(context.workspace.runs, "one", [])
+@pytest.mark.parametrize(("asked", "can_stop"), [([], False), (["1"], False), (["1", "2"], True)])
+def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(context, monkeypatch, asked, can_stop):
+    run, turns = make_run(context.workspace.runs, "one", []), [Turn(id=identity, text="a") for identity in asked]
     monkeypatch.setattr(context.chats, "turns", lambda _: turns)
-    monkeypatch.setattr(context.chats, "is_answering", lambda _: alive)
+    context.chats.answering["2"] = None  # the other's app was killed
     parts = chat.parts(context, run)
     assert ("disabled" not in parts["stop"]) is can_stop is ("ft-busy" in parts["turns"])
 
@@ -145,30 +125,25 @@ def test_what_offloaded_layers_cost_is_said(context, kept_run, monkeypatch):
 def test_both_answer_from_one_seed_and_a_stop_keeps_their_text_so_far(tmp_path, kept_run):
     chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(kept_run(tmp_path))
 
-    def wait(until):
-        while not until(turns := chats.turns(run)):
+    def ask(text="Where is my parcel?", most=40, models=("base", "tuned"), end=None, **how):
+        asked = chats.ask(run, text, most, models=models, **how)
+        while end and not ((so_far := chats.turns(run)[-1].answers.get("tuned")) and so_far.text):
             time.sleep(0.02)
-        return turns
+        if end:
+            end()
+        asked.result(300)
+        return chats.turns(run)[-1]
 
+    long = {"text": "Tell me everything.", "most": 100_000, "models": ["tuned"], "temperature": 5.0}
     try:
-        how = {"temperature": 1.5, "seed": 7, "system": "Be short."}
-        for _ in range(2):
-            chats.ask(run, "Where is my parcel?", 40, **how)
-        first, second = wait(lambda turns: len(turns) == 2 and turns[1].done)
-        texts = [{model: answer.text for model, answer in turn.answers.items()} for turn in (first, second)]
+        first, _ = (ask(temperature=1.5, seed=7, system="Be short.") for _ in range(2))
+        texts = [{model: answer.text for model, answer in turn.answers.items()} for turn in chats.turns(run)]
         assert [set(models) for models in texts] == [{"base", "tuned"}] * 2
-        assert first.answers["base"].tokens_per_s and first.done.error == ""
-        chats.ask(run, "Tell me everything.", 100_000, models=["tuned"], temperature=5.0)
-        wait(lambda turns: len(turns) == 3 and turns[2].partial.get("tuned"))
-        chats.stop(run)
-        last = wait(lambda turns: turns[2].done)[2]
-        assert last.answers["tuned"].stopped and last.answers["tuned"].text and last.done.error == ""
-        chats.ask(run, "Tell me everything.", 100_000, models=["tuned"], temperature=5.0)
-        wait(lambda turns: turns[3].partial.get("tuned"))
-        os.kill(chats._worker._process.pid, signal.SIGKILL)
-        assert "was killed" in wait(lambda turns: turns[3].done)[3].done.error
-        chats.ask(run, "Where is my parcel?", 4, models=["tuned"])
-        assert wait(lambda turns: turns[4].done)[4].answers["tuned"].text
+        assert first.answers["base"].tokens_per_s and first.error == ""
+        stopped = ask(**long, end=lambda: chats.stop(run))
+        assert stopped.answers["tuned"].stopped and stopped.answers["tuned"].text and stopped.error == ""
+        assert "was killed" in ask(**long, end=lambda: os.kill(chats._worker._process.pid, signal.SIGKILL)).error
+        assert ask(most=4, models=["tuned"]).answers["tuned"].text
     finally:
         chats.close()
 
@@ -216,10 +191,10 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     writer = EventWriter(chats.path(run))
 
     def ask(conversation, identity, pictures):
-        question = Question(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures))
-        writer.emit(question)
-        answered = conversation.answer(Work(), "tuned", question.text, question.pictures, max_new_tokens=4)
-        writer.emit(Answer(id=identity, model="tuned", **answered))
+        turn = Turn(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures))
+        writer.emit(turn)
+        answered = conversation.answer(Work(), "tuned", turn.text, turn.pictures, max_new_tokens=4)
+        writer.emit(replace(turn, answers={"tuned": Answer(**answered)}))
 
     ask(Conversation(run, chats.path(run)), "first", names[:1])
     continued = Conversation(run, chats.path(run))
@@ -233,7 +208,7 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     with pytest.raises(CommandError, match="was removed"):
         ask(continued, "third", names[1:])
     first, second, _ = chats.turns(run)
-    assert (first.question.pictures, second.question.pictures) == ((names[0],), (names[1],))
+    assert (first.pictures, second.pictures) == ((names[0],), (names[1],))
     assert all("tuned" in turn.answers for turn in (first, second))
 
 
