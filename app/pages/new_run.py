@@ -24,7 +24,7 @@ from finetune.units import format_seconds
 from ..background import OPEN, Task
 from ..language import tr
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
-from ..planning.draft import FIRST, Edited, command_line
+from ..planning.draft import FIRST, Edited
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
@@ -264,8 +264,7 @@ class NewRun:
             case "measured":
                 return self._measured()
             case "recipe":
-                command = command_line(edited.recipe) if edited.is_complete else ""
-                return render("panel_recipe", text=edited.text, command=command, recipes=list(shipped_recipes()))
+                return render("panel_recipe", edited=edited, recipes=list(shipped_recipes()))
         return ""
 
     def _measure(self) -> None:

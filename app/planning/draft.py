@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shlex
 import threading
@@ -14,10 +13,9 @@ from typing import Any
 from finetune.card.visible import usable_devices
 from finetune.errors import RecipeError
 from finetune.files import read_object, write_json
-from finetune.recipe import load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
+from finetune.recipe import parse_recipe, recipe_from, write_recipe
 from finetune.recipe.yaml import dump
 from finetune.settings import Recipe
-from finetune.system import shell_join
 
 from ..workspace import Workspace
 
@@ -151,32 +149,6 @@ def _edited(values: dict[str, Any], typed: Any, stamp: int) -> Edited:
 
 def _values(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(exclude_unset=True, mode="json")
-
-
-def command_line(recipe: Recipe) -> str:
-    """Return the equivalent command: a shipped recipe with at most seven overrides, else a file to save first."""
-    wanted = _flat(recipe.model_dump(mode="json"))
-    calls = [
-        [name, *(f"{key}={as_text(value)}" for key, value in wanted.items() if value != base[key])]
-        for name, base in _shipped().items()
-    ]
-    for call in sorted(calls, key=len):
-        with contextlib.suppress(RecipeError):
-            if len(call) <= 8 and load_recipe(call[0], call[1:]).model_dump() == recipe.model_dump():
-                return f"finetune run {shell_join(call)}"
-    return "finetune run recipe.yaml"
-
-
-@functools.cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    return {name: _flat(load_recipe(name).model_dump(mode="json")) for name in shipped_recipes()}
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    # settings by dotted name
-    nested = {group: values[group] for group in ("dataset", "launch")}
-    inner = {f"{group}.{key}": value for group, settings in nested.items() for key, value in settings.items()}
-    return {key: value for key, value in values.items() if key not in nested} | inner
 
 
 def as_text(value: Any) -> str:

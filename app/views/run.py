@@ -9,16 +9,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from finetune.errors import DiskFull, RecipeError
+from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, RunWarning, Start, State
 from finetune.planner.plan import AS_SET, Plan
-from finetune.recipe import parse_recipe
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
+from finetune.system import shell_join
 
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun, smoothed
-from ..planning.draft import command_line
 from .answers import answers
 from .charts import curves, measured_peak
 from .markup import Safe, as_on_page, chart_element, has_charts, inert, note, render
@@ -54,16 +53,13 @@ _NOT_TAKEN = ("spread", "free", "held")
 
 def page(live: LiveRun, tab: str, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
     """Return the page of a run. `forms`: HTML of tabs with forms; `parts`: HTML of the head and of the open tab."""
-    text = command = ""
+    name, text = live.run.path.name, ""
     with contextlib.suppress(OSError):
         text = live.run.recipe.read_text(encoding="utf-8")
-    with contextlib.suppress(RecipeError):  # a hand-edited recipe may be invalid
-        command = command_line(parse_recipe(text))
-    name = live.run.path.name
     return render(
         "run", name=name, tab=tab, parts=parts, forms={key: Safe(form) for key, form in forms.items()},
-        chart=chart_element([name]), chosen=chosen(live.plan()),
-        recipe=Safe(inert(text, 100_000)), command=command,
+        chart=chart_element([name]), chosen=chosen(live.plan()), recipe=Safe(inert(text, 100_000)),
+        command=f"finetune run {shell_join([str(live.run.recipe)])}",
     )  # fmt: skip
 
 
