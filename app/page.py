@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from fastapi import Response
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi import HTTPException, Response
+from fastapi.responses import FileResponse
 
 from finetune import __version__
 from finetune.card.visible import usable_devices
@@ -132,7 +132,7 @@ def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
 def own_file(version: str, name: str) -> Response:
     """Return a file of the pages; an address from before an update gets the current file, uncached."""
     if name not in OWN_FILES:
-        return PlainTextResponse("Not found.", 404)
+        raise HTTPException(404, "Not found.")
     headers = FOREVER if f"/ft/v{version}" == OWN_FOLDER else {"cache-control": "no-cache"}
     return FileResponse(OWN_FILES[name], headers=headers, media_type=_MEDIA_TYPES[OWN_FILES[name].suffix])
 

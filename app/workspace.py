@@ -77,4 +77,6 @@ class Workspace:
         if not name or name != Path(name).name or name.startswith("."):
             return None
         path = self.runs / name
-        return None if path.is_symlink() else path
+        with contextlib.suppress(OSError):  # a name that no file system allows
+            return None if path.is_symlink() else path
+        return None

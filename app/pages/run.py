@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
@@ -19,7 +19,7 @@ from ..views.charts import answer
 from ..views.markup import note, page_title, problem_of, render, to_new_run
 from ..views.run import TABS
 from ..views.runs import arms, sweep_page
-from ..web.followed import Context, RefusedError, answered, attempted, changed_parts
+from ..web.followed import Context, as_json, attempted, changed_parts, named_run
 from . import chat, result
 
 _SHOWN_CHARACTERS = 300
@@ -65,12 +65,11 @@ class RunPage:
         """Return checksum and HTML of each part that is not in `shown`."""
         tab, shown, order = query.get("tab", ""), query.get("shown", ""), query.get("order", "differ")
         if tab not in TABS or order not in result.ORDERS or len(shown) > _SHOWN_CHARACTERS:
-            raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
+            raise HTTPException(400, "`tab` is one of the run's page, `shown` has checksums of its parts.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
             texts, is_alive = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
         else:
-            run = self.context.workspace.run(name)
-            assert run is not None
+            run = named_run(self.context, name)
             texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
         return {"alive": is_alive, "parts": changed_parts(texts, shown)}
 
@@ -119,12 +118,12 @@ class RunPage:
     def add_routes(self, api: Any) -> None:
         @api.get("/ft/run/{name}")
         def parts(request: Request, name: str) -> Response:
-            return answered(self.context, name, lambda _: self.changed(name, request.query_params), sweeps=True)
+            return as_json(self.changed(name, request.query_params))
 
         @api.get("/ft/series/{name}")
         def points(name: str, have: str = "") -> Response:
-            return answered(self.context, name, lambda run: answer(self.context.lives.of(run), have))
+            return as_json(answer(self.context.lives.of(named_run(self.context, name)), have))
 
         @api.post("/ft/run/{name}")
         def act(name: str, message: dict[str, Any]) -> Response:
-            return answered(self.context, name, lambda run: self.act(run, message))
+            return as_json(self.act(named_run(self.context, name), message))

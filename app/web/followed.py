@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastapi import Response
+from fastapi import HTTPException, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from finetune.errors import FinetuneError
+from finetune.run.directory import RunDirectory
 
 from ..background import Queue, Tasks
 from ..chats import Chats
@@ -48,10 +50,6 @@ class Context:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-class RefusedError(ValueError):
-    """Wrong parameter, with its allowed values."""
-
-
 class FollowedPage(ABC):
     """A page whose parts `parts.js` fetches."""
 
@@ -83,10 +81,7 @@ class FollowedPage(ABC):
     def add_routes(self, api: Any) -> None:
         @api.get(f"/ft/page/{self.name}")
         def changed(shown: str = "") -> Response:
-            try:
-                return as_json({"parts": changed_parts(self.parts(), shown)})
-            except (FinetuneError, OSError, *WRONG_MESSAGE) as error:
-                return _plain(409, f"This page's files can't be read: {error}")
+            return as_json({"parts": changed_parts(self.parts(), shown)})
 
         @api.post(f"/ft/page/{self.name}")
         def act(message: dict[str, Any]) -> Response:
@@ -107,30 +102,30 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str] | None], message
         return {"said": refusal(error)}
 
 
-def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sweeps: bool = False) -> Response:
-    """Return the answer about a run: 404 no run, 400 wrong parameter, 409 damaged files."""
-    try:
-        run = context.workspace.run(name) or (context.workspace.sweep(name) if sweeps else None)
-    except OSError:  # a name that no file system allows
-        run = None
-    if run is None:
-        return _plain(404, "There is no such run.")
-    try:
-        return as_json(answer_of(run))
-    except RefusedError as error:
-        return _plain(400, str(error))
-    except (FinetuneError, OSError, ValueError, KeyError):
-        return _plain(409, "This run's files can't be read.")
+def named_run(context: Context, name: str) -> RunDirectory:
+    """Return a run. Raises HTTPException."""
+    if (run := context.workspace.run(name)) is None:
+        raise HTTPException(404, "There is no such run.")
+    return run
 
 
 def as_json(body: Any) -> Response:
     """Return uncached JSON."""
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-    return Response(text, media_type="application/json", headers=_NO_STORE)
+    return JSONResponse(body, headers=_NO_STORE)
 
 
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def _plain(status: int, text: str) -> Response:
-    return Response(text, status_code=status, media_type="text/plain; charset=utf-8", headers=_NO_STORE)
+def explain_errors(api: Any) -> None:
+    """Let the routes of `api` answer errors with a sentence."""
+
+    def explained(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return PlainTextResponse(error.detail, error.status_code, _NO_STORE)
+        if isinstance(error, WRONG_MESSAGE):  # damaged values, or a mistake of this app
+            traceback.print_exception(error)
+        return PlainTextResponse(f"These files can't be read: {error}", 409, _NO_STORE)
+
+    for kind in (HTTPException, FinetuneError, OSError, *WRONG_MESSAGE):
+        api.add_exception_handler(kind, explained)

@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CommandError, FinetuneError
+from finetune.errors import CommandError
 from finetune.privacy import SETTINGS
 from finetune.recipe import write_recipe
 from finetune.system import port_socket
@@ -81,10 +81,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from fastapi.responses import PlainTextResponse
 
     from ..page import build_page, complete
-    from ..web.followed import Context
+    from ..web.followed import Context, explain_errors
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    explain_errors(api)
     api.get("/healthz")(lambda: {"ok": True})
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
@@ -103,21 +104,19 @@ def _refused(context: Any) -> Any:
 
     from ..views.data import as_csv
 
-    try:
-        answer = context.planner.call("look", recipe=write_recipe(context.draft.read().recipe))
-    except FinetuneError as error:
-        return PlainTextResponse("\n".join(error.problems), status_code=404)
+    answer = context.planner.call("look", recipe=write_recipe(context.draft.read().recipe))
     attached = {"content-disposition": 'attachment; filename="refused.csv"'}
     return PlainTextResponse(as_csv(answer["report"]["rows_refused"]), media_type="text/csv", headers=attached)
 
 
 def _report(workspace: Workspace, name: str, file: str) -> Any:
-    from fastapi.responses import FileResponse, PlainTextResponse
+    from fastapi import HTTPException
+    from fastapi.responses import FileResponse
 
     run = workspace.run(name)
     path = run.path / file if run is not None and file in ("report.html", "comparison.html") else None
     if path is None or not path.is_file() or path.is_symlink():
-        return PlainTextResponse("There is no report.", status_code=404)
+        raise HTTPException(404, "There is no report.")
     # a download: a run folder's HTML must not run on this page's origin
     return FileResponse(path, media_type="text/html", filename=f"{name}-{file}", content_disposition_type="attachment")
 
