@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from ..views.run import chosen as reasons_of
 from ..web.followed import Context, as_json, attempted
 from ..worker import SupersededError
 
-#: Lifetime of a plan and of the list of local models in seconds.
+#: Lifetime of the list of local models in seconds.
 _GOOD_S = 10.0
 _LISTED = 30
 #: Seconds for verdicts of models per request of the models' panel, which is asked again while it is open.
@@ -48,12 +47,10 @@ class NewRun:
         # one draft for all tabs
         self.context = context
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
-        self._planning = threading.Lock()
         self._fields = {field.name: field for field in views.fields()}
-        #: The question about the newest draft: recipe, and whether it has data; and the newest plan.
+        #: The question about the newest draft: recipe, and whether it has data; and the newest plan with its question.
         self._question = ("", False)
-        # with the time, and whether the plan has forecasts of its alternatives
-        self._planned: tuple[tuple[str, bool], bool, float, Plan | None] = (("", False), False, 0.0, None)
+        self._planned: tuple[tuple[str, bool], Plan | None] = (self._question, None)
         self._measuring = Task(context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: Queue entry that was started here, and the stamp of its draft.
@@ -89,7 +86,7 @@ class NewRun:
             return {"stamp": edited.stamp, "parts": {}}
         # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
         try:
-            plan, is_complete = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
+            plan = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
@@ -102,30 +99,24 @@ class NewRun:
         blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
-            "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=is_complete),
+            "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=complete),
             "settings": render("settings", edited=edited, plan=plan), "ready": ready,
         }  # fmt: skip
-        return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": is_complete}
+        return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": complete}
 
-    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> tuple[Plan, bool]:
+    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> Plan:
         planner = self.context.planner
         if question != self._question:
             self._question = question
             planner.cancel("plan")  # of an earlier draft
-        with self._planning:  # all tabs share one plan
-            if question != self._question:
-                raise SupersededError
-            asked, is_complete, at_s, plan = self._planned
-            # free memory changes
-            if plan is None or asked != question or complete > is_complete or time.monotonic() - at_s > _GOOD_S:
-                planner.cancel("badge")  # the plan goes before verdicts of models
-                answer = planner.call(
-                    "plan", is_wanted=lambda: question == self._question, recipe=question[0], has_data=question[1],
-                    compare=complete,
-                )  # fmt: skip
-                plan, is_complete = Plan.from_json(answer), complete
-                self._planned = (question, is_complete, time.monotonic(), plan)
-            return plan, is_complete
+        planner.cancel("badge")  # the plan goes before verdicts of models
+        plan = Plan.from_json(
+            planner.call(
+                "plan", is_wanted=lambda: question == self._question, recipe=question[0], has_data=question[1], compare=complete
+            )
+        )
+        self._planned = question, plan
+        return plan
 
     # -- edits
 
@@ -258,7 +249,7 @@ class NewRun:
             case "look":
                 return self._look(edited)
             case "settings":
-                plan = self._planned[3] if self._planned[0] == self._question else None
+                plan = self._planned[1] if self._planned[0] == self._question else None
                 reasons = reasons_of(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, form=Safe(views.form()))
             case "measured":
