@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.pace import Pace
 from finetune.run.state import RunState, read_state
 
-from .language import mark, tr
+from .language import mark
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -96,18 +95,6 @@ class Series:
             self.missing = (step, mark("not measured") if value is None else str(value))
         while len(self.bins) > MOST_BINS:
             self._double()
-
-    def newest_text(self, show: Callable[[float], str]) -> str:
-        """Return the newest value with its step; for a missing value also the last number."""
-        number = ""
-        if self.last is not None:
-            number = tr("{value} at step {step}", value=show(self.last), step=f"{self.last_step:,}")
-        if self.missing is None:
-            return number or tr("not measured")
-        step, value = f"{self.missing[0]:,}", tr(self.missing[1])
-        if not number:
-            return tr("{value} at step {step}", value=value, step=step)
-        return tr("{value} at step {step} (last number: {number})", value=value, step=step, number=number)
 
     @property
     def low(self) -> float | None:

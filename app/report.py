@@ -77,12 +77,12 @@ def _page(template: str, title: str, **values: Any) -> str:
 
 def _of_run(live: LiveRun) -> str:
     run, plan, digest, state, every = live.run, live.plan(), live.digest, live.state(), read_events(live.run.events)
-    start, is_broken = digest.newest.get(Start.kind), state.state in BROKEN
+    start = digest.newest.get(Start.kind)
     empty = f"Not evaluated yet: finetune eval {run.path.name}"
     return _page(
         "report_run", run.path.name, about=about(live), run=run, plan=plan, state=state,
         outcome=outcome(every)[0] if state.state == "finished" else "", progress=progress(live, state),
-        figures=Safe(explanation_of(live, state) if is_broken else figures(digest, plan)),
+        figures=Safe((explanation_of(live, state) if state.state in BROKEN else "") + figures(digest, plan)),
         cost=cost_of(seconds_spent(every), plan.settings.price_per_hour), origin=base_adapter_of(run),
         scores=evaluations(run, rows_shown=_ROWS_SHOWN, is_open=True, empty=empty),
         # without images: a foreign run folder may name any image of this machine, and a report is passed on

@@ -30,7 +30,6 @@ _CURVES = (
 MEMORY = ("peak_allocated_bytes", _HOST)
 #: A budget above this share of the GPU gets no line.
 _SAME = 0.99
-_loss = "{:.4f}".format
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _polylines(line: Line, lowest: float, highest: float, right: float) -> str:
 
 
 def curves(live: LiveRun) -> str:
-    """Return loss and memory over steps as SVG, with a summary."""
+    """Return loss and memory over steps as SVG."""
     digest, plan, end = live.digest, live.plan(), float(max(1, live.digest.step))
     loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
     losses = (
@@ -107,30 +106,7 @@ def curves(live: LiveRun) -> str:
     if plan.forecast and memory:
         memory.append(Line(tr("forecast"), [(0.0, plan.forecast.peak_bytes), (end, plan.forecast.peak_bytes)], "forecast"))
     title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
-    pictures = picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
-    return f'{pictures}<p class="ft-summary">{inert(summary_of(digest, plan))}</p>'
-
-
-def summary_of(digest: Digest, plan: Plan) -> str:
-    """Return the chart's summary as text."""
-    loss = digest.series.get("loss")
-    if loss is None:
-        return tr("No step yet.")
-    summary = tr("Loss {loss}.", loss=loss.newest_text(_loss))
-    if loss.first is not None and loss.first_step != loss.last_step:
-        summary = tr(
-            "Loss {loss}, {first} at step {step}, lowest {lowest}.",
-            loss=loss.newest_text(_loss), first=_loss(loss.first), step=f"{loss.first_step:,}", lowest=_loss(loss.low),
-        )  # fmt: skip
-    name, peak = measured_peak(digest, plan)
-    if peak is None:
-        return summary
-    forecast = format_bytes(plan.forecast.peak_bytes) if plan.forecast else ""
-    highest = tr(
-        "{memory}, peak: {size}, forecast {forecast}." if forecast else "{memory}, peak: {size}.",
-        memory=tr(name), size=format_bytes(peak), forecast=forecast,
-    )  # fmt: skip
-    return f"{summary} {highest}"
+    return picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
 
 
 def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
@@ -154,13 +130,13 @@ def context_bytes(digest: Digest, plan: Plan) -> int:
     return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
 
 
-def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
-    """Return name and bytes of the measured peak to compare with the forecast's `peak_bytes`."""
+def measured_peak(digest: Digest, plan: Plan) -> int | None:
+    """Return the bytes of the measured peak to compare with the forecast's `peak_bytes`."""
     # the training process without other programs, as in the forecast
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
-        return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
-    return mark("Reserved memory and CUDA context"), reserved + context_bytes(digest, plan)
+        return digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
+    return reserved + context_bytes(digest, plan)
 
 
 def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:

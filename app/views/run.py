@@ -193,7 +193,7 @@ def figures(digest: Digest, plan: Plan) -> str:
         held_out_step=evaluation.step if isinstance(evaluation, Evaluation) else held_out and held_out.last_step,
         lowest=min(((part.low, part.low_step) for part in held_out.bins.values() if part.count), default=None)
         if held_out else None,
-        measured=measured_peak(digest, plan)[1], forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
+        measured=measured_peak(digest, plan), forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
         rate=rate if rate is not None and math.isfinite(rate) else None, percent=_percent,
         step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _percent(measured: float, forecast: float) -> str:
 
 def memory(digest: Digest, plan: Plan) -> str:
     """Return the measured memory beside the forecast, by phase and part."""
-    forecast, measured = plan.forecast, measured_peak(digest, plan)[1]
+    forecast, measured = plan.forecast, measured_peak(digest, plan)
     # name, forecast and measured bytes; None if unknown
     pairs = [(tr("Process"), forecast.peak_bytes if forecast else None, measured)]
     if not plan.card.is_cpu:

@@ -31,7 +31,7 @@ def row_of(live: LiveRun, limit_s: float = 0.05) -> dict[str, Any]:
         live.refresh(limit_s)
     digest, name, loss = live.digest, live.run.path.name, live.digest.series.get("loss")
     total, rate = live.plan().total_steps, digest.newest_step and digest.newest_step.tokens_per_s
-    label = tr("Loss of {name}: {loss}", name=name, loss=loss.newest_text("{:.4f}".format)) if loss else ""
+    label = tr("Loss of {name}: {loss}", name=name, loss=_last(loss))
     training_s = sum(part.total for part in digest.series["step_s"].bins.values()) if "step_s" in digest.series else 0.0
     return {
         "name": name, "model": Path(live.plan().settings.model_name_or_path).name, "state": live.state(),
@@ -46,7 +46,7 @@ def row_of(live: LiveRun, limit_s: float = 0.05) -> dict[str, Any]:
 def peak_beside_forecast(live: LiveRun) -> str:
     """Return `20.9 / 21.1`: measured and forecast GiB of the process."""
     plan = live.plan()
-    measured, forecast = measured_peak(live.digest, plan)[1], plan.forecast.peak_bytes if plan.forecast else None
+    measured, forecast = measured_peak(live.digest, plan), plan.forecast.peak_bytes if plan.forecast else None
     texts = [
         f"{size / GIB:.1f}" if size else missing for size, missing in ((measured, tr("not yet")), (forecast, tr("no forecast")))
     ]
