@@ -20,8 +20,6 @@ COOKIE = "ft_language"
 _ENTRY = re.compile(r'^msgid ((?:".*"\n)+)(?:msgid_plural (?:".*"\n)+)?msgstr(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
 #: Text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
-#: Part of an accept-language header: language without region, and weight.
-_PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
 
 
@@ -64,12 +62,9 @@ def preferred(cookie: str, accepted: str) -> str:
     chosen = re.search(rf"(?:^|[;,]\s*){COOKIE}=(\w+)", cookie)
     if chosen and chosen[1] in LANGUAGES:
         return chosen[1]
-    weights: dict[str, float] = {}
-    for part in accepted.split(","):
-        preference = _PREFERENCE.fullmatch(part)
-        if preference and (code := preference[1].lower()) in LANGUAGES:
-            weights[code] = max(weights.get(code, 0.0), float(preference[2] or 1))
-    return max(weights, key=lambda code: weights[code]) if weights and max(weights.values()) > 0 else "en"
+    # browsers list the languages by preference
+    codes = re.findall(r"(?:^|,)\s*([a-z]+)", accepted.lower())
+    return next((code for code in codes if code in LANGUAGES), "en")
 
 
 @cache
