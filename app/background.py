@@ -52,8 +52,8 @@ class Entry:
 
     def status(self) -> dict[str, Any]:
         # a damaged entry must not block the queue
-        unreadable = {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
-        return read_object(self.path / "status.json") or unreadable
+        unreadable = {"state": "failed", "message": "its status file can't be read"}
+        return {"problems": [], "fix": "", "run": "", **(read_object(self.path / "status.json") or unreadable)}
 
     def set_status(self, state: str, message: str = "", **values: Any) -> None:
         earlier = read_object(self.path / "status.json") or {}

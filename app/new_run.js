@@ -86,15 +86,14 @@ const send = (message) => {
 };
 // What waits, and what is being typed, is sent when the page is left; the first one that waits is on its way.
 window.addEventListener("pagehide", () => {
-  const box = document.activeElement, typed = box.matches("[data-set], [data-field]") && box.value !== box.defaultValue && edit(box);
+  const box = document.activeElement, typed = box.matches("input[data-set], [data-field]") && box.value !== box.defaultValue && edit(box);
   for (const message of [...state.waiting.slice(1), ...(typed ? [typed] : [])]) fetch("/ft/new/change", posted(message));
 });
 const edit = (box) => {
-  const { set, field, send: name, column } = box.dataset;
+  const { set, field, column } = box.dataset;
   if (set === "text" || !box.reportValidity()) return null;
   if (set || field) return { set: set ?? field, text: box.value };
-  if (column) return { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((each) => [each.dataset.column, each.value])) };
-  return name ? { [name]: box.value } : null;
+  return column ? { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((each) => [each.dataset.column, each.value])) } : null;
 };
 sendBy((message) => ("search" in message ? open("model", message.search) : send(message)));
 

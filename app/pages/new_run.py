@@ -68,8 +68,7 @@ class NewRun:
         asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
-        status = {"problems": [], "fix": "", "run": "", **asked.get(mine, {})}
-        progress = render("started", status=status) if mine in asked else ""
+        progress = render("started", status=asked[mine]) if mine in asked else ""
         parts: dict[str, str] = {"sentence": views.sentence(edited), "progress": progress}
         if not edited.model:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
@@ -149,16 +148,9 @@ class NewRun:
                 draft.write(find_recipe(name).read_text(encoding="utf-8"), keep=("model_name_or_path", "dataset"))
             case {"columns": {**roles}}:
                 self._set_columns({str(name): str(role) for name, role in roles.items()})
-            case {"leave_out": True}:
-                draft.change(dataset__on_bad_rows="skip")
             case {"correct": number}:
                 rows = self._problems()[int(number)].rows
                 draft.change(dataset__path=data_views.with_roles_corrected(self.context.workspace, rows))
-            case {"hold_out": share}:
-                part = float(share)
-                draft.change(dataset__test_split_size=int(part) if part >= 1 or not part else part)
-            case {"template": str(name)}:
-                draft.change(chat_template=name or None)
             case {"row": _} | {"walk": _}:
                 return {"row": self._row(message)}
             case {"measure": True}:

@@ -49,7 +49,7 @@ class RunsPage(FollowedPage):
     def _entries(self) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
         for entry in reversed(self.context.queue.entries()):
-            status, name = {"run": "", "problems": [], **entry.status()}, entry.path.name
+            status, name = entry.status(), entry.path.name
             if status["state"] != "started":
                 # the name begins with nanoseconds
                 entries.append({"name": name, "status": status, "time": clock(int(name.partition("-")[0]) / 1e9)})

@@ -59,7 +59,8 @@ def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
 def test_buttons_of_the_data_panel_change_the_draft(workspace, context):
     context.planner.call = lambda method, **_: {"is_guess": False, "roles": {}} if method == "columns" else answer()
     page, draft = NewRun(context), context.draft
-    for action in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
+    chosen = [{"set": "dataset.test_split_size", "text": "0.05"}, {"set": "chat_template", "text": "plain"}]
+    for action in ({"data": "a.jsonl"}, {"override": "dataset.on_bad_rows=skip"}, *chosen, {"correct": 0}):
         assert page.change(action)["parts"]["refused"] == "", action
     dataset = draft.read().recipe.dataset
     assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
