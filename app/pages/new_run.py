@@ -133,7 +133,7 @@ class NewRun:
             case {"set": "text", "text": str(text)}:
                 draft.write(text, is_typed=True)
             case {"set": str(name), "text": text}:
-                draft.change(**views.as_settings(self._fields[name], text))
+                draft.change(**self._fields[name].change(text))
             case {"model": str(name)}:
                 draft.change(model_name_or_path=name.strip() or None)
             case {"gpu": str(name)}:

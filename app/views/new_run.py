@@ -14,7 +14,7 @@ from finetune.card.device_selection import cards_here
 from finetune.card.find import catalogue_sizes, find_card
 from finetune.card.visible import usable_devices
 from finetune.data.sources import find_sources
-from finetune.errors import DataError, FinetuneError, RecipeError
+from finetune.errors import DataError, FinetuneError
 from finetune.planner.history import read_history
 from finetune.planner.plan import Alternative, Plan, ResourceCheck, Verdict
 from finetune.recipe import yaml as recipe_yaml
@@ -235,14 +235,14 @@ class Field:
             values = values.get(part) if isinstance(values, dict) else None
         return self.default if values is None else as_text(values)
 
-    def value(self, text: Any) -> Any:
-        """Parse the typed text like a recipe; None restores the default."""
-        written = str(text).strip()
-        if written in ("", self.default):
-            return None
-        value = recipe_yaml.parse_value(written)
-        # a text setting keeps `1` or `true` as text
-        return str(written) if self.row.type.startswith("text") and not isinstance(value, (list, dict)) else value
+    def change(self, text: Any) -> dict[str, Any]:
+        """Return the typed text, parsed like a recipe, as an argument of `Draft.change`; None restores the default."""
+        written, value = str(text).strip(), None
+        if written not in ("", self.default):
+            value = recipe_yaml.parse_value(written)
+            # a text setting keeps `1` or `true` as text
+            value = written if self.row.type.startswith("text") and not isinstance(value, (list, dict)) else value
+        return {self.name.replace(".", "__"): value}
 
 
 def fields() -> list[Field]:
@@ -260,11 +260,3 @@ def changed_values(edited: Edited) -> dict[str, str]:
     """Return the texts of fields that differ from their default."""
     # the form itself has only defaults, and the browser fills these in
     return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
-
-
-def as_settings(field: Field, text: Any) -> dict[str, Any]:
-    """Return a field's text as arguments of `Draft.change`. Raises RecipeError."""
-    try:
-        return {field.name.replace(".", "__"): field.value(text)}
-    except ValueError as error:
-        raise RecipeError(f"{field.name}: {error}") from None

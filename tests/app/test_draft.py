@@ -4,7 +4,7 @@ import pytest
 
 from app.background import Queue
 from app.planning.draft import Draft
-from app.views.new_run import as_settings, fields
+from app.views.new_run import fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import find_recipe, load_recipe
@@ -26,7 +26,7 @@ def draft(workspace):
 @pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
 def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
     before = draft.write(find_recipe("tiny-cpu").read_text())
-    after = draft.change(**as_settings(field, field.text(before)))
+    after = draft.change(**field.change(field.text(before)))
     assert after.recipe.model_dump() == before.recipe.model_dump()
 
 
@@ -40,7 +40,7 @@ def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
 )  # fmt: skip
 def test_what_is_typed_becomes_the_value_that_yaml_would_give(draft, name, text, value):
     field = next(field for field in fields() if field.name == name)
-    edited = draft.change(**as_settings(field, text))
+    edited = draft.change(**field.change(text))
     assert getattr(edited.recipe, name) == value
     assert field.text(draft.read()) in (text, str(value).lower(), '["q_proj", "v_proj"]', "0.0001")
 
