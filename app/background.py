@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +163,22 @@ class Queue:
 
 @dataclass(frozen=True)
 class Task:
-    """One command on one run."""
+    """One command of finetune with its output."""
 
+    #: Working folder of the command.
+    root: Path
     path: Path
+
+    def begin(self, *arguments: str) -> None:
+        """Start the command. Raises CommandError."""
+        if self.is_running:
+            raise CommandError(f"finetune {arguments[0]} is already running")
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        output = self.path / "output.txt"
+        output.write_bytes(b"")
+        process = detach(self.root, [sys.executable, "-P", "-m", "finetune", *arguments], output)
+        status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
+        write_json(self.path / "status.json", {**status, "process": process_record(process)})
 
     def status(self) -> dict[str, Any] | None:
         # None: never started
@@ -205,29 +217,9 @@ class Task:
         return True
 
 
-class Tasks:
-    """Tasks by run and command."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-
-    def of(self, run: RunDirectory, verb: str) -> Task:
-        return Task(self._workspace.folder("tasks") / run.path.name / verb)
-
-    def start(self, run: RunDirectory, verb: str, options: Sequence[str] = ()) -> None:
-        """Start a command. Raises CommandError."""
-        task = self.of(run, verb)
-        if task.is_running:
-            raise CommandError(f"finetune {verb} is already running on {run.path.name}")
-        self.begin(task, verb, str(run.path), *options, "--json")
-
-    def begin(self, task: Task, *arguments: str) -> None:
-        task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        output = task.path / "output.txt"
-        output.write_bytes(b"")
-        process = detach(self._workspace.root, [sys.executable, "-P", "-m", "finetune", *arguments], output)
-        status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
-        write_json(task.path / "status.json", {**status, "process": process_record(process)})
+def task_of(workspace: Workspace, run: RunDirectory, verb: str) -> Task:
+    """Return the task of a command on a run."""
+    return Task(workspace.root, workspace.folder("tasks") / run.path.name / verb)
 
 
 def main() -> None:

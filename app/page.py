@@ -55,7 +55,7 @@ class SettingsPage(FollowedPage):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._doctor = Task(context.workspace.folder("doctor"))
+        self._doctor = Task(context.workspace.root, context.workspace.folder("doctor"))
 
     def before(self) -> str:
         return render("own_settings", languages=LANGUAGES, current=current(), token_from=_token_from())
@@ -74,8 +74,8 @@ class SettingsPage(FollowedPage):
         }  # fmt: skip
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        if message["examine"] and not self._doctor.is_running:
-            self.context.tasks.begin(self._doctor, "doctor", "--json")
+        if message["examine"]:
+            self._doctor.begin("doctor", "--json")
         return {}
 
 

@@ -51,7 +51,7 @@ class NewRun:
         #: The question about the newest draft: recipe, and whether it has data; and the newest plan with its question.
         self._question = ("", False)
         self._planned: tuple[tuple[str, bool], Plan | None] = (self._question, None)
-        self._measuring = Task(context.workspace.folder("measured"))
+        self._measuring = Task(context.workspace.root, context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: Queue entry that was started here, and the stamp of its draft.
         self._started = ("", 0)
@@ -256,7 +256,7 @@ class NewRun:
         if not task.end():
             path = task.path / "recipe.yaml"
             path.write_text(self.context.draft.read().text, encoding="utf-8")
-            self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
+            task.begin("plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
         status, result = self._measuring.status(), self._measuring.result() or {}

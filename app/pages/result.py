@@ -14,7 +14,7 @@ from finetune.export.targets import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.directory import RunDirectory
 
-from ..background import Task
+from ..background import Task, task_of
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.answers import evaluations
@@ -54,19 +54,18 @@ def export_pane(run: RunDirectory) -> str:
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
     """Return the progress or result of a tab's commands."""
-    tasks = context.tasks
     if tab == "export":
-        return {part: _task(verb, tasks.of(run, verb)) for part, verb in _PARTS.items()}
-    task = tasks.of(run, "eval")
+        return {part: _task(verb, task_of(context.workspace, run, verb)) for part, verb in _PARTS.items()}
+    task, report, compare = (task_of(context.workspace, run, verb) for verb in ("eval", "report", "compare"))
     status = task.status()
     is_shown = status is None or (status["state"] == "done" and read_evaluations(run))
     shown = evaluations(run, order, progress=None if is_shown else _task("eval", task), empty=tr("Not evaluated yet."))
-    return {"evaluations": shown, "reports": _reports(run, tasks.of(run, "report"), tasks.of(run, "compare"))}
+    return {"evaluations": shown, "reports": _reports(run, report, compare)}
 
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
     """Start a form's command. Raises CommandError, ValueError or KeyError."""
-    context.tasks.start(run, verb, _OPTIONS[verb](context, run, values))
+    task_of(context.workspace, run, verb).begin(verb, str(run.path), *_OPTIONS[verb](context, run, values), "--json")
 
 
 def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
@@ -118,7 +117,7 @@ def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> lis
     require_repo(repo)
     # only files that the last dry run listed are pushed
     if how == "--yes":
-        listed, named = context.tasks.of(run, "push").result() or {}, kind if kind in _KINDS else "gguf"
+        listed, named = task_of(context.workspace, run, "push").result() or {}, kind if kind in _KINDS else "gguf"
         wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}
         is_listed = {key: listed.get(key) for key in wanted} == wanted
         if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):

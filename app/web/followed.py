@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 
-from ..background import Queue, Tasks
+from ..background import Queue
 from ..chats import Chats
 from ..live import LiveRuns
 from ..planning.draft import Draft
@@ -40,7 +40,6 @@ class Context:
         self.planner = Worker(workspace, ".planning.process", log=log, silent_s=_SILENT_S)
         self.queue = Queue(workspace)
         self.chats = Chats(workspace)
-        self.tasks = Tasks(workspace)
 
     def close(self) -> None:
         # runs and the queue are other processes, and continue

@@ -23,6 +23,7 @@ from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
+from finetune.errors import RecipeError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Alternative, LayerCopies, Plan, ResourceCheck, Suggestion, Verdict, verdict_of
 from finetune.recipe import find_recipe, load_recipe, recipe_from, write_recipe
@@ -431,5 +432,7 @@ def test_a_second_press_ends_it_and_its_processes(page):
     process = psutil.Process(page._measuring.status()["process"]["pid"])
     time.sleep(2)
     family = [process, *process.children(recursive=True)]
+    with pytest.raises(RecipeError, match="finetune plan is already running"):
+        page._measuring.begin("plan")
     page.change({"measure": True})
     assert "stopped" in ended(page) and psutil.wait_procs(family, timeout=30)[1] == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.background import Tasks
+from app.background import Task, task_of
 from app.pages import result
 from app.pages.run import RunPage
 from app.views import markup
@@ -20,18 +20,17 @@ REPO = "alice/support-lora"
 
 
 @pytest.fixture
-def page(home, kept_run):
+def page(home, kept_run, monkeypatch):
     """The page's handlers with one run; `started` has the commands that were started."""
     run = RunDirectory(kept_run(home / "runs"))
     workspace, started = Workspace(home, home / "runs"), []
-    tasks = Tasks(workspace)
-    tasks.start = lambda run, verb, options: started.append([verb, *options])
-    context = SimpleNamespace(workspace=workspace, tasks=tasks)
+    monkeypatch.setattr(Task, "begin", lambda task, verb, run, *options: started.append([verb, *options[:-1]]))
+    context = SimpleNamespace(workspace=workspace)
 
     def submit(task, **values):
         return RunPage(context).act(run, {"task": task, "values": values})["said"]
 
-    return SimpleNamespace(run=run, context=context, tasks=tasks, started=started, submit=submit)
+    return SimpleNamespace(run=run, context=context, started=started, submit=submit)
 
 
 def write_scores(run, name, **more):
@@ -51,7 +50,7 @@ def shown(page, part):
 
 
 def done(page, verb, values):
-    task = page.tasks.of(page.run, verb)
+    task = task_of(page.context.workspace, page.run, verb)
     task.path.mkdir(parents=True)
     (task.path / "status.json").write_text(json.dumps({"state": "done", "command": f"finetune {verb}"}))
     (task.path / "output.txt").write_text(json.dumps(values) + "\n")
@@ -78,7 +77,7 @@ def test_a_damaged_evaluation_is_named_beside_the_others(page):
 
 def test_an_answer_with_a_line_separator_does_not_cut_what_a_task_has_printed(page):
     done(page, "eval", {})
-    task = page.tasks.of(page.run, "eval")
+    task = task_of(page.context.workspace, page.run, "eval")
     (task.path / "output.txt").write_text(json.dumps({"answers": ["a\u2028b"]}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert task.result() == {"answers": ["a\u2028b"]}
 
