@@ -32,13 +32,8 @@ const takeScreen = (answer) => {
     field.dataset.usual ??= field.value;
     if (field !== document.activeElement) field.value = answer.values[field.dataset.field] ?? field.dataset.usual;
   }
-  if (!answer.plan) setPlan(null);
-  else if (isNew) askForPlan();
+  if (isNew) askForPlan();
   if (isNew && state.panel === "data") look();
-};
-const setPlan = (answer) => {
-  document.body.toggleAttribute("data-planning", false);
-  setStart(Boolean(answer?.start), state.starting);
 };
 // A run starts once, however often the button is pressed.
 const setStart = (canStart, starting) => {
@@ -55,7 +50,8 @@ const askForPlan = async () => {
     if (signal.aborted) return;
     if (!answer || answer.stamp !== state.stamp) return void setTimeout(() => signal.aborted || askForPlan(), 500); // a newer draft, or no server
     show(answer.parts);
-    setPlan(answer);
+    document.body.toggleAttribute("data-planning", false);
+    setStart(answer.start, state.starting);
     if (answer.complete !== false) return;
   }
 };

@@ -69,39 +69,33 @@ class NewRun:
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
         progress = render("started", status=asked[mine]) if mine in asked else ""
-        parts: dict[str, str] = {"sentence": views.sentence(edited), "progress": progress}
-        if not edited.model:
-            parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
         return {
-            "stamp": edited.stamp, "parts": parts, "plan": bool(edited.model), "doing": self.context.planner.doing,
-            "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
+            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "progress": progress},
+            "doing": self.context.planner.doing, "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
             "starting": mine in asked and asked[mine]["state"] in OPEN,
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
         """Return the plan of the draft; `complete`: with its alternatives."""
-        edited = self.context.draft.read()
-        if not edited.model:
-            return {"stamp": edited.stamp, "parts": {}}
+        edited, plan, blocked, answer = self.context.draft.read(), None, None, Safe()
         # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
         try:
-            plan = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
+            if edited.model:
+                plan = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
-            shown = {"note": problem_of(error), "level": "unknown", "title": tr("Unknown: no plan"), "text": "", "bar": None}
-            parts = {
-                "answer": render("answer", plan=None, **shown), "plans": "",
-                "settings": render("settings", edited=edited, plan=None),
-            }  # fmt: skip
-            return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
-        blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
+            shown = {"level": "unknown", "title": tr("Unknown: no plan"), "text": "", "bar": None}
+            answer = render("answer", plan=None, note=problem_of(error), **shown)
+        if plan and edited.data:
+            blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root)
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
-            "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=complete),
-            "settings": render("settings", edited=edited, plan=plan), "ready": ready,
+            "answer": views.answer(plan, blocked) if plan else answer, "ready": ready,
+            "plans": views.plans(plan, is_complete=complete) if plan else "",
+            "settings": render("settings", edited=edited, plan=plan) if edited.model else "",
         }  # fmt: skip
-        return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": complete}
+        return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": complete or plan is None}
 
     def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> Plan:
         planner = self.context.planner

@@ -75,9 +75,9 @@ def typed(page, name, text):
 
 
 def test_a_new_run_begins_without_settings_and_asks_for_a_model(page):
-    screen = page.screen()
-    assert page.context.draft.read().values == {} and screen["plan"] is False
-    assert "Choose a model." in screen["parts"]["ready"] and "3-minute demo" in screen["parts"]["sentence"]
+    plan = page.plan()
+    assert page.context.draft.read().values == {} and plan["start"] is False and plan["parts"]["answer"] == ""
+    assert "Choose a model." in plan["parts"]["ready"] and "3-minute demo" in page.screen()["parts"]["sentence"]
     page.change({"model": "tiny"})
     assert "Choose your data." in page.plan()["parts"]["ready"]
 
