@@ -64,8 +64,7 @@ class Turn(Event, kind="turn"):
     error: str = ""
 
 
-def read_turns(path: Path) -> list[Turn]:
-    """Return the turns in a conversation's file."""
+def _read_turns(path: Path) -> list[Turn]:
     # a turn is written again with each answer: the newest line counts
     return list({turn.id: turn for turn in read_events(path, {Turn.kind: Turn}) if isinstance(turn, Turn)}.values())
 
@@ -122,7 +121,7 @@ class Chats:
             self._worker.cancel("answer")
 
     def turns(self, run: RunDirectory) -> list[Turn]:
-        return [self.answering.get(turn.id, turn) for turn in read_turns(self.path(run))]
+        return [self.answering.get(turn.id, turn) for turn in _read_turns(self.path(run))]
 
     def clear(self, run: RunDirectory) -> None:
         if self.path(run).exists():
@@ -227,7 +226,7 @@ class Conversation:
         """Return the earlier messages with the model's own answers, and their images."""
         messages: list[dict[str, Any]] = []
         shown: list[PictureSource] = []
-        for turn in read_turns(self._path):
+        for turn in _read_turns(self._path):
             if answer := turn.answers.get(model):
                 pictures = kept_pictures(self._folder, turn.pictures)
                 messages += [message_with_pictures(turn.text, len(pictures)), assistant_message(answer)]

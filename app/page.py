@@ -113,7 +113,7 @@ PAGES = (
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
     """Return the Gradio app and its mount options; add the pages' routes."""
-    api.get("/ft/v{version}/{name}")(own_file)
+    api.get("/ft/v{version}/{name}")(_own_file)
     rail_page = Rail(context)
     rail_page.add_routes(api)
     pages = [(address, name, page(context)) for address, name, page in PAGES]
@@ -129,8 +129,8 @@ def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
     return blocks, {"theme": _theme(), "favicon_path": str(OWN_FILES["favicon.svg"])}
 
 
-def own_file(version: str, name: str) -> Response:
-    """Return a file of the pages; an address from before an update gets the current file, uncached."""
+def _own_file(version: str, name: str) -> Response:
+    # an address from before an update gets the current file, uncached
     if name not in OWN_FILES:
         raise HTTPException(404, "Not found.")
     headers = FOREVER if f"/ft/v{version}" == OWN_FOLDER else {"cache-control": "no-cache"}

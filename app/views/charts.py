@@ -109,10 +109,10 @@ def curves(live: LiveRun) -> str:
     return picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
 
 
-def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
-    """Return metric, label, kind and the bytes to add to each value of each curve of memory."""
+def _memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]:
+    # metric, label, kind, and the bytes to add to each value
     # the forecast includes the CUDA context, the allocator's reserved memory does not
-    added = {"peak_reserved_bytes": context_bytes(digest, plan)}
+    added = {"peak_reserved_bytes": _context_bytes(digest, plan)}
     curves = [(name, tr(label), kind, added.get(name, 0)) for name, label, kind in _CURVES if name in digest.series]
     return [curve for curve in curves if curve[0] != _HOST] or curves
 
@@ -120,12 +120,11 @@ def memory_curves(digest: Digest, plan: Plan) -> list[tuple[str, str, str, int]]
 def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
     return [
         Line(label, [(step, size and size + added) for step, size in digest.series[name].points(highest=True)], kind)
-        for name, label, kind, added in memory_curves(digest, plan)
+        for name, label, kind, added in _memory_curves(digest, plan)
     ]
 
 
-def context_bytes(digest: Digest, plan: Plan) -> int:
-    """Return the CUDA context's bytes."""
+def _context_bytes(digest: Digest, plan: Plan) -> int:
     # the plan's CUDA context where the driver does not report other programs
     return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
 
@@ -136,11 +135,10 @@ def measured_peak(digest: Digest, plan: Plan) -> int | None:
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
         return digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
-    return reserved + context_bytes(digest, plan)
+    return reserved + _context_bytes(digest, plan)
 
 
-def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
-    """Return the panels of a run."""
+def _panels(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
     loss = [
         {"name": name, "label": label, "kind": kind}
         for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
@@ -165,7 +163,7 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         "title": tr("Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB"), "unit": "GiB", "levels": levels,
         "lines": [
             {"name": name, "label": label, "kind": kind, "add": round(added / GIB, 3)}
-            for name, label, kind, added in memory_curves(digest, plan)
+            for name, label, kind, added in _memory_curves(digest, plan)
         ],
     }  # fmt: skip
 
@@ -190,7 +188,7 @@ def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
         digest, plan, key = live.digest, live.plan(), live.key
         before, _, step = have.rpartition(".")
         lowest = int(step) if before == key and step.isdecimal() else 0
-        panels = layout(digest, plan)
+        panels = _panels(digest, plan)
         # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
         return {

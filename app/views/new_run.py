@@ -48,11 +48,10 @@ def sentence(edited: Edited) -> str:
     """Return "Train [model] on [data] with [GPU]"."""
     data = edited.data
     name = tr("{n} files", n=len(data)) if isinstance(data, list) else Path(data).name
-    return render("sentence", model=Path(edited.model).name, data=name, gpu=gpu_name(edited.recipe.gpu))
+    return render("sentence", model=Path(edited.model).name, data=name, gpu=_gpu_name(edited.recipe.gpu))
 
 
-def gpu_name(gpu: str) -> str:
-    """Return the displayed name of a recipe's GPU."""
+def _gpu_name(gpu: str) -> str:
     if gpu == "cpu":
         return "CPU"
     devices = [device for device in usable_devices() if gpu in (AUTO, device.index)]
@@ -155,7 +154,7 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
         for verdict in (*Verdict, None)
     }
     return render(
-        "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=gpu_name(edited.recipe.gpu),
+        "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=_gpu_name(edited.recipe.gpu),
         parameters=parameters, trouble=Safe(note),
     )  # fmt: skip
 

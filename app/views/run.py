@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, RunWarning, Start, State
+from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, State
 from finetune.planner.plan import AS_SET, Plan
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
@@ -164,7 +164,7 @@ def explanation_of(live: LiveRun, state: RunState) -> Safe:
     if state.state == "failed" and isinstance(event, OutOfMemory):
         heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
         heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
-        why = " ".join(map(as_on_page, explanation_lines(event)))
+        why = _explained(event)
     if state.state == "diverged" and live.plan().settings.dtype != "float16":
         why += f" {tr('A lower learning rate usually helps.')}"
     return Safe(f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>")
@@ -252,26 +252,14 @@ def chosen(plan: Plan) -> Safe:
 
 def messages(digest: Digest) -> Safe:
     """Return states, retries and warnings."""
-    rows = []
-    for event in reversed(digest.messages):
-        match event:
-            case State():
-                message = as_on_page(event.message) or state_name(event.state)
-            case Start():
-                message = tr("training from the beginning")
-                if event.resumed_from:
-                    message = tr("training from {checkpoint}", checkpoint=event.resumed_from)
-            case Retry():
-                changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
-                message = f"{as_on_page(event.reason)}: {changes}"
-            case OutOfMemory():
-                message = f"{event.message} {' '.join(map(as_on_page, explanation_lines(event)))}"
-            case RunWarning():
-                message = as_on_page(event.message)
-            case _:
-                continue
-        rows.append((time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), tr(_KINDS[event.kind]), message))
-    return render("messages", rows=rows)
+    return render(
+        "messages", events=list(reversed(digest.messages)), kinds=_KINDS, explained=_explained,
+        hour=lambda event: time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)),
+    )  # fmt: skip
+
+
+def _explained(event: OutOfMemory) -> str:
+    return " ".join(map(as_on_page, explanation_lines(event)))
 
 
 def pill(state: RunState) -> Safe:

@@ -85,20 +85,20 @@ class Guard:
         method, path, headers = request.method, request.scope["path"], request.headers
         host, origin, is_read = headers.get("host", ""), headers.get("origin"), method in ("GET", "HEAD")
         if not self.access.knows(host):
-            return refused(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
+            return _refused(421, "This host name is not allowed; see finetune ui --help, --allow-host.")
         is_foreign = origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}")
         if is_foreign or (not is_read and headers.get("sec-fetch-site", "none") not in ("same-origin", "none")):
-            return refused(403, "Requests from other sites are refused.")
+            return _refused(403, "Requests from other sites are refused.")
         if path != OPEN_PATH and not self._has_token(request):
-            return refused(401, "Open the link that `finetune ui` printed; it has the token.")
+            return _refused(401, "Open the link that `finetune ui` printed; it has the token.")
         routes = READ if is_read else WRITE
         if not (is_read or method == "POST") or ".." in path or "//" in path or not routes.fullmatch(path):
-            return refused(404, "Not found.")
+            return _refused(404, "Not found.")
         kind, length = headers.get("content-type", "").partition(";")[0].strip().lower(), headers.get("content-length", "")
         if not is_read and kind != ("multipart/form-data" if _is_upload(request.scope) else "application/json"):
-            return refused(415, "Unsupported content type.")
+            return _refused(415, "Unsupported content type.")
         if not is_read and length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > _most_bytes(request)):
-            return refused(413, "The request is too large.")
+            return _refused(413, "The request is too large.")
         return None
 
     def _has_token(self, request: Request) -> bool:
@@ -120,8 +120,7 @@ class Guard:
         return RedirectResponse(target, 303, {"set-cookie": cookie, "cache-control": "no-store", **HEADERS})
 
 
-def refused(status: int, text: str) -> Response:
-    """Return a refusal as plain text."""
+def _refused(status: int, text: str) -> Response:
     return PlainTextResponse(f"{text}\n", status, {"cache-control": "no-store", **HEADERS})
 
 
@@ -171,9 +170,9 @@ class UploadLimit:
         if scope["type"] != "http" or not _is_upload(scope):
             return await self.app(scope, receive, send)
         if self._running >= UPLOADS_AT_ONCE:
-            return await refused(429, "Other uploads are running; try again when they are done.")(scope, receive, send)
+            return await _refused(429, "Other uploads are running; try again when they are done.")(scope, receive, send)
         if self._used_bytes() > MOST_UPLOAD_BYTES:
-            return await refused(507, "There is no space for more uploads now.")(scope, receive, send)
+            return await _refused(507, "There is no space for more uploads now.")(scope, receive, send)
         self._running += 1
         try:
             await self.app(scope, receive, send)
