@@ -234,11 +234,10 @@ class Conversation:
         return messages, shown
 
 
-def main() -> int:
+def main() -> None:
     """Answer questions until idle; the memory is then free for training."""
     serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), _IDLE_S)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,7 @@ from finetune.run.state import is_alive
 from ..language import tr
 from ..views import run as run_view
 from ..views.charts import answer
-from ..views.markup import note, page_title, problem_of, render, to_new_run
+from ..views.markup import TO_NEW_RUN, note, page_title, problem_of, render
 from ..views.run import TABS
 from ..views.runs import arms, sweep_page
 from ..web.followed import Context, as_json, attempted, changed_parts, named_run
@@ -107,12 +107,12 @@ class RunPage:
                 return note(tr("Queued. The run continues from its newest checkpoint."))
             case "duplicate":
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return to_new_run(tr("Opening New run with this run's recipe."))
+                return note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
             case "half":
                 values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
                 rate = self.context.lives.of(run).plan().settings.learning_rate / 2
                 self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
-                return to_new_run(tr("Opening New run with half the learning rate."))
+                return note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
         raise KeyError(deed)
 
     def add_routes(self, api: Any) -> None:

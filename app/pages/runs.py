@@ -15,7 +15,7 @@ from finetune.units import format_bytes
 from ..language import tr
 from ..live import LiveRun
 from ..views.answers import newest_score
-from ..views.markup import chart_element, note, page_title, problem, problem_of, render, to_new_run
+from ..views.markup import TO_NEW_RUN, chart_element, note, page_title, problem, problem_of, render
 from ..views.run import pill
 from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
 from ..views.words import clock
@@ -67,7 +67,7 @@ class RunsPage(FollowedPage):
                 return {"said": self._rename(run, name)}
             case {"deed": "duplicate"}, [run]:
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return {"said": to_new_run(tr("Opening New run with this run's recipe."))}
+                return {"said": note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)}
             case {"deed": "delete"}, [_, *_]:
                 return {"said": self._delete(runs)}
             case {"restore": [*folders]}, _:

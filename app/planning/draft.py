@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 import threading
@@ -84,9 +85,13 @@ class Draft:
                 values = {name: value for name, value in values.items() if name in typed or name in _KEPT}
                 values.pop("model_revision", None)
             for dotted, value in settings.items():
-                path = dotted.split("__")
-                _set_nested(values, path, value)
-                typed.add(path[0]) if value is not None else typed.discard(path[0])
+                *groups, name = dotted.split("__")
+                group = functools.reduce(lambda outer, key: outer.setdefault(key, {}), groups, values)
+                if value is None:
+                    group.pop(name, None)
+                else:
+                    group[name] = value
+                (typed.discard if value is None else typed.add)(dotted.partition("__")[0])
             return self._store(values, typed)
 
     def apply(self, override: str) -> Edited:
@@ -158,12 +163,3 @@ def as_text(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _set_nested(values: dict[str, Any], path: list[str], value: Any) -> None:
-    for key in path[:-1]:
-        values = values.setdefault(key, {})
-    if value is None:
-        values.pop(path[-1], None)
-    else:
-        values[path[-1]] = value

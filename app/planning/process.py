@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
@@ -140,12 +139,11 @@ def _data_key(recipe: Recipe) -> str:
     return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
 
 
-def main() -> int:
+def main() -> None:
     """Run the planner process."""
     hide_gpus()
     serve(Questions())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

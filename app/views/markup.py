@@ -118,14 +118,13 @@ def page_title(name: str) -> str:
     return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
-def note(text: str, kind: str = "") -> Safe:
+def note(text: str, kind: str = "", attributes: str = "") -> Safe:
     """Return one line of information."""
-    return Safe(f'<p class="ft-note {kind}">{inert(text)}</p>')
+    return Safe(f'<p class="ft-note {kind}"{attributes}>{inert(text)}</p>')
 
 
-def to_new_run(text: str) -> str:
-    """Return a line after which the browser opens New run."""
-    return f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>'
+#: Attributes of a note after which the browser opens New run.
+TO_NEW_RUN = ' data-go="/" role="status"'
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> Safe:

@@ -74,7 +74,7 @@ def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) 
 def blocker_note(blocker: Blocker) -> Safe:
     """Return a blocker with its fix."""
     shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
-    return render("blocker", blocker=blocker, problem=shown, is_data=blocker.title == DataError.title)
+    return render("blocker", blocker=blocker, problem=shown, label=_label(blocker), is_data=blocker.title == DataError.title)
 
 
 def _because(plan: Plan) -> str:
@@ -166,8 +166,7 @@ class Blocker:
     title: str
     problems: list[str]
     fix: str = ""
-    #: A button with `label` applies `override`.
-    label: str = ""
+    #: A button applies it.
     override: str = ""
     #: The plan is for another machine.
     elsewhere: bool = False
@@ -178,8 +177,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
     if plan.data_problem:
         problems, fix = list(plan.data_problem.problems), plan.data_problem.fix
         setting = _SETTING.search(fix)
-        override = setting[0] if setting else ""
-        return Blocker(DataError.title, problems, fix, _skip_label(override, problems), override)
+        return Blocker(DataError.title, problems, fix, setting[0] if setting else "")
     if plan.data is None:
         try:
             for path in [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path:
@@ -195,16 +193,15 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
         find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     except FinetuneError as error:
         here = bool(cards_here()) and recipe.gpu != AUTO
-        label, override = (in_words(f"gpu={AUTO}"), f"gpu={AUTO}") if here else ("", "")
-        return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
+        return Blocker(error.title, error.problems, error.fix, f"gpu={AUTO}" if here else "", elsewhere=True)
     return None
 
 
-def _skip_label(override: str, problems: list[str]) -> str:
-    rows = re.match(r"([\d,]+) ", problems[0])
-    if override == "dataset.on_bad_rows=skip" and rows:
+def _label(blocker: Blocker) -> str:
+    rows = re.match(r"([\d,]+) ", blocker.problems[0])
+    if blocker.override == "dataset.on_bad_rows=skip" and rows:
         return tr_n("Leave out {n} row", "Leave out {n} rows", int(rows[1].replace(",", "")))
-    return in_words(override) if override else ""
+    return in_words(blocker.override)
 
 
 class Field:
