@@ -9,7 +9,7 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,8 +130,9 @@ def smoothed(points: list[Point], factor: float = 0.8) -> list[Point]:
 class Digest:
     """Series, marks and newest events of a run."""
 
-    series: dict[str, Series] = field(default_factory=dict)
-    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
+    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
+    #: What happened at which step.
+    marks: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=_MARKS))
     #: Answers of the first evaluation by prompt and images.
     first_samples: dict[tuple[str | None, tuple[str, ...]], events.Sample] = field(default_factory=dict)
     newest_samples: deque[events.Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
@@ -170,20 +171,20 @@ class Digest:
             case events.Phase():
                 self._add_phase(event.phase, event)
             case events.Evaluation():
-                self._add("eval_loss", event.step, event.eval_loss)
+                self.series["eval_loss"].add(event.step, event.eval_loss)
                 for name, value in event.metrics.items():
-                    self._add(f"eval/{name}", event.step, value)
-                self._mark("evaluation", event.step)
+                    self.series[f"eval/{name}"].add(event.step, value)
+                self.marks.append(("evaluation", event.step))
             case events.Checkpoint():
-                self._mark("save", event.step)
+                self.marks.append(("save", event.step))
             case events.Retry():
-                self._mark("retry", self.step)
+                self.marks.append(("retry", self.step))
                 # the smaller plan has other peaks
                 self.peaks, self.phases = {}, {}
                 self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Start():
                 if event.resumed_from:
-                    self._mark("resume", event.step or self.step)
+                    self.marks.append(("resume", event.step or self.step))
                 self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Sample():
                 first = next(iter(self.first_samples.values()), event)
@@ -202,17 +203,11 @@ class Digest:
         self.is_new_attempt = False
         values = {name: value for name in METRICS if (value := getattr(event, name)) is not None}
         for name, value in {**values, **event.metrics}.items():
-            self._add(name, event.step, value)
+            self.series[name].add(event.step, value)
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
             value = getattr(event, name)
             if value is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), value)
-
-    def _add(self, name: str, step: int, value: float | None) -> None:
-        self.series.setdefault(name, Series()).add(step, value)
-
-    def _mark(self, name: str, step: int) -> None:
-        self.marks.append({"name": name, "step": step})
 
 
 class LiveRun:

@@ -287,7 +287,7 @@ class NewRun:
             except FinetuneError as error:
                 verdict = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
             self._verdicts[key, name] = verdict
-        return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
+        return {name: self._verdicts.get((key, name), {}) for name in names}
 
     def _look(self, edited: Edited) -> str:
         if not edited.data:

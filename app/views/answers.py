@@ -117,7 +117,7 @@ def evaluations(
     run: RunDirectory, order: str = "differ", rows_shown: int = _ROWS_SHOWN, *, progress: Safe | None = None, empty: str,
     is_open: bool = False,
 ) -> str:  # fmt: skip
-    """Return a run's evaluations, newest first, after the `progress` of one; `empty` if none; `is_open`: older ones are open."""
+    """Return a run's evaluations, newest first, after the `progress` of one; `empty` if none; `is_open`: older ones too."""
     results = found.read_evaluations(run)
     shown = [results[name] for name in sorted(results, key=lambda name: -_written_s(run, name))]
     return render(

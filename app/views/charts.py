@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from finetune.events import CHARTS
 from finetune.planner.plan import Plan
 from finetune.settings.methods import METRICS
@@ -65,12 +67,9 @@ def histogram(lengths: Sequence[int], limit: int | None) -> dict[str, Any]:
     if not lengths:
         return {}
     longest = max(max(lengths), limit or 0)
-    width, counts = (longest + 1) / _BARS, [0] * _BARS
-    for length in lengths:
-        counts[int(length / width)] += 1
-    most = max(counts)
-    heights = [(100 * count / most, bool(limit and index * width >= limit)) for index, count in enumerate(counts)]
-    return {"heights": heights, "most": most, "longest": longest}
+    counts, edges = np.histogram(lengths, _BARS, (0, longest + 1))
+    heights = [(100 * count / max(counts), bool(limit and edge >= limit)) for count, edge in zip(counts, edges, strict=False)]
+    return {"heights": heights, "most": int(max(counts)), "longest": longest}
 
 
 def _svg(shapes: str) -> Safe:
@@ -196,7 +195,7 @@ def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
             "total": max(live.total_steps or 0, digest.step), "alive": not state.ended,
             "read": None if is_read else round(live.progress, 2), "panels": panels,
             "series": {name: _part(name, digest.series[name], lowest) for name in names if name in digest.series},
-            "marks": [[event["name"], event["step"]] for event in digest.marks],
+            "marks": list(map(list, digest.marks)),
         }  # fmt: skip
 
 

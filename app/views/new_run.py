@@ -118,12 +118,12 @@ def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternat
         mark("Leaves room"): max(roomy, key=speed, default=None),
         mark("Smallest"): min(rows, key=lambda row: row.peak_high_bytes),
     }  # fmt: skip
-    others: list[tuple[str, Alternative]] = []
+    names: dict[Alternative, str] = {}
     for name, row in named.items():
-        if row is not None and row not in [other for _, other in others]:
-            others.append((name, row))
-    mine = [(mark("Yours"), row) for row in rows if row.chosen and row not in [other for _, other in others]]
-    return [*mine, *others][: _CARDS + 1]
+        if row is not None:
+            names.setdefault(row, name)
+    mine = [(mark("Yours"), row) for row in rows if row.chosen and row not in names]
+    return [*mine, *((name, row) for row, name in names.items())][: _CARDS + 1]
 
 
 def _failed(plan: Plan) -> ResourceCheck | None:
@@ -145,14 +145,10 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
     """Return the models by verdict, larger models first."""
 
     def parameters(model: Model) -> int:
-        return model.parameters or badges.get(model.name, {}).get("parameters") or 0
+        return model.parameters or badges[model.name].get("parameters") or 0
 
-    groups = {
-        verdict: sorted(
-            (model for model in models if badges.get(model.name, {}).get("verdict") == verdict), key=parameters, reverse=True
-        )
-        for verdict in (*Verdict, None)
-    }
+    largest = sorted(models, key=parameters, reverse=True)
+    groups = {kind: [model for model in largest if badges[model.name].get("verdict") == kind] for kind in (*Verdict, None)}
     return render(
         "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=_gpu_name(edited.recipe.gpu),
         parameters=parameters, trouble=Safe(note),
