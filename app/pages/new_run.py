@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import Response
-
 from finetune.card.find import catalogue_sizes
 from finetune.card.visible import usable_devices
 from finetune.errors import CommandError, FinetuneError
@@ -28,7 +26,7 @@ from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
 from ..views.run import chosen as reasons_of
-from ..web.followed import Context, as_json, attempted
+from ..web.followed import Context, attempted
 from ..worker import SupersededError
 
 #: Lifetime of the list of local models in seconds.
@@ -306,18 +304,7 @@ class NewRun:
     # -- routes
 
     def add_routes(self, api: Any) -> None:
-        @api.get("/ft/new/screen")
-        def screen(mine: str = "") -> Response:
-            return as_json(self.screen(mine))
-
-        @api.get("/ft/new/plan")
-        def plan(complete: bool = False) -> Response:
-            return as_json(self.plan(complete))
-
-        @api.get("/ft/new/panel/{name}")
-        def panel(name: str, query: str = "", check: bool = False) -> Response:
-            return as_json(self.panel(name, query, check=check))
-
-        @api.post("/ft/new/change")
-        def change(message: dict[str, Any]) -> Response:
-            return as_json(self.change(message))
+        api.get("/ft/new/screen")(self.screen)
+        api.get("/ft/new/plan")(self.plan)
+        api.get("/ft/new/panel/{name}")(self.panel)
+        api.post("/ft/new/change")(self.change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException
 
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
@@ -19,10 +19,8 @@ from ..views.charts import answer
 from ..views.markup import TO_NEW_RUN, note, page_title, problem_of, render
 from ..views.run import TABS
 from ..views.runs import arms, sweep_page
-from ..web.followed import Context, as_json, attempted, changed_parts, named_run
+from ..web.followed import Context, attempted, changed_parts, named_run
 from . import chat, result
-
-_SHOWN_CHARACTERS = 300
 
 
 class RunPage:
@@ -61,11 +59,10 @@ class RunPage:
             texts |= result.parts(self.context, run, tab, order)
         return texts | chat.parts(self.context, run) if tab == "chat" else texts
 
-    def changed(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def changed(self, name: str, tab: str = "", shown: str = "", order: str = "differ") -> dict[str, Any]:
         """Return checksum and HTML of each part that is not in `shown`."""
-        tab, shown, order = query.get("tab", ""), query.get("shown", ""), query.get("order", "differ")
-        if tab not in TABS or order not in result.ORDERS or len(shown) > _SHOWN_CHARACTERS:
-            raise HTTPException(400, "`tab` is one of the run's page, `shown` has checksums of its parts.")
+        if tab not in TABS or order not in result.ORDERS:
+            raise HTTPException(400, "`tab` is one of the run's page, `order` one of its evaluations.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
             texts, is_alive = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
         else:
@@ -73,7 +70,13 @@ class RunPage:
             texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
         return {"alive": is_alive, "parts": changed_parts(texts, shown)}
 
-    def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
+    def points(self, name: str, have: str = "") -> dict[str, Any]:
+        """Return the data of the chart."""
+        return answer(self.context.lives.of(named_run(self.context, name)), have)
+
+    def act(self, name: str, message: Mapping[str, Any]) -> dict[str, str]:
+        """Handle a button or form."""
+        run = named_run(self.context, name)
         return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:
@@ -116,14 +119,6 @@ class RunPage:
         raise KeyError(deed)
 
     def add_routes(self, api: Any) -> None:
-        @api.get("/ft/run/{name}")
-        def parts(request: Request, name: str) -> Response:
-            return as_json(self.changed(name, request.query_params))
-
-        @api.get("/ft/series/{name}")
-        def points(name: str, have: str = "") -> Response:
-            return as_json(answer(self.context.lives.of(named_run(self.context, name)), have))
-
-        @api.post("/ft/run/{name}")
-        def act(name: str, message: dict[str, Any]) -> Response:
-            return as_json(self.act(named_run(self.context, name), message))
+        api.get("/ft/run/{name}")(self.changed)
+        api.get("/ft/series/{name}")(self.points)
+        api.post("/ft/run/{name}")(self.act)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
@@ -77,14 +77,15 @@ class FollowedPage(ABC):
         """Handle a button. Raises the errors that `attempted` handles."""
         raise KeyError(message)
 
-    def add_routes(self, api: Any) -> None:
-        @api.get(f"/ft/page/{self.name}")
-        def changed(shown: str = "") -> Response:
-            return as_json({"parts": changed_parts(self.parts(), shown)})
+    def changed(self, shown: str = "") -> dict[str, Any]:
+        return {"parts": changed_parts(self.parts(), shown)}
 
-        @api.post(f"/ft/page/{self.name}")
-        def act(message: dict[str, Any]) -> Response:
-            return as_json(attempted(self.act, message))
+    def answer(self, message: Mapping[str, Any]) -> dict[str, str]:
+        return attempted(self.act, message)
+
+    def add_routes(self, api: Any) -> None:
+        api.get(f"/ft/page/{self.name}")(self.changed)
+        api.post(f"/ft/page/{self.name}")(self.answer)
 
 
 def changed_parts(parts: Mapping[str, str], shown: str) -> dict[str, tuple[str, str]]:
@@ -108,23 +109,15 @@ def named_run(context: Context, name: str) -> RunDirectory:
     return run
 
 
-def as_json(body: Any) -> Response:
-    """Return uncached JSON."""
-    return JSONResponse(body, headers=_NO_STORE)
-
-
-_NO_STORE = {"cache-control": "no-store"}
-
-
 def explain_errors(api: Any) -> None:
     """Let the routes of `api` answer errors with a sentence."""
 
     def explained(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            return PlainTextResponse(error.detail, error.status_code, _NO_STORE)
+            return PlainTextResponse(error.detail, error.status_code)
         if isinstance(error, WRONG_MESSAGE):  # damaged values, or a mistake of this app
             traceback.print_exception(error)
-        return PlainTextResponse(f"These files can't be read: {error}", 409, _NO_STORE)
+        return PlainTextResponse(f"These files can't be read: {error}", 409)
 
     for kind in (HTTPException, FinetuneError, OSError, *WRONG_MESSAGE):
         api.add_exception_handler(kind, explained)

@@ -47,6 +47,8 @@ class PageFilter(BaseHTTPMiddleware):
             answer.headers["content-security-policy"] = policy(nonce)
             if path.startswith(("/assets/", "/theme.css")) and answer.status_code == 200:
                 answer.headers.update(FOREVER)
+            if path.startswith("/ft/"):
+                answer.headers.setdefault("cache-control", "no-store")
             if not answer.headers.get("content-type", "").startswith("text/html") or "content-disposition" in answer.headers:
                 return answer
             body = _FOREIGN.sub(b"", b"".join([part async for part in answer.body_iterator]))

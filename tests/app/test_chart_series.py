@@ -140,7 +140,7 @@ def test_a_run_without_steps_has_panels_and_no_points(live):
     assert [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
 
 
-@pytest.mark.parametrize("wrong", [{"tab": "none"}, {"shown": "0" * 400}, {"order": "<script>"}])
+@pytest.mark.parametrize("wrong", [{"tab": "none"}, {"order": "<script>"}])
 def test_a_wrong_tab_is_refused_in_a_sentence(get, wrong):
     status, text = get(**{"tab": "log"} | wrong)
     assert status == 400 and text.endswith(".")

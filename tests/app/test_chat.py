@@ -109,8 +109,8 @@ SENT = {"question": "Hello", "who": "tuned", "system": "", "most": "16", "temper
 
 @pytest.mark.parametrize(("change", "reason"), [({}, "empty has no adapter"), ({"question": " "}, "Write a message")])
 def test_a_message_that_nobody_can_answer_is_refused(context, change, reason):
-    run = make_run(context.workspace.runs, "empty", [])
-    assert reason in RunPage(context).act(run, {"task": "ask", "values": SENT | change})["said"]
+    make_run(context.workspace.runs, "empty", [])
+    assert reason in RunPage(context).act("empty", {"task": "ask", "values": SENT | change})["said"]
 
 
 def test_what_offloaded_layers_cost_is_said(context, kept_run, monkeypatch):
@@ -217,10 +217,10 @@ def test_a_picture_that_the_disk_has_no_space_for_is_said_and_one_from_elsewhere
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def added(path):
-        message = {"task": "picture", "values": {"path": path, "waiting": ""}}
-        return RunPage(context).act(RunDirectory(tmp_path / "runs" / "one"), message)
+        return RunPage(context).act("one", {"task": "picture", "values": {"path": path, "waiting": ""}})
 
     context.uploads.mkdir(parents=True)
+    make_run(context.workspace.runs, "one", [])
     name = added(picture(context.uploads / "a.png"))["waiting"]
     assert [source.digest for source in kept_pictures(context.chats.pictures, [name])] == [name]
     assert "was not uploaded here" in added(picture(tmp_path / "a.png"))["said"]

@@ -28,7 +28,7 @@ def page(home, kept_run, monkeypatch):
     context = SimpleNamespace(workspace=workspace)
 
     def submit(task, **values):
-        return RunPage(context).act(run, {"task": task, "values": values})["said"]
+        return RunPage(context).act(run.path.name, {"task": task, "values": values})["said"]
 
     return SimpleNamespace(run=run, context=context, started=started, submit=submit)
 

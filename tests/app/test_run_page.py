@@ -122,7 +122,7 @@ def test_speed_is_shown_beside_its_forecast_and_where_the_time_of_a_step_goes_be
 
 def test_a_tick_sends_only_the_parts_that_the_browser_has_not(page):
     def changed(*shown):
-        return page.view.changed("finished", {"tab": "overview", "shown": ".".join(shown)})["parts"]
+        return page.view.changed("finished", tab="overview", shown=".".join(shown))["parts"]
 
     stamps = [stamp for stamp, _ in changed().values()]
     assert set(changed()) == {"title", "progress", "now", "tabs", "figures", "memory", "answers"}
@@ -144,7 +144,7 @@ def opened(page, **parameters):
 
 
 def pressed(page, **message):
-    return page.view.act(page.view.context.workspace.run("finished"), message)["said"]
+    return page.view.act("finished", message)["said"]
 
 
 def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(follow):

@@ -27,7 +27,7 @@ def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(conte
     assert "above the median of the finished arms" in shown_page
     shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "Learning rate 0.0001", "Learning rate 0.0004")
     assert all(text in shown_page for text in shown)
-    changed = RunPage(context).changed("rates", {"tab": "overview"})
+    changed = RunPage(context).changed("rates", tab="overview")
     arms = changed["parts"]["arms"][1]
     assert arms in shown_page and not changed["alive"]
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
