@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastapi.responses import PlainTextResponse, Response
+
 from finetune.card.find import catalogue_sizes
 from finetune.card.visible import usable_devices
 from finetune.errors import CommandError, FinetuneError
@@ -303,8 +305,21 @@ class NewRun:
 
     # -- routes
 
+    def recipe_file(self) -> Response:
+        return _download("recipe.yaml", self.context.draft.read().text)
+
+    def refused_rows(self) -> Response:
+        answer = self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe))
+        return _download("refused.csv", data_views.as_csv(answer["report"]["rows_refused"]))
+
     def add_routes(self, api: Any) -> None:
+        api.get("/ft/recipe.yaml")(self.recipe_file)
+        api.get("/ft/refused.csv")(self.refused_rows)
         api.get("/ft/new/screen")(self.screen)
         api.get("/ft/new/plan")(self.plan)
         api.get("/ft/new/panel/{name}")(self.panel)
         api.post("/ft/new/change")(self.change)
+
+
+def _download(name: str, text: str) -> Response:
+    return PlainTextResponse(text, headers={"content-disposition": f'attachment; filename="{name}"'})

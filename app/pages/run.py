@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
+from fastapi.responses import FileResponse
 
 from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
@@ -118,7 +119,15 @@ class RunPage:
                 return note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
         raise KeyError(deed)
 
+    def report(self, name: str, file: str) -> Response:
+        path = named_run(self.context, name).path / file
+        if file not in ("report.html", "comparison.html") or not path.is_file() or path.is_symlink():
+            raise HTTPException(404, "There is no report.")
+        # a download: a run folder's HTML must not run on this page's origin
+        return FileResponse(path, media_type="text/html", filename=f"{name}-{file}", content_disposition_type="attachment")
+
     def add_routes(self, api: Any) -> None:
+        api.get("/ft/report/{name}/{file}")(self.report)
         api.get("/ft/run/{name}")(self.changed)
         api.get("/ft/series/{name}")(self.points)
         api.post("/ft/run/{name}")(self.act)

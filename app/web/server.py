@@ -14,7 +14,6 @@ from typing import Any
 
 from finetune.errors import CommandError
 from finetune.privacy import SETTINGS
-from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
 from ..workspace import Workspace
@@ -78,7 +77,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     import gradio
     from fastapi import FastAPI
     from fastapi.middleware.gzip import GZipMiddleware
-    from fastapi.responses import PlainTextResponse
 
     from ..page import build_page, complete
     from ..web.followed import Context, explain_errors
@@ -87,38 +85,12 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     explain_errors(api)
     api.get("/healthz")(lambda: {"ok": True})
-    api.get("/ft/refused.csv")(lambda: _refused(context))
-    attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
-    api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
-    api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
     page, looks = build_page(context, api)
     api = gradio.mount_gradio_app(
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
     return Guard(UploadLimit(GZipMiddleware(PageFilter(api, complete)), temporary / "files"), access), context
-
-
-def _refused(context: Any) -> Any:
-    from fastapi.responses import PlainTextResponse
-
-    from ..views.data import as_csv
-
-    answer = context.planner.call("look", recipe=write_recipe(context.draft.read().recipe))
-    attached = {"content-disposition": 'attachment; filename="refused.csv"'}
-    return PlainTextResponse(as_csv(answer["report"]["rows_refused"]), media_type="text/csv", headers=attached)
-
-
-def _report(workspace: Workspace, name: str, file: str) -> Any:
-    from fastapi import HTTPException
-    from fastapi.responses import FileResponse
-
-    run = workspace.run(name)
-    path = run.path / file if run is not None and file in ("report.html", "comparison.html") else None
-    if path is None or not path.is_file() or path.is_symlink():
-        raise HTTPException(404, "There is no report.")
-    # a download: a run folder's HTML must not run on this page's origin
-    return FileResponse(path, media_type="text/html", filename=f"{name}-{file}", content_disposition_type="attachment")
 
 
 def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
