@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,7 +27,6 @@ from .pages.new_run import NewRun
 from .pages.run import RunPage
 from .pages.runs import ModelsPage, RunsPage
 from .views.markup import FETCHED, problem_of, render
-from .views.words import day
 from .web.followed import Context, FollowedPage
 from .web.page_filter import FOREVER
 
@@ -61,17 +59,13 @@ class SettingsPage(FollowedPage):
         return render("own_settings", languages=LANGUAGES, current=current(), token_from=_token_from())
 
     def parts(self) -> dict[str, str]:
-        status = self._doctor.status()
-        if status is None or status["state"] == "running":
-            return {"machine": render("machine", findings=None, is_running=status is not None)}
-        silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.output()[-400:]}", "fix": ""}]
-        moment = time.localtime(status["began_s"])
-        return {
-            "machine": render(
-                "machine", findings=(self._doctor.result() or {}).get("findings", silent), is_running=False,
-                time=f"{day(moment)} {time.strftime('%H:%M', moment)}",
-            )
-        }  # fmt: skip
+        status, findings = self._doctor.status(), None
+        if status and status["state"] != "running":
+            silent = [
+                {"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.output()[-400:]}", "fix": ""}
+            ]
+            findings = (self._doctor.result() or {}).get("findings", silent)
+        return {"machine": render("machine", status=status, findings=findings)}
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         if message["examine"]:

@@ -34,14 +34,10 @@ _SHORT = {
     "exact": "EM", "contains": mark("contains"), "regex": mark("regex"), "json": "JSON", "numeric": mark("number"),
     "calls": mark("calls"), "token accuracy": mark("token accuracy"),
 }  # fmt: skip
-#: Displayed names of figures and scores; a JSON field's score has the field's name.
-_TITLES = {
-    "exact": mark("exact match"), "contains": mark("contains"), "regex": mark("regular expression"), "json": "JSON",
-    "numeric": mark("number"), "calls": mark("tool calls"), "loss": mark("loss"),
-    **{title: title for title in (
-        mark("exact match"), mark("valid JSON"), mark("loss per trained token"), mark("perplexity"), mark("token accuracy"),
-        mark("pairs in order"), mark("margin of a pair, nats"),
-    )},
+#: Displayed names of scores.
+_SCORES = {
+    "exact": mark("exact match"), "regex": mark("regular expression"), "json": "JSON", "numeric": mark("number"),
+    "calls": mark("tool calls"), "loss": mark("loss"),
 }  # fmt: skip
 
 
@@ -132,7 +128,7 @@ def evaluations(
 
 
 def _title_of(title: str) -> str:
-    return tr(_TITLES[title]) if title in _TITLES else title
+    return tr(_SCORES.get(title, title))
 
 
 def _written_s(run: RunDirectory, name: str) -> float:
@@ -155,11 +151,8 @@ def _newest_score(run: RunDirectory, _changed_ns: int, _language: str) -> str:
     if not results:
         return ""
     newest = results[max(results, key=lambda name: _written_s(run, name))]
-    base, tuned = (_share(newest, model) for model in ("base", "tuned"))
-    return f"{tr(_SHORT[newest['score']])} {base} → {tuned} %" if newest["score"] in _SHORT and base and tuned else ""
-
-
-def _share(result: dict[str, Any], model: str) -> str:
-    score = result[model].get("score")
-    share = result[model].get("exact_match") if score is None or result["score"] == "exact" else score
-    return "" if share is None else f"{100 * share:.3g}"
+    kind = "exact_match" if newest["score"] == "exact" else "score"
+    base, tuned = (newest[model].get(kind) for model in ("base", "tuned"))
+    if newest["score"] not in _SHORT or base is None or tuned is None:
+        return ""
+    return f"{tr(_SHORT[newest['score']])} {100 * base:.3g} → {100 * tuned:.3g} %"

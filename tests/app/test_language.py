@@ -16,6 +16,7 @@ from app.views.markup import as_on_page, render
 from app.views.words import setting_name
 from finetune import errors
 from finetune.errors import FinetuneError
+from finetune.evaluate.results import _MEASURES
 from finetune.events import CHARTS
 from finetune.planner.plan import VERDICTS
 from finetune.run.best import COMPARED, NOT_COMPARED
@@ -38,7 +39,7 @@ def marked():
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
     texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
     texts |= ZH.keys() & {setting_name(field.name) for field in new_run.fields()}
-    texts |= {chart.title for chart in CHARTS.values()}
+    texts |= {chart.title for chart in CHARTS.values()} | {title for title, *_ in _MEASURES if title}
     texts |= {field.row.description for field in new_run.fields()}
     for path in [*APP.glob("*.js"), *APP.glob("templates/*.html")]:
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
