@@ -145,10 +145,19 @@ class NewRun:
             case {"correct": number}:
                 rows = self._problems()[int(number)].rows
                 draft.change(dataset__path=data_views.with_roles_corrected(self.context.workspace, rows))
-            case {"row": _} | {"walk": _}:
-                return {"row": self._row(message)}
+            case {"row": index}:
+                text = write_recipe(draft.read().recipe)
+                return {"row": data_views.marked(self.context.planner.call("row", recipe=text, index=int(index)))}
+            case {"walk": number, "at": at}:
+                kind = self._problems()[number]
+                text = data_views.source_text(self.context.workspace.root, kind.rows[at])
+                return {"row": data_views.refused_row(number, at, kind, text)}
             case {"measure": True}:
-                self._measure()
+                # the page has one button to start and stop
+                if not self._measuring.end():
+                    path = self._measuring.path / "recipe.yaml"
+                    path.write_text(draft.read().text, encoding="utf-8")
+                    self._measuring.begin("plan", str(path), "--measure-quantisation", "--json")
             case {"undo": True}:
                 draft.undo()
             case {"clear": True}:
@@ -197,14 +206,6 @@ class NewRun:
         shutil.move(source, target)
         return self.context.workspace.shown(target)
 
-    def _row(self, action: Mapping[str, Any]) -> str:
-        if "row" in action:
-            text = write_recipe(self.context.draft.read().recipe)
-            return data_views.marked(self.context.planner.call("row", recipe=text, index=int(action["row"])))
-        number, at = int(action["walk"]), int(action["at"])
-        kind = self._problems()[number]
-        return data_views.refused_row(number, at, kind, data_views.source_text(self.context.workspace.root, kind.rows[at]))
-
     def _problems(self) -> list[data_views.Problem]:
         return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
@@ -243,14 +244,6 @@ class NewRun:
             case "recipe":
                 return render("panel_recipe", edited=edited, recipes=list(shipped_recipes()))
         return ""
-
-    def _measure(self) -> None:
-        task = self._measuring
-        # the page has one button to start and stop
-        if not task.end():
-            path = task.path / "recipe.yaml"
-            path.write_text(self.context.draft.read().text, encoding="utf-8")
-            task.begin("plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
         status, result = self._measuring.status(), self._measuring.result() or {}
