@@ -80,44 +80,38 @@ class RunPage:
         run = named_run(self.context, name)
         return attempted(lambda sent: self._act(run, sent), message)
 
-    def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:
-        values = message.get("values") or {}
+    def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
+        context, values, said = self.context, message.get("values") or {}, ""
         match message:
-            case {"run": str(deed)}:
-                return {"said": self._do(run, deed)}
+            case {"run": "pause" | "kill" as deed}:
+                said = "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
+            case {"run": "finish"}:
+                ends = tr("The run ends after this step. Its best step is the result.")
+                said = note(ends if control.finish(run) else tr("This run is not running."))
+            case {"run": "resume"}:
+                context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+                said = note(tr("Queued. The run continues from its newest checkpoint."))
+            case {"run": "duplicate"}:
+                context.draft.write(run.recipe.read_text(encoding="utf-8"))
+                said = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
+            case {"run": "half"}:
+                settings = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
+                rate = context.lives.of(run).plan().settings.learning_rate / 2
+                context.draft.write(write_recipe(recipe_from({**settings, "learning_rate": rate})))
+                said = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
             case {"task": "ask"}:
-                chat.ask(self.context, run, values)
+                chat.ask(context, run, values)
             case {"task": "picture"}:
-                return chat.add_picture(self.context, values["path"], values["waiting"])
+                return chat.add_picture(context, values["path"], values["waiting"])
             case {"task": "stop"}:
-                self.context.chats.stop(run)
+                context.chats.stop(run)
             case {"task": "clear"}:
-                self.context.chats.clear(run)
+                context.chats.clear(run)
             case {"task": str(verb)}:
-                result.start(self.context, run, verb, values)
+                result.start(context, run, verb, values)
             case _:
                 raise KeyError(message)
-        return None
-
-    def _do(self, run: RunDirectory, deed: str) -> str:
-        match deed:
-            case "pause" | "kill":
-                return "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
-            case "finish":
-                ends = tr("The run ends after this step. Its best step is the result.")
-                return note(ends if control.finish(run) else tr("This run is not running."))
-            case "resume":
-                self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-                return note(tr("Queued. The run continues from its newest checkpoint."))
-            case "duplicate":
-                self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
-            case "half":
-                values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
-                rate = self.context.lives.of(run).plan().settings.learning_rate / 2
-                self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
-                return note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
-        raise KeyError(deed)
+        return {"said": said}
 
     def report(self, name: str, file: str) -> Response:
         path = named_run(self.context, name).path / file

@@ -118,17 +118,13 @@ def evaluations(
     shown = [results[name] for name in sorted(results, key=lambda name: -_written_s(run, name))]
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=found.unreadable_evaluations(run),
-        no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run), title_of=_title_of,
-        format_difference=format_difference, marked=marked,
+        no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run),
+        title_of=lambda title: tr(_SCORES.get(title, title)), format_difference=format_difference, marked=marked,
         results=[
             (result, found.measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
             for result in shown
         ],
     )  # fmt: skip
-
-
-def _title_of(title: str) -> str:
-    return tr(_SCORES.get(title, title))
 
 
 def _written_s(run: RunDirectory, name: str) -> float:

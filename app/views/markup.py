@@ -52,12 +52,9 @@ def inert(value: Any, limit: int = 2000) -> str:
 
 def plain(text: str) -> str:
     """Return text without ANSI sequences, control characters and direction marks."""
-    lines = _ANSI.sub("", text).split("\n")
-    return "\n".join(line if line.isprintable() else "".join(filter(_is_shown, line)) for line in lines)
-
-
-def _is_shown(letter: str) -> bool:
-    return letter == "\t" or unicodedata.category(letter) not in ("Cc", "Cf", "Cs")
+    text = _ANSI.sub("", text)
+    letters = {*text} - {"\n", "\t"} if not text.isprintable() else ()
+    return text.translate({ord(each): None for each in letters if unicodedata.category(each) in ("Cc", "Cf", "Cs")})
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> Safe:

@@ -94,10 +94,10 @@ def changed_parts(parts: Mapping[str, str], shown: str) -> dict[str, tuple[str, 
     return {name: pair for name, pair in stamped.items() if pair[0] not in shown.split(".")}
 
 
-def attempted(act: Callable[[Mapping[str, Any]], dict[str, str] | None], message: Mapping[str, Any]) -> dict[str, str]:
+def attempted(act: Callable[[Mapping[str, Any]], dict[str, str]], message: Mapping[str, Any]) -> dict[str, str]:
     """Return the answer to a message; `said` explains an error."""
     try:
-        return {"said": ""} | (act(message) or {})
+        return {"said": ""} | act(message)
     except (FinetuneError, OSError, *WRONG_MESSAGE) as error:
         return {"said": refusal(error)}
 
