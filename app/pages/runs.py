@@ -64,7 +64,9 @@ class RunsPage(FollowedPage):
             case {"deed": "compare"}, _:
                 return {"compared": self.compare(runs)}
             case {"deed": "rename", "name": str(name)}, [run]:
-                return {"said": self._rename(run, name)}
+                renamed = rename_run(run, name)
+                self.context.lives.pop(run.path, None)
+                return {"said": note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))}
             case {"deed": "duplicate"}, [run]:
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
                 return {"said": note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)}
@@ -86,13 +88,6 @@ class RunsPage(FollowedPage):
         element = chart_element([live.run.path.name for live in lives])
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
-
-    def _rename(self, run: RunDirectory, name: str) -> str:
-        if name.strip() == run.path.name:
-            return ""
-        renamed = rename_run(run, name)
-        self.context.lives.pop(run.path, None)
-        return note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))
 
     def _delete(self, runs: list[RunDirectory]) -> str:
         deleted, refused = [], ""

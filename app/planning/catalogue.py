@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from finetune.data.readers import READERS
@@ -34,7 +33,9 @@ class Model:
 def local_models(workspace: Workspace) -> list[Model]:
     """Return bundled, local, cached and shipped recipes' models."""
     models = [Model(name, mark("bundled")) for name in ("tiny", "tiny-vision")]
-    models += [Model(path.as_posix(), mark("folder")) for path in _folders(workspace)]
+    configs = [path for pattern in ("*/config.json", "models/*/config.json") for path in sorted(workspace.root.glob(pattern))]
+    folders = [config.parent for config in configs if any(config.parent.glob("*.safetensors"))]
+    models += [Model(folder.relative_to(workspace.root).as_posix(), mark("folder")) for folder in folders]
     models += [Model(name, mark("downloaded")) for name in _cached()]
     for recipe in shipped_recipes():
         models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
@@ -77,11 +78,6 @@ def card_label(name: str) -> str:
     spelt = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
     parts = [part for part in name.split("-") if not part.endswith("gb")]
     return " ".join(spelt.get(part, part.upper()) for part in parts)
-
-
-def _folders(workspace: Workspace) -> list[Path]:
-    configs = [path for pattern in ("*/config.json", "models/*/config.json") for path in sorted(workspace.root.glob(pattern))]
-    return [path.parent.relative_to(workspace.root) for path in configs if any(path.parent.glob("*.safetensors"))]
 
 
 def _cached() -> list[str]:
