@@ -155,9 +155,9 @@ class NewRun:
             case {"measure": True}:
                 # the page has one button to start and stop
                 if not self._measuring.end():
-                    path = self._measuring.path / "recipe.yaml"
-                    path.write_text(draft.read().text, encoding="utf-8")
-                    self._measuring.begin("plan", str(path), "--measure-quantisation", "--json")
+                    file = self._measuring.path / "recipe.yaml"
+                    file.write_text(draft.read().text, encoding="utf-8")
+                    self._measuring.begin("plan", str(file), "--measure-quantisation", "--json")
             case {"undo": True}:
                 draft.undo()
             case {"clear": True}:

@@ -119,7 +119,7 @@ def evaluations(
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=found.unreadable_evaluations(run),
         no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run),
-        title_of=lambda title: tr(_SCORES.get(title, title)), format_difference=format_difference, marked=marked,
+        title_of=lambda title: tr(_SCORES.get(title) or title), format_difference=format_difference, marked=marked,
         results=[
             (result, found.measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
             for result in shown
