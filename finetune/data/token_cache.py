@@ -318,5 +318,3 @@ def _send_result(sender: Connection, inherited: list[Connection], work: Callable
         result = error
     with contextlib.suppress(BrokenPipeError):
         sender.send(result)
-    # without flushing: another thread may have held a stream's lock
-    os._exit(0)
