@@ -267,6 +267,7 @@ def _map_from_file(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     """Pack rows best-fit into sequences of at most `max_length` tokens. Raise DataError or FinetuneError."""
+    import datasets
     from trl import pack_dataset
 
     before = _lengths(dataset)
@@ -276,8 +277,14 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
             f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
         )
-    # TRL packs a thousand rows at a time, so they are shuffled first
-    packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
+    bars_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        # TRL packs a thousand rows at a time, so they are shuffled first
+        packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
+    finally:
+        if not bars_disabled:
+            datasets.enable_progress_bars()
     after, rows = _lengths(packed), sum(len(lengths) for lengths in packed["seq_lengths"])
     if (rows, after.sum()) != (len(before), before.sum()) or after.max(initial=0) > max_length:
         counts = f"{len(before):,} rows, {before.sum():,} tokens before, {rows:,} rows, {after.sum():,} tokens after"
