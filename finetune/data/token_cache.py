@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -161,37 +161,39 @@ def cache_folder() -> Path:
 
 def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> SourcePart:
     part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
-    picture_files: dict[str, FileStat] = {}
-    hashes: list[str] = []
+    batches: dict[int, tuple[ParsedBatch, pa.Table | str]] = {}
     work = partial(_tokenise_batch, folder, reader.parser, encoder)
     tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
     with contextlib.closing(results_in_forks(work, tasks)) as results:
-        for row_count, parsed, tokens in results:
+        for index, row_count, parsed, tokens in results:
+            batches[index] = parsed, tokens
             part.rows_read += row_count
-            part.refused += parsed.refused
-            picture_files |= parsed.picture_files
-            (part.tables if folder is None else hashes).append(tokens)
             reader.unused.merge(parsed.unused)
             progress(part.rows_read)
     reader.finish()
     part.unused_columns = reader.unused_columns
-    if folder is not None:
+    in_order = sorted(batches.items())
+    part.refused = [row for _, (parsed, _) in in_order for row in parsed.refused]
+    if folder is None:
+        part.tables = [tokens for _, (_, tokens) in in_order]
+    else:
         values = {
-            "sha256": hashes, "read": part.rows_read, "format": part.format, "columns": part.columns,
-            "unused_columns": part.unused_columns, "refused": [(row.row, row.field, row.reason) for row in part.refused],
-            "pictures": picture_files,
+            "sha256": [sha256 for _, (_, sha256) in in_order], "read": part.rows_read, "format": part.format,
+            "columns": part.columns, "unused_columns": part.unused_columns,
+            "refused": [(row.row, row.field, row.reason) for row in part.refused],
+            "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
         }  # fmt: skip
         # the last file: a folder without it is unfinished
         with disk_errors(folder, "tokenised rows"):
-            part.tables = [_mapped(_shard(folder, index)) for index in range(len(hashes))]
+            part.tables = [_mapped(_shard(folder, index)) for index, _ in in_order]
             write_text(folder / "source.json", with_checksum(json.dumps(values)))
     return part
 
 
 def _tokenise_batch(
     folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
-) -> tuple[int, ParsedBatch, pa.Table | str]:
-    """Return the batch's number of rows, and table; the hash of a table in the folder."""
+) -> tuple[int, int, ParsedBatch, pa.Table | str]:
+    """Return the batch's index, number of rows, and table; the hash of a table in the folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
@@ -199,14 +201,14 @@ def _tokenise_batch(
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
     table, parsed = table_of(examples, results), replace(parsed, examples=[])
     if folder is None:
-        return len(rows), parsed, table
+        return index, len(rows), parsed, table
     path = _shard(folder, index)
     with disk_errors(folder, "tokenised rows"):
         # a process may have a damaged one mapped
         path.unlink(missing_ok=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-        return len(rows), parsed, sha256_of(path)
+        return index, len(rows), parsed, sha256_of(path)
 
 
 def _read(folder: Path, name: str) -> SourcePart | None:
@@ -263,46 +265,52 @@ _MAX_PROCESSES = 8
 
 
 def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
-    """Yield `work(*task)` of each task in order. Closing ends the forks."""
+    """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
     # macOS and Windows can't fork safely
     count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1
     # the first task runs here, so that an error of all tasks comes before the forks
     remaining = iter(tasks)
     yield from itertools.starmap(work, itertools.islice(remaining, 1 if count > 1 else None))
-    forks: dict[Connection, Any] = {}
+    second = [*itertools.islice(remaining, 1)]
+    processes: dict[Connection, Any] = {}
     try:
+        for _ in range(count if second else 0):
+            parent_end, child_end = get_context("fork").Pipe()
+            arguments = (child_end, [*processes, parent_end], work)
+            process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
+            # the fork lacks other threads, such as the status line's, and doesn't need them
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                process.start()
+            child_end.close()
+            processes[parent_end] = process
+        idle, remaining = [*processes], itertools.chain(second, remaining)
         while True:
-            for task in itertools.islice(remaining, count - len(forks)):
-                receiver, sender = get_context("fork").Pipe(duplex=False)
-                arguments = (sender, [*forks, receiver], work, task)
-                process = get_context("fork").Process(target=_send_result, args=arguments, daemon=True)
-                # the fork lacks other threads, such as the status line's, and doesn't need them
-                with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                    process.start()
-                sender.close()
-                forks[receiver] = process
-            if not forks:
+            for task in itertools.islice(remaining, len(idle)):
+                idle.pop().send(task)
+            busy = [connection for connection in processes if connection not in idle]
+            if not busy:
                 return
-            receiver = next(iter(forks))
-            try:
-                result = receiver.recv()
-            except (EOFError, ConnectionResetError):
-                raise OutOfMemory(
-                    "a process that tokenises rows was killed; the machine may be out of memory",
-                    "Close other programs, and run the command again.",
-                ) from None
-            forks.pop(receiver).join()
-            if isinstance(result, Exception):
-                raise result
-            yield result
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                try:
+                    result = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise OutOfMemory(
+                        "a process that tokenises rows was killed; the machine may be out of memory",
+                        "Close other programs, and run the command again.",
+                    ) from None
+                if isinstance(result, Exception):
+                    raise result
+                idle.append(connection)
+                yield result
     finally:
-        for process in forks.values():
+        for process in processes.values():
             process.kill()
             process.join()
 
 
-def _send_result(sender: Connection, inherited: list[Connection], work: Callable[..., Any], task: tuple[Any, ...]) -> None:
-    # a fork exits when the parent is gone, so it must not hold the parent's ends
+def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
+    # a fork exits when its pipe closes, so it must not hold the parent's ends
     for connection in inherited:
         connection.close()
     # Ctrl-C reaches the parent, which ends the forks
@@ -312,9 +320,12 @@ def _send_result(sender: Connection, inherited: list[Connection], work: Callable
     gc.freeze()
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        result = work(*task)
-    except Exception as error:  # noqa: BLE001 - raised again in the parent
-        result = error
-    with contextlib.suppress(BrokenPipeError):
-        sender.send(result)
+    # until the parent is gone
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            task = tasks.recv()
+            try:
+                result = work(*task)
+            except Exception as error:  # noqa: BLE001 - raised again in the parent
+                result = error
+            tasks.send(result)
