@@ -214,3 +214,13 @@ def test_a_damaged_file_of_sizes_costs_only_time(data, decoded):
     source.size_cache.cache_clear()
     shutil.rmtree(token_cache.cache_folder())
     assert _widths(_prepare(data)) == [8, 9, 10, 11] and len(decoded) == 7
+
+
+def test_the_file_of_sizes_stays_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "MAX_SIZES", 10)
+    first = source.SizeCache(tmp_path)
+    for index in range(30):
+        first.add(f"{index:040x}", (8, 6))
+    assert first.get(f"{3:040x}") is None and first.get(f"{29:040x}") == (8, 6)
+    second = source.SizeCache(tmp_path)
+    assert second.get(f"{29:040x}") == (8, 6) and len(second.path.read_text().splitlines()) <= 10

@@ -256,6 +256,8 @@ def _as_rgb(image: Image) -> Image:
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
+#: Most images whose sizes are kept; a line has 55 bytes.
+MAX_SIZES = 200_000
 _LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")
 #: Size, time and inode of a file that was looked at; None if there was none.
 FileStat = tuple[int, int, int] | None
@@ -321,11 +323,13 @@ class SizeCache(dict[str, tuple[int, int]]):
             self.update({match[1]: (int(match[2]), int(match[3])) for match in matches if match})
 
     def add(self, digest: str, size: tuple[int, int]) -> None:
+        if is_full := len(self) >= MAX_SIZES:
+            self.clear()
         self[digest] = size
         # a disk that can't be written costs only time
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="ascii") as file:
+            with self.path.open("w" if is_full else "a", encoding="ascii") as file:
                 file.write(f"{digest} {size[0]} {size[1]}\n")
 
 
