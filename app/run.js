@@ -9,7 +9,7 @@ let answered = Date.now(), alive = true, refused = "";
 const follow = () => {
   const { dataset } = live(), { tab } = dataset;
   dataset.follow = `${dataset.address}?${new URLSearchParams({ tab, order: find("#result-order")?.value ?? "differ" })}`;
-  dataset.every = tab === "chat" ? CHAT_MS : alive || tab === "evaluate" || tab === "export" ? TICK_MS : IDLE_MS;
+  dataset.every = tab === "chat" ? CHAT_MS : alive || tab === "answers" || tab === "use" ? TICK_MS : IDLE_MS;
 };
 const askNow = () => { follow(); ask(live()); };
 document.addEventListener("answer", ({ target, detail }) => {

@@ -20,9 +20,8 @@ from typing import Any
 from PIL import Image
 
 ADDRESSES = {
-    "new run": "", "run": "run", "evaluate": "run?tab=evaluate",
-    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "models": "models",
-    "settings": "settings",
+    "new run": "", "run": "run", "answers": "run?tab=answers", "chat": "run?tab=chat", "use": "run?tab=use", "runs": "runs",
+    "models": "models", "settings": "settings",
 }  # fmt: skip
 SIZES = {"wide": (1440, 900), "middle": (1024, 768), "phone": (390, 844)}
 THEMES = ("light", "dark")

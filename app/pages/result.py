@@ -1,4 +1,4 @@
-"""Tabs Evaluate and Export of a run."""
+"""Tabs Answers and Use it of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
-    """Return the forms of Evaluate."""
+    """Return the forms of Answers."""
     from finetune.run.base_adapter import base_adapter_of  # here: imports stay at most ten deep
 
     before = [(BEFORE, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else []
@@ -45,16 +45,16 @@ def evaluate_pane(context: Context, run: RunDirectory) -> str:
     )  # fmt: skip
 
 
-def export_pane(run: RunDirectory) -> str:
-    """Return the forms of Export."""
+def use_pane(run: RunDirectory) -> str:
+    """Return the forms of Use it."""
     kinds = [*((name, tr(label)) for name, label in _KINDS.items()), *((path, path) for path in _gguf_files(run))]
     types = [(name, gguf.label) for name, gguf in GGUF_TYPES.items()]
-    return render("export", kinds=kinds, types=types, serve=f"finetune serve {shlex.quote(run.path.name)}")
+    return render("use", kinds=kinds, types=types, serve=f"finetune serve {shlex.quote(run.path.name)}")
 
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
     """Return the progress or result of a tab's commands."""
-    if tab == "export":
+    if tab == "use":
         return {part: _task(verb, task_of(context.workspace, run, verb)) for part, verb in _PARTS.items()}
     task, report, compare = (task_of(context.workspace, run, verb) for verb in ("eval", "report", "compare"))
     status = task.status()

@@ -44,19 +44,19 @@ class RunPage:
             parts, chats = self.parts(run, tab), chat.pane(live.plan())
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
             return page_title(run.path.name) + problem_of(error)
-        forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
+        forms = {"answers": result.evaluate_pane(self.context, run), "use": result.use_pane(run), "chat": chats}
         return run_view.page(live, tab, forms, parts)
 
     def _default_run(self, tab: str) -> RunDirectory | None:
         # these tabs need an adapter; the others show a living run, else the newest
-        is_wanted = chat.has_adapter if tab in ("evaluate", "export", "chat") else is_alive
+        is_wanted = chat.has_adapter if tab in ("answers", "chat", "use") else is_alive
         runs = self.context.workspace.list_runs()
         return next(filter(is_wanted, runs), runs[0] if runs else None)
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
         """Return the HTML of a tab's parts and the head's parts."""
         texts = run_view.texts(self.context.lives.of(run), tab)
-        if tab in ("evaluate", "export"):
+        if tab in ("answers", "use"):
             texts |= result.parts(self.context, run, tab, order)
         return texts | chat.parts(self.context, run) if tab == "chat" else texts
 

@@ -25,8 +25,8 @@ from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
 TABS = {
-    "overview": mark("Overview"), "samples": mark("Samples"), "evaluate": mark("Evaluate"), "chat": mark("Chat"),
-    "export": mark("Export"), "settings": mark("Settings"), "log": mark("Log"),
+    "overview": mark("Overview"), "answers": mark("Answers"), "chat": mark("Chat"), "use": mark("Use it"),
+    "details": mark("Details"),
 }  # fmt: skip
 #: States whose reason replaces the figures on the page.
 BROKEN = ("diverged", "failed", "lost")
@@ -72,7 +72,7 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         "title": title(live, state),
         "progress": progress(live, state) + reading,
         "now": now(live, state),
-        "tabs": render("run_tabs", run=name, tabs=TABS, n_samples=len(digest.samples), open=tab),
+        "tabs": render("run_tabs", run=name, tabs=TABS, open=tab),
     }
     if tab == "overview":
         shown["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
@@ -81,11 +81,11 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         if not has_charts():
             how = tr("Charts need uPlot, which the build could not fetch. Build again with a network connection.")
             shown["curves"] = note(how) + curves(live)
-    elif tab == "samples":
+    elif tab == "answers":
         none = note(tr("At each evaluation the model answers held-out prompts. The answers appear here side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
         shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or none}"
-    elif tab == "log":
+    elif tab == "details":
         shown["messages"] = f"<h2>{tr('Messages')}</h2>{messages(digest)}"
         shown["log"] = render("log", text=Safe(inert(log_tail(live), LOG_BYTES)))
     return shown

@@ -28,7 +28,7 @@ import pyarrow as pa
 from finetune.checksum import with_checksum
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
-from finetune.data.pictures.source import FileStat, disk_errors, file_stat
+from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser

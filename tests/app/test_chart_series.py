@@ -144,7 +144,7 @@ def test_a_run_without_steps_has_panels_and_no_points(live):
 def test_a_wrong_tab_is_refused_in_a_sentence(get, wrong):
     status, text = get(**{"tab": "log"} | wrong)
     assert status == 400 and text.endswith(".")
-    assert "messages" in json.loads(get(tab="log")[1])["parts"]
+    assert "messages" in json.loads(get(tab="details")[1])["parts"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "..", ".app", "x" * 200, "\u00e9" * 200, "a\x00b"])

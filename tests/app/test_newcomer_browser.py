@@ -57,12 +57,12 @@ def test_a_file_with_its_own_columns_becomes_a_model_in_six_clicks_that_chats_an
     page.wait_for_selector("#chat-turns [aria-busy=false]")
     assert "no answer" not in page.inner_text("#chat-turns")
 
-    page.click(".ft-tabs [data-tab=export]")
+    page.click(".ft-tabs [data-tab=use]")
     page.click("#result-merge")
     page.wait_for_selector("#result-merge-shown td >> text=merged")
     assert (run.path / "merged" / "model.safetensors").stat().st_size > 10**6
     assert json.loads((run.path / "merged" / "config.json").read_text())["model_type"]
-    page.click(".ft-tabs [data-tab=evaluate]")
+    page.click(".ft-tabs [data-tab=answers]")
     page.click("#result-report")
     with page.expect_download() as download:
         page.click("#result-report-shown >> text=Download the report")

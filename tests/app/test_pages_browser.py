@@ -197,14 +197,14 @@ def test_two_apps_on_one_folder_start_one_run_once(served, visit, warm_python):
 
 
 def test_hostile_names_and_words_are_shown_as_text(served, visit):
-    page = visit("run?run=other%20run&tab=samples")
-    page.wait_for_selector(".ft-pane-samples td")
-    cells = page.locator(".ft-pane-samples td").all_inner_texts()
+    page = visit("run?run=other%20run&tab=answers")
+    page.wait_for_selector(".ft-pane-answers td")
+    cells = page.locator(".ft-pane-answers td").all_inner_texts()
     assert "<img src=x onerror=alert(1)> Copy image" in cells
     assert "**bold** ${alert(1)} {{value}}" in cells
     assert page.locator("#run-body img").count() == 0
-    page.click(".ft-tabs [data-tab=log]")
-    page.wait_for_selector(".ft-pane-log >> text=<b>done</b>")
+    page.click(".ft-tabs [data-tab=details]")
+    page.wait_for_selector(".ft-pane-details >> text=<b>done</b>")
 
 
 def planner_of(served):
@@ -327,7 +327,7 @@ def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
 
 
 #: What test_run_browser.py looks at.
-RUN_PAGES = {"run", "evaluate", "chat", "export"}
+RUN_PAGES = {"run", "answers", "chat", "use"}
 LARGE_BATCH = {"per_device_train_batch_size": 64, "effective_batch_size": 64}
 
 
@@ -368,12 +368,12 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
     """In English, where the texts are seen to be found, a few of the pages."""
     write_recipe(served)
     page = visit("", locale=language)
-    tabs = ("overview", "samples", "evaluate", "chat", "export", "settings", "log")
+    tabs = ("overview", "answers", "chat", "use", "details")
     others = {
         name: address for name, address in screenshots.ADDRESSES.items() if not address.startswith("run?") and name != "run"
     }
     addresses = {**others, **{tab: f"run?run=other%20run&tab={tab}" for tab in tabs}}
-    names = ("new run", "overview", "export") if language == "en-US" else addresses
+    names = ("new run", "overview", "use") if language == "en-US" else addresses
     for name, address in ((name, addresses[name]) for name in names):
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
@@ -429,7 +429,7 @@ def test_start_and_the_page_are_a_few_tabs_away_and_start_is_always_in_sight(ser
 
 def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit):
     write_recipe(served)
-    for name, last in {"new run": "nr-start", "export": "result-push"}.items():
+    for name, last in {"new run": "nr-start", "use": "result-push"}.items():
         page = visit(screenshots.ADDRESSES[name])
         page.wait_for_selector(f"#{last}", state="attached")
         page.wait_for_timeout(3000)

@@ -45,7 +45,7 @@ def write_scores(run, name, **more):
 
 
 def shown(page, part):
-    tab = "evaluate" if part in ("evaluations", "reports") else "export"
+    tab = "answers" if part in ("evaluations", "reports") else "use"
     return result.parts(page.context, page.run, tab, "differ")[part]
 
 
@@ -112,7 +112,7 @@ def test_only_what_a_dry_run_has_listed_is_pushed(page):
 def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
     (page.run.path / "gguf").mkdir()
     (page.run.path / "gguf" / "model.gguf").write_bytes(b"GGUF")
-    assert '<option value="gguf/model.gguf">' in result.export_pane(page.run)
+    assert '<option value="gguf/model.gguf">' in result.use_pane(page.run)
     push(page, kind="gguf/model.gguf", public="on")
     assert page.started == [["push", REPO, f"--gguf={page.run.path}/gguf/model.gguf", "--public", "--dry-run"]]
     assert "what to push" in push(page, kind="../other.gguf")

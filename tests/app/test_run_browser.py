@@ -10,7 +10,7 @@ from finetune.events import Checkpoint, Evaluation, Result, Sample, State
 
 pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-TABS = ("overview", "samples", "evaluate", "chat", "export", "settings", "log")
+TABS = ("overview", "answers", "chat", "use", "details")
 
 
 def filled(runs, name, state="running", last=300):
@@ -25,28 +25,28 @@ def filled(runs, name, state="running", last=300):
 
 def test_tabs_are_addresses(served, visit):
     filled(served.runs, "tabbed")
-    page = visit("run?run=tabbed&tab=evaluate")
-    page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
+    page = visit("run?run=tabbed&tab=answers")
+    page.wait_for_selector(".ft-pane-answers >> text=Not evaluated yet")
     for tab in TABS:
         page.click(f".ft-tabs [data-tab={tab}]")
         page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
         assert page.evaluate("[...document.querySelectorAll('.ft-pane')].filter((pane) => pane.offsetParent).length") == 1
         assert page.url.endswith(f"/run?run=tabbed&tab={tab}")
-    page.wait_for_selector(".ft-pane-log >> text=End of the log")
+    page.wait_for_selector(".ft-pane-details >> text=End of the log")
     page.go_back()
     page.go_back()
-    page.wait_for_selector(".ft-tabs [data-tab=export][aria-current=page]")
-    page.wait_for_selector(".ft-pane-export >> text=Not run yet")
-    samples = visit("run?run=tabbed&tab=samples", permissions=["clipboard-read", "clipboard-write"])
-    samples.wait_for_selector(".ft-pane-samples del >> text=the")
-    samples.click(".ft-pane-samples [data-copy]")
-    samples.wait_for_selector(".ft-pane-samples [data-copy] >> text=Copied")
+    page.wait_for_selector(".ft-tabs [data-tab=use][aria-current=page]")
+    page.wait_for_selector(".ft-pane-use >> text=Not run yet")
+    samples = visit("run?run=tabbed&tab=answers", permissions=["clipboard-read", "clipboard-write"])
+    samples.wait_for_selector(".ft-pane-answers del >> text=the")
+    samples.click(".ft-pane-answers [data-copy]")
+    samples.wait_for_selector(".ft-pane-answers [data-copy] >> text=Copied")
 
 
 def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
     filled(served.runs, "later")
-    page = visit("run?run=later&tab=evaluate")
-    page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
+    page = visit("run?run=later&tab=answers")
+    page.wait_for_selector(".ft-pane-answers >> text=Not evaluated yet")
     for score, is_shown in (("exact", False), ("regex", True)):
         page.select_option("#result-score", score)
         assert page.is_visible("#result-pattern") is is_shown and not page.is_visible("#result-tolerance")
@@ -54,11 +54,11 @@ def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
     page.fill("#result-most", "-3")
     page.click("#result-eval")
     assert page.evaluate("document.querySelector('#result-most').validationMessage")
-    page.click(".ft-tabs [data-tab=export]")
+    page.click(".ft-tabs [data-tab=use]")
     page.fill("#result-folder", "../x")
     page.click("#result-merge")
-    page.wait_for_selector(".ft-pane-export [role=alert] >> text=is not a valid folder name")
-    page.click(".ft-tabs [data-tab=evaluate]")
+    page.wait_for_selector(".ft-pane-use [role=alert] >> text=is not a valid folder name")
+    page.click(".ft-tabs [data-tab=answers]")
     page.wait_for_timeout(1500)
     assert page.input_value("#result-pattern") == "a+" and page.text_content("#result-status") == ""
 
@@ -130,7 +130,7 @@ def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
     page.set_viewport_size({"width": 1280, "height": 900})
     page.emulate_media(forced_colors="active")
     outline = "getComputedStyle(document.querySelector('.ft-tabs [data-tab={}]')).outlineStyle"
-    assert [page.evaluate(outline.format(tab)) for tab in ("overview", "log")] == ["solid", "none"]
+    assert [page.evaluate(outline.format(tab)) for tab in ("overview", "details")] == ["solid", "none"]
     colours = page.evaluate(
         "[...document.querySelectorAll('.ft-split i')].map((part) => getComputedStyle(part).backgroundColor)"
     )

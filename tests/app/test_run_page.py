@@ -169,7 +169,7 @@ def test_finish_asks_and_the_buttons_stay_the_same_from_step_to_step(follow, mon
 
 
 def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
-    assert opened(page, run="finished", tab="log") == ("finished", "log")
+    assert opened(page, run="finished", tab="details") == ("finished", "details")
     assert opened(page, run="../x", tab="<script>") == ("finished", "overview")
     assert re.search("finetune run /.*/finished/recipe.yaml", page.view.html({"run": "finished"}))
 
