@@ -318,7 +318,7 @@ command(
     "Starts the server if it is installed, else prints the commands.", "serve latest"
 )
 command(
-    MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
+    MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk and hub.",
     [
         argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
         flag("measure", "Instead measure this GPU's speed, from which plans choose the fastest settings."),

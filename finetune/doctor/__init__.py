@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
 from finetune.doctor.findings import Check, Finding, run_checks, worst
-from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_port, check_spill
+from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_spill
 from finetune.doctor.packages import check_compiler, check_packages, check_stack
 from finetune.printable import Progress
 from finetune.settings import Recipe
@@ -23,7 +23,7 @@ def examine(recipe: Recipe | None, progress: Progress) -> list[Finding]:
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,
         "stack": lambda: check_stack(STACK_DEADLINE_S - PROBE_MARGIN_S, progress),
         "compiler": check_compiler, "host memory": check_memory, "disk": check_disk, "hub": check_hub, "hub login": check_login,
-        "spill": check_spill, "port": check_port,
+        "spill": check_spill,
     }  # fmt: skip
     if recipe is not None:
         checks |= {"model": lambda: check_model(recipe), "data": lambda: check_data(recipe)}

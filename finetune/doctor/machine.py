@@ -1,4 +1,4 @@
-"""Checks of GPUs, host memory, disk and port."""
+"""Checks of GPUs, host memory and disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from finetune.card.unsupported import why_unsupported
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.files import existing_parent, free_disk_bytes
-from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
 _NO_CARD_FIX = (
@@ -29,7 +28,6 @@ MOST_IN_USE = 0.15  # a larger share of a GPU's memory in use is worth a warning
 RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 #: The weights of a 7B model are 15 GB in 16 bit; checkpoints and the adapter come on top.
 RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
-PORT = 7860  # default port of `finetune ui`
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -119,17 +117,6 @@ def check_disk() -> Iterator[Finding]:
             yield Finding("disk", "warn", what, fix, facts)
         else:
             yield Finding("disk", "ok", what, facts=facts)
-
-
-def check_port() -> Finding:
-    """Check that the page can listen on its default port."""
-    with port_socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError as error:
-            what = f"{PORT} is in use or not allowed ({(error.strerror or str(error)).lower()})"
-            return Finding("port", "warn", what, f"The page may already be running. If not: finetune ui --port {PORT + 1}")
-    return Finding("port", "ok", f"{PORT} is free for finetune ui")
 
 
 def check_spill() -> Finding:

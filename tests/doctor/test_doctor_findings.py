@@ -42,7 +42,7 @@ def test_the_report_is_one_json_document_with_every_line_in_order_and_nothing_se
     values = json.loads(process.stdout)
     checks = [finding["check"] for finding in values["findings"]]
     assert checks[:2] == ["packages", "driver"] and checks[-1] == "data" and "model" in checks
-    assert {"compiler", "host memory", "disk", "hub", "hub login", "spill", "port"} <= set(checks)
+    assert {"compiler", "host memory", "disk", "hub", "hub login", "spill"} <= set(checks)
     assert process.returncode == (1 if values["state"] == "fail" else 0)
     assert all(finding["fix"] for finding in values["findings"] if finding["state"] in ("warn", "fail"))
 

@@ -1,11 +1,9 @@
-"""Driver, cards, memory, disk, port and spill: break what a check looks at, and it says so."""
-
-import socket
+"""Driver, cards, memory, disk and spill: break what a check looks at, and it says so."""
 
 import pytest
 
 from finetune.doctor import machine
-from finetune.doctor.machine import check_disk, check_driver, check_memory, check_port, check_spill
+from finetune.doctor.machine import check_disk, check_driver, check_memory, check_spill
 
 
 @pytest.fixture
@@ -54,17 +52,6 @@ def test_a_place_that_cannot_be_written_is_a_failure(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/proc")
     _, finding = check_disk()
     assert finding.state == "fail" and "can't be written" in finding.what
-
-
-def test_a_port_in_use_is_found_and_another_one_proposed(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(machine, "PORT", port)
-        finding = check_port()
-        assert finding.state == "warn" and f"--port {port + 1}" in finding.fix
-    assert check_port().state == "ok"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.card.nvidia import has_kernels
-from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, check_stack, cuda_finding
+from finetune.doctor.packages import check_compiler, check_packages, check_stack
+from finetune.doctor.probe import architecture_finding, cuda_finding
 
 TORCH = {
     "version": "2.13.0",

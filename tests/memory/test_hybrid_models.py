@@ -11,7 +11,7 @@ from tiny_models import settings
 
 from finetune.compat.torch import fake_tensor_mode
 from finetune.compat.triton import _unless_fake
-from finetune.doctor.packages import architecture_finding
+from finetune.doctor.probe import architecture_finding
 from finetune.memory import fake_tensors
 from finetune.memory.forecast import Batch
 from finetune.memory.simulate import simulate
