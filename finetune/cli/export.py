@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
+from finetune.cli.source import bytes_of
 from finetune.errors import CommandError
 from finetune.export.targets import GGUF_TYPES, LAYOUTS
 from finetune.planner.plan import read_plan
@@ -17,7 +18,7 @@ from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 from finetune.serialise import to_json
 from finetune.settings.base_formats import requested_formats
-from finetune.units import format_bytes, parse_bytes
+from finetune.units import format_bytes
 
 
 def export_run(
@@ -65,8 +66,9 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
     restrict_visible_devices(run)
     from finetune.export.merge import merge
 
-    most = _bytes(max_shard_size)
-    changed = None
+    most, changed = bytes_of("--max-shard-size", max_shard_size), None
+    if most is not None and most < 2**20:  # the unit is missing, or the model would be thousands of files
+        raise CommandError(f"--max-shard-size {max_shard_size} is less than 1 MiB", "For example --max-shard-size 5GB")
     with show_progress(quiet=False) as progress:
         folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=progress)
         if check:
@@ -83,18 +85,6 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
         out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
     elif requested_formats(settings):
         out.print("trained on quantised weights, merged into 16-bit weights: --check 20 shows how many answers change")
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise CommandError(f"--max-shard-size: {error}", "For example --max-shard-size 5GB") from None
-    if size < 2**20:  # the unit is missing, or the model would be thousands of files
-        raise CommandError(f"--max-shard-size {text} is less than 1 MiB", "For example --max-shard-size 5GB")
-    return size
 
 
 def push_run(

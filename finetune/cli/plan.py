@@ -14,7 +14,7 @@ from rich.padding import Padding
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import coloured, out, print_summary, show_progress, table
-from finetune.cli.source import recipe_of, require_dataset
+from finetune.cli.source import bytes_of, recipe_of, require_dataset
 from finetune.data.pictures.source import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
@@ -22,7 +22,7 @@ from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.vision import Sizes
-from finetune.units import format_bytes, parse_bytes
+from finetune.units import format_bytes
 
 _LINES = 25  # lines of a plan on a terminal of 80 columns
 _MORE = "[dim]All settings, reasons and notes: add --why[/]\n"
@@ -54,7 +54,9 @@ def show_plan(
     with show_progress(quiet=as_json) as progress:
         unread = without_rows if images is None else rows_with_pictures(_picture_sizes(images))
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
-        card = find_card(recipe.gpu, free_bytes=_free_bytes(free), processes=recipe.launch.processes_here)
+        # nobody means four-digit numbers of bytes
+        free = f"{free}GiB" if free and free.isdecimal() and len(free) <= 4 else free
+        card = find_card(recipe.gpu, free_bytes=bytes_of("--free", free), processes=recipe.launch.processes_here)
         lines: list[int] = []
         if measure:
             from finetune.evaluate.quantisation import measure_recipe
@@ -90,16 +92,6 @@ def show_plan(
     todo = next_command(plan, [*filter(None, [source]), *options], overrides, without=without)
     out.print(f"\n{'' if why else _MORE}{escape(todo)}", soft_wrap=True)
     return plan.exit_code
-
-
-def _free_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        # nobody means four-digit numbers of bytes
-        return parse_bytes(f"{text}GiB" if text.isdecimal() and len(text) <= 4 else text)
-    except ValueError as error:
-        raise CommandError(f"--free: {error}") from None
 
 
 def _picture_sizes(text: str) -> Sizes:

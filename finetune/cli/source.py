@@ -12,6 +12,7 @@ from finetune.hub import REPO_ID
 from finetune.recipe import find_recipe, load_recipe, parse_recipe
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Recipe
+from finetune.units import parse_bytes
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
@@ -49,6 +50,14 @@ def with_model_and_data(overrides: list[str], model: str | None, data: str | Non
     # first, so that an override typed for the same setting counts
     options = {"model_name_or_path": model, "dataset.path": data}
     return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
+
+
+def bytes_of(option: str, text: str | None) -> int | None:
+    """Return the bytes in an option's text. Raises CommandError."""
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(f"{option}: {error}") from None
 
 
 def require_dataset(recipe: Recipe) -> None:

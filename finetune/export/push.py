@@ -121,7 +121,7 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
         api.create_repo(repo, private=not public, repo_type="model", exist_ok=False)
         return True
     except HfHubHTTPError as error:
-        if _status(error) != 409:
+        if error.response.status_code != 409:
             raise
     info = api.repo_info(repo)
     if not info.private and not public:
@@ -144,15 +144,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses
         cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error
-        status, refusals = _status(cause), {401: "the hub does not know this token", 403: f"this token may not write to {repo}"}
+        if not isinstance(cause, HfHubHTTPError):
+            reason = f"{type(cause).__name__}: {first_line(cause)}"
+            raise HubError(f"the upload to the hub failed: {reason}", "Check the network.") from None
+        status = cause.response.status_code
+        refusals = {401: "the hub does not know this token", 403: f"this token may not write to {repo}"}
         if status in refusals:
             raise CommandError(f"{refusals[status]} ({status})", _LOGIN) from None
-        if isinstance(cause, HfHubHTTPError):
-            answer = f"the hub answered {status or 'with an error'}: {first_line(cause)}"
-            raise HubError(answer, "Try again later.") from None
-        reason = f"{type(cause).__name__}: {first_line(cause)}"
-        raise HubError(f"the upload to the hub failed: {reason}", "Check the network.") from None
-
-
-def _status(error: Any) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
+        raise HubError(f"the hub answered {status}: {first_line(cause)}", "Try again later.") from None

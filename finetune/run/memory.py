@@ -85,7 +85,6 @@ class MemoryHistory:
 
     def start(self) -> None:
         if self._records:
-            self._run.snapshot_request.unlink(missing_ok=True)
             cuda.start_history(_MOST_ENTRIES)
 
     def after_step(self, memory: Memory, step: int, last_step: int) -> None:
