@@ -20,8 +20,7 @@ from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Row
 from finetune.planner.shape import shape_of
 from finetune.printable import Progress
 from finetune.privacy import keep_private
-from finetune.run.card import cards_of, visibility
-from finetune.run.card_queue import Queue
+from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings

@@ -1,8 +1,9 @@
-"""The run's GPU: select, open, and limit to the plan's memory budget."""
+"""The run's GPU: select, queue for, open, and limit to the plan's memory budget."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -13,12 +14,16 @@ from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import usable_devices
 from finetune.errors import CardError
+from finetune.files import cache_dir, read_object, write_json
 from finetune.memory.forecast import EXPANDABLE, SEGMENTED
 from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
+from finetune.run.state import is_recorded_process, process_record
+from finetune.system import take_lock
 from finetune.units import format_bytes
 
 _ERROR_FIX = "Check this machine: finetune doctor"
+_JOIN_S = 10.0  # limit of the wait for another run's `join`, which takes milliseconds
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
@@ -86,6 +91,41 @@ def _devices(cards: Collection[str]) -> list[Device]:
         return [device for device in nvidia.read_devices()[0] if device.uuid in cards]
     except DriverError:
         return []
+
+
+class Queue:
+    """Queue of runs that share GPUs, by UUID or name: ticket files, each valid while its process lives."""
+
+    def __init__(self, cards: Sequence[str]) -> None:
+        # the folder holds the tickets of all runs of this user
+        self.folder, self.cards = cache_dir() / "queue", list(cards)
+
+    def join(self, run: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear ahead of a started run
+        try:
+            taken = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
+            last = max((int(number) for number in taken if number.isdecimal()), default=0)
+            # not the time alone: the clock may have been set back
+            self._ticket = self.folder / f"{max(time.time_ns(), last + 1):020d}-{os.getpid()}.json"
+            write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def ahead(self) -> list[str]:
+        ahead = []
+        for ticket in sorted(self.folder.glob("*.json")):
+            if (record := read_object(ticket)) is None:  # removed meanwhile, or incomplete
+                continue
+            if not is_recorded_process(record):
+                ticket.unlink(missing_ok=True)
+            elif ticket.name < self._ticket.name and not set(self.cards).isdisjoint(record.get("cards", ())):
+                ahead.append(record["run"])
+        return ahead
+
+    def leave(self) -> None:
+        self._ticket.unlink(missing_ok=True)
 
 
 def plain_segments_message(plan: Plan) -> str:

@@ -25,8 +25,7 @@ from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMem
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
-from finetune.run.card import cards_of, holders_of, replacement_message, visibility
-from finetune.run.card_queue import Queue
+from finetune.run.card import Queue, cards_of, holders_of, replacement_message, visibility
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record

@@ -4,9 +4,9 @@ import subprocess
 import sys
 import time
 
-from finetune.run.card_queue import Queue
+from finetune.run.card import Queue
 
-JOIN = "import sys, time; from pathlib import Path; from finetune.run.card_queue import Queue;"
+JOIN = "import sys, time; from pathlib import Path; from finetune.run.card import Queue;"
 JOIN += "q = Queue(sys.argv[2:]); q.join(Path(sys.argv[1])); print('joined', flush=True); time.sleep(60)"
 CARD = ["NVIDIA GeForce RTX 4090"]
 
