@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
 from finetune.card.compiler import COMPILER_FIX, triton_problem
-from finetune.distributed.configuration import machine_problems
+from finetune.distributed.processes import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
 from finetune.manifest import write_manifest

@@ -19,8 +19,7 @@ import psutil
 
 from finetune import errors
 from finetune.card.allocator import allocator_environment
-from finetune.distributed.configuration import is_distributed
-from finetune.distributed.processes import Launcher
+from finetune.distributed.processes import Launcher, is_distributed
 from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
