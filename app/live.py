@@ -246,9 +246,8 @@ class LiveRun:
         return self._reader.offset / size if size else 1.0
 
     def plan(self) -> Plan:
-        changes = [path for path in (self.run.adjustments, self.run.adjusted_forecast) if path.exists()]
         # a retry changes the plan
-        stamp = tuple(path.stat().st_mtime_ns for path in (self.run.plan, *changes))
+        stamp = tuple(path.stat().st_mtime_ns for path in (self.run.plan, self.run.adjustments) if path.exists())
         if self._plan is None or self._plan[0] != stamp:
             from finetune.run.retry import adjusted_plan
 

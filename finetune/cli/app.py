@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -233,7 +233,7 @@ command(
         option("score", f"{', '.join(SCORES)}, or FILE.py:FUNCTION."),
         option("pattern", "regex: pattern whose matches in answer and expected answer are compared."),
         option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
-        option("show", "Rows to show: differ, worst or best.", "differ"),
+        option("show", "Rows to show.", "differ", Literal["differ", "worst", "best"]),
         option("examples", "Number of rows to show.", 2, int, min=0),
         flag("quantisation", "Only measure the loss of base and tuned model in 16 bit, int8 and NF4."),
         option("tasks", "Only run tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
@@ -278,8 +278,8 @@ command(
     RESULT, "export", "export.export_run", "Export to GGUF, checked in llama.cpp, with a Modelfile for Ollama.",
     [
         *RUN,
-        option("to", "; ".join(f"{name}: {files}" for name, files in LAYOUTS.items()) + ".", "gguf"),
-        option("kind", f"Type of the weights: {', '.join(GGUF_TYPES)}.", "f16", flags=("--type",)),
+        option("to", "; ".join(f"{name}: {files}" for name, files in LAYOUTS.items()) + ".", "gguf", Literal[*LAYOUTS]),
+        option("kind", "Type of the weights.", "f16", Literal[*GGUF_TYPES], flags=("--type",), case_sensitive=False),
         option("llama_cpp", "Checkout of llama.cpp with its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
         output("Folder to write; default RUN/gguf-TYPE."),
         option("rows", "Check the file on this many held-out rows.", 120, int, min=1),

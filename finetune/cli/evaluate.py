@@ -46,8 +46,6 @@ def evaluate_run(
     from finetune.evaluate.scorers import scorer
 
     scored = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
-    if show not in ORDERS:
-        raise CommandError(f"--show {show[:40]!r} is unknown", f"Use one of {', '.join(ORDERS)}.")
     if forgetting and data is not None:
         raise CommandError("--forgetting and --data both choose the rows", "Keep one of them.")
     run = open_run(source)

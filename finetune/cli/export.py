@@ -12,7 +12,6 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import bytes_of
 from finetune.errors import CommandError
-from finetune.export.targets import GGUF_TYPES, LAYOUTS
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
@@ -25,12 +24,6 @@ def export_run(
     source: str, *, to: str, kind: str, llama_cpp: str, output: str | None, rows: int, data: str | None, as_json: bool
 ) -> None:
     """Export a run to GGUF."""
-    if to not in LAYOUTS:
-        fix = f"Use {' or '.join(LAYOUTS)}; for a standard model folder: finetune merge RUN"
-        raise CommandError(f"--to {to[:40]!r} is unknown", fix)
-    chosen = kind.lower()
-    if chosen not in GGUF_TYPES:
-        raise CommandError(f"--type {kind[:40]!r} is unknown", f"Use one of {', '.join(GGUF_TYPES)}.")
     run = open_run(source)
     from finetune.export.parity import require_llama_cpp
 
@@ -40,10 +33,10 @@ def export_run(
     from finetune.export.gguf import export_gguf
 
     with show_progress(quiet=as_json) as progress:
-        exported = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
+        exported = export_gguf(run, Path(output) if output else None, gguf_type=kind, separate=to == "gguf-adapter",
                            llama_cpp=checkout, rows=rows, data=data, progress=progress)  # fmt: skip
     if as_json:
-        print_json({"run": str(run.path), "type": chosen, **to_json(exported)})
+        print_json({"run": str(run.path), "type": kind, **to_json(exported)})
         return
     parity = exported.check
     out.print(f"[bold]{escape(str(exported.file))}[/]")

@@ -45,8 +45,7 @@ class RunDirectory:
     recipe = _Entry("recipe.yaml")  # the recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run
     plan = _Entry("plan.json")  # the plan: every setting resolved, with reasons, and the forecast
     events = _Entry("events.jsonl")  # the events, one JSON object per line
-    adjustments = _Entry("adjustments.json")  # settings that retries have changed
-    adjusted_forecast = _Entry("adjusted_forecast.json")  # the forecast for the adjusted settings, and these settings
+    adjustments = _Entry("adjustments.json")  # settings that retries have changed, and the forecast for them
     snapshot_request = _Entry("snapshot-request")  # exists while a command waits for the CUDA allocator's history
     finish_request = _Entry("finish-request")  # exists after a request to end the run after its step, with a result
     reserve = _Entry(".reserve")  # disk space that the supervisor frees to write the last events on a full disk

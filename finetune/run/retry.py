@@ -16,7 +16,7 @@ from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
 from finetune.planner.plan import AS_SET, Plan, read_plan
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_own, to_json
+from finetune.serialise import from_json, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
 from finetune.settings.compatibility import is_zero3, lean_layers_conflict
@@ -32,23 +32,21 @@ def adjusted_plan(run: RunDirectory) -> Plan:
     """Return the run's plan with the changes of its retries. Raises CommandError."""
     plan = read_plan(run.plan)
     try:
-        changes = _adjustments(run)
-        if not changes:
+        adjusted = _adjustments(run)
+        if not adjusted.changes:
             return plan
-        forecast = plan.forecast
-        if forecast is not None and _changes_of(changes, Decides.BYTES) and (adjusted := _adjusted_forecast(run, changes)):
-            forecast = adjusted.forecast
-        unknown = ("modelled_step_s", "modelled_gpu_s") if _changes_of(changes, Decides.SPEED) else ()
+        unknown = ("modelled_step_s", "modelled_gpu_s") if _decides(adjusted.changes, Decides.SPEED) else ()
         modelled: dict[str, Any] = dict.fromkeys(unknown)
-        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes), forecast=forecast, **modelled)
+        forecast, settings = adjusted.forecast or plan.forecast, resolved(plan.settings, **adjusted.changes)
+        return dataclasses.replace(plan, settings=settings, forecast=forecast, **modelled)
     except (OSError, ValueError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
 def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     """Return the adjusted plan with a new, saved forecast, or without one if forecasting fails."""
-    changes = _adjustments(run)
-    if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
+    adjusted = _adjustments(run)
+    if plan.forecast is None or adjusted.forecast or not _decides(adjusted.changes, Decides.BYTES):
         return plan
     from datasets import load_from_disk
 
@@ -66,8 +64,7 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
     with contextlib.suppress(OSError):  # a full disk: the next attempt forecasts again
-        adjusted = _AdjustedForecast(_changes_of(changes, Decides.BYTES), forecast, time.time())
-        write_json(run.adjusted_forecast, to_json(adjusted), checksum=True)
+        _write(run, _Adjustments(adjusted.changes, forecast, time.time()))
     return dataclasses.replace(plan, forecast=forecast)
 
 
@@ -88,15 +85,16 @@ def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) ->
 def adjusted_since_s(run: RunDirectory) -> float:
     """Return the time of the last change of memory settings."""
     try:
-        adjusted = _adjusted_forecast(run, _adjustments(run))
+        return _adjustments(run).since_s
     except (OSError, ValueError):  # `adjusted_plan` reports the damage
         return 0.0
-    return adjusted.since_s if adjusted else 0.0
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
     """Save changes for the next attempts."""
-    write_json(run.adjustments, {**_adjustments(run), **changes}, checksum=True)
+    before = _adjustments(run)
+    kept = _Adjustments({}) if _decides(changes, Decides.BYTES) else before  # a forecast of other settings would mislead
+    _write(run, dataclasses.replace(kept, changes={**before.changes, **changes}))
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
@@ -168,21 +166,20 @@ def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
     )
 
 
-def _changes_of(changes: dict[str, Any], what: Decides) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if name in settings_that_decide(what)}
+def _decides(changes: dict[str, Any], what: Decides) -> bool:
+    return not changes.keys().isdisjoint(settings_that_decide(what))
 
 
 @dataclasses.dataclass(frozen=True)
-class _AdjustedForecast:
+class _Adjustments:
     changes: dict[str, Any]
-    forecast: Forecast
-    since_s: float
+    forecast: Forecast | None = None  # with the changes, and when it was made
+    since_s: float = 0.0
 
 
-def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    adjusted = read_own(run.adjusted_forecast, _AdjustedForecast)  # None for a damaged file: forecast again
-    return adjusted if adjusted and adjusted.changes == _changes_of(changes, Decides.BYTES) else None
+def _adjustments(run: RunDirectory) -> _Adjustments:
+    return from_json(_Adjustments, read_json(run.adjustments, dict)) if run.adjustments.exists() else _Adjustments({})
 
 
-def _adjustments(run: RunDirectory) -> dict[str, Any]:
-    return read_json(run.adjustments, dict) if run.adjustments.exists() else {}
+def _write(run: RunDirectory, adjustments: _Adjustments) -> None:
+    write_json(run.adjustments, to_json(adjustments), checksum=True)

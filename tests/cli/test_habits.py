@@ -104,7 +104,7 @@ def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
     planned = create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
     assert open_run("latest").path == Path("elsewhere/mine")
     assert update_settings(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
-    assert parse_checked(planned.adjustments.read_bytes()) == {"save_steps": 7, "eval_steps": 9}
+    assert parse_checked(planned.adjustments.read_bytes())["changes"] == {"save_steps": 7, "eval_steps": 9}
     refused = ["lora_r=4", "max_steps=9", "learning_rate=1e-3", "output_dir=x", "save_total_limit=auto"]
     with pytest.raises(RecipeError) as error:
         update_settings(planned, refused)

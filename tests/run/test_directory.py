@@ -199,7 +199,7 @@ def test_a_worker_without_a_supervisor_is_asked_again(tmp_path):
     assert control.stop(run) and process.wait() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"no_setting": 1}', '{"gradient_accumulation_steps": "x"}'])
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"changes": {"no_setting": 1}}', '{"changes": {"lora_r": "x"}}'])
 def test_damaged_adjustments_are_named(finished_plan, content):
     finished_plan.adjustments.write_text(content)
     with pytest.raises(RecipeError, match=r"adjustments\.json"):

@@ -167,7 +167,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
 def test_a_checkpoint_of_other_rows_or_settings_is_refused_with_what_differs(ended, train):
     (ended.data / "fingerprint").write_text("other rows")
     write_manifest(ended.data, {})
-    (ended.path / "adjustments.json").write_text('{"lora_r": 8}')
+    (ended.path / "adjustments.json").write_text('{"changes": {"lora_r": 8}}')
     assert train(ended) == 1
     message = read_state(ended).message
     assert "the training data has changed" in message and "lora_r was" in message
