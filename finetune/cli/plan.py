@@ -54,8 +54,7 @@ def show_plan(
     with show_progress(quiet=as_json) as progress:
         unread = without_rows if images is None else rows_with_pictures(_picture_sizes(images))
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
-        # nobody means four-digit numbers of bytes
-        free = f"{free}GiB" if free and free.isdecimal() and len(free) <= 4 else free
+        free = f"{free}GiB" if free and free.isdecimal() and len(free) <= 4 else free  # nobody means 24 bytes
         card = find_card(recipe.gpu, free_bytes=bytes_of("--free", free), processes=recipe.launch.processes_here)
         lines: list[int] = []
         if measure:

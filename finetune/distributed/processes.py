@@ -1,4 +1,4 @@
-"""Several ranks: what the machine needs, the configuration of accelerate and DeepSpeed, and the launcher for the supervisor."""
+"""Several ranks: requirements of the machine, configuration of accelerate and DeepSpeed, launcher for the supervisor."""
 
 from __future__ import annotations
 
