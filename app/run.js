@@ -47,7 +47,7 @@ document.addEventListener("click", (event) => {
   open(tab);
   if (!link.closest(".ft-tabs")) document.querySelector(`.ft-tabs [data-tab="${tab}"]`)?.focus();
 });
-addEventListener("popstate", () => { if (live()) open(new URLSearchParams(location.search).get("tab") || "overview"); });
+addEventListener("popstate", () => { const { tab } = Object.fromEntries(new URLSearchParams(location.search)); if (live()) open(find(`.ft-tabs [data-tab="${CSS.escape(tab)}"]`) ? tab : "overview"); });
 
 // Forms: what the server says stands in them.
 document.addEventListener("submit", async (event) => {

@@ -361,8 +361,8 @@ def newest(kind: type[E], events: Sequence[Event]) -> E | None:
 
 def event_json(event: Event) -> dict[str, Any]:
     """Return the JSON object of an event."""
-    values = to_json(event)
-    return {"kind": event.kind, **{name: values[name] for name in _field_order(type(event))}}  # type: ignore[arg-type]
+    kind: Any = type(event)
+    return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _field_order(kind)}}
 
 
 def event_from(values: dict[str, Any]) -> Event:

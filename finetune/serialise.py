@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-import pydantic_core
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
     """Convert dataclasses, pydantic models, collections and paths to JSON."""
-    # JSON has no NaN or infinity: text, which `from_json` reads where a float belongs
-    names = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
-    return json.loads(pydantic_core.to_json(value, inf_nan_mode="constants"), parse_constant=names.get)
+    if isinstance(value, float):  # JSON has no NaN or infinity: text, which `from_json` reads where a float belongs
+        return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: to_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [to_json(part) for part in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, BaseModel):
+        return to_json(value.model_dump(mode="json"))
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def from_json(cls: type[T], values: Any) -> T:

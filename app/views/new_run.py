@@ -194,7 +194,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
 
 
 def _label(blocker: Blocker) -> str:
-    rows = re.match(r"([\d,]+) ", blocker.problems[0])
+    rows = re.match(r"([\d,]+) ", " ".join(blocker.problems))
     if blocker.override == "dataset.on_bad_rows=skip" and rows:
         return tr_n("Leave out {n} row", "Leave out {n} rows", int(rows[1].replace(",", "")))
     return in_words(blocker.override)

@@ -12,6 +12,15 @@ from typing import Any
 
 #: From best to worst. `skip`: could not be tried or is not needed here; `warn`: works with a limit; `fail`: does not work.
 STATES = ("ok", "skip", "warn", "fail")
+#: Part of the probe -> the name of its check, and a fix.
+PARTS = {
+    "torch": ("cuda", "pip install --force-reinstall torch"),
+    "bitsandbytes": (
+        "bitsandbytes",
+        "pip install --force-reinstall bitsandbytes; without it: load_in_4bit=false load_in_8bit=false optim=adamw_torch",
+    ),
+    "triton": ("triton", "See the line `compiler`; then pip install --force-reinstall triton"),
+}
 
 
 @dataclass(frozen=True)

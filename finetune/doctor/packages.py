@@ -11,8 +11,7 @@ from pathlib import Path
 
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
-from finetune.doctor.findings import Finding
-from finetune.doctor.probe import PARTS
+from finetune.doctor.findings import PARTS, Finding
 from finetune.printable import Progress
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS

@@ -15,19 +15,10 @@ from finetune.card import nvidia
 from finetune.card.cuda import try_kernel
 from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.compat.bitsandbytes import import_without_compiler
-from finetune.doctor.findings import Finding
+from finetune.doctor.findings import PARTS, Finding
 from finetune.model.hybrid import FLA, reference_notes
 from finetune.system import WINDOWS
 
-#: Part of the probe -> the name of its check, and a fix.
-PARTS = {
-    "torch": ("cuda", "pip install --force-reinstall torch"),
-    "bitsandbytes": (
-        "bitsandbytes",
-        "pip install --force-reinstall bitsandbytes; without it: load_in_4bit=false load_in_8bit=false optim=adamw_torch",
-    ),
-    "triton": ("triton", "See the line `compiler`; then pip install --force-reinstall triton"),
-}
 #: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Half and twice this error are a fault.
 QUANTISATION_ERRORS = 0.045, 0.18
 

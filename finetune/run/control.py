@@ -99,6 +99,7 @@ def resume(run: RunDirectory) -> int:
 
 def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     """Save and return `key=value` changes for the next attempts. Raises RecipeError."""
+    adjusted_plan(run)  # names damaged adjustments
     changes = load_changes(overrides)
     base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"

@@ -97,7 +97,7 @@ class Samples:
 
     def emit(self, model: Any, step: int, events: EventWriter, *, is_first: bool) -> None:
         """Emit a `sample` event per prompt, the first time also one without the adapters, as step 0."""
-        if is_first and not self._continues:
+        if is_first and self._rows and not self._continues:
             with model.disable_adapter():
                 self._answer(model, 0, events)
         self._answer(model, step, events)

@@ -142,7 +142,7 @@ def test_a_run_without_steps_has_panels_and_no_points(live):
 
 @pytest.mark.parametrize("wrong", [{"tab": "none"}, {"order": "<script>"}])
 def test_a_wrong_tab_is_refused_in_a_sentence(get, wrong):
-    status, text = get(**{"tab": "log"} | wrong)
+    status, text = get(**{"tab": "details"} | wrong)
     assert status == 400 and text.endswith(".")
     assert "messages" in json.loads(get(tab="details")[1])["parts"]
 
