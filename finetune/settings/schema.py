@@ -334,7 +334,7 @@ class Recipe(_Strict):
     sample_answers: AutoOr[Annotated[int, Field(ge=0, le=16)]] = _run(
         AUTO,
         NOTHING,
-        "Held-out prompts answered at each evaluation, at the first also by the base model; auto: 3, or 0 with layer_offloading.",
+        "Prompts answered at each evaluation, first also by the base model; auto: 3, or 0 with layer_offloading.",
     )
     save_steps: AutoOr[Count] = _run(AUTO, NOTHING, "Steps between checkpoints; 0: only at the end.")
     loss_spike_factor: float | None = _run(
