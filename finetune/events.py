@@ -29,8 +29,6 @@ ENDED_STATES = ("paused", "finished", "diverged", "failed")
 #: A larger number is damage, and could overflow a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 WholeOrNone = Whole | None
-#: `kind` of a line -> its type.
-KINDS: dict[str, type["Event"]] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -46,7 +44,7 @@ class Event:
     def __init_subclass__(cls, kind: str, durable: bool = False) -> None:
         cls.kind, cls.durable = kind, durable
         # here, so that no kind can lack the decorator
-        KINDS[kind] = dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +280,15 @@ class LossSpike(Event, kind="loss_spike"):
     message: Annotated[str, "the loss, its step, and the recent median"]
     learning_rate: Annotated[float | None, "of the failed attempt"] = None
 
+
+#: `kind` of a line -> its type.
+KINDS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        State, Phase, Start, Step, Compiled, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry,
+        OutOfMemory, LossSpike,
+    )
+}  # fmt: skip
 
 _Kinds = Mapping[str, type[Event]]
 E = TypeVar("E", bound=Event)
