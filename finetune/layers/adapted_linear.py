@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from finetune.layers.lean_functions import Linear, backward_of, cast_adapters, scaled_product
+from finetune.layers.lean_functions import Linear, backward_of, scaled_product
 from finetune.layers.lean_layers import is_adapted, linear_of
 from finetune.layers.nf4 import Tables, product_4bit
 
@@ -47,7 +47,10 @@ def adapted_linear_backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of x, a and b."""
     linear, flat = Linear(weight, bias, _tables(*tables), a, b, scale, True, True), x.reshape(-1, x.shape[-1])
-    (cast,) = cast_adapters([linear], grad.dtype)
+    cast = a, b
+    if a.dtype != grad.dtype:
+        cast = torch.empty_like(a, dtype=grad.dtype), torch.empty_like(b, dtype=grad.dtype)
+        torch._foreach_copy_(cast, (a, b))  # one kernel
     dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
     assert dx is not None and da is not None and db is not None
     return dx.view(x.shape), da, db

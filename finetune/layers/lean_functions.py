@@ -368,10 +368,13 @@ def backward_of(
     (a, b), weight, da, db = cast, linear.weight, None, None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
+        # cuBLAS writes fp32 products of 16-bit factors: no cast, and a gradient that is not rounded first
+        is_wide = linear.a.dtype != grad.dtype and (grad.is_cuda or is_forecast(grad))
+        wide: dict[str, Any] = {"out_dtype": linear.a.dtype} if is_wide else {}
         if linear.trains_a:
-            da = gradient_product(lora_grad.t(), x(), linear.a.dtype)
+            da = torch.mm(lora_grad.t(), x(), **wide).to(linear.a.dtype)
         if linear.trains_b:
-            db = gradient_product(grad.t(), lora_act, linear.b.dtype)
+            db = torch.mm(grad.t(), lora_act, **wide).to(linear.b.dtype)
     if not needs_dx:
         return None, da, db
     if linear.tables is not None:
@@ -384,13 +387,6 @@ def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> tor
     """Return scale * left @ right."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
-
-
-def gradient_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return left @ right in the dtype of an adapter."""
-    if left.dtype == dtype or not (left.is_cuda or is_forecast(left)):
-        return torch.mm(left, right).to(dtype)
-    return torch.mm(left, right, out_dtype=dtype)  # cuBLAS writes fp32: no cast, and a gradient that is not rounded first
 
 
 def split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:

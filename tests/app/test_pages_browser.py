@@ -200,7 +200,7 @@ def test_hostile_names_and_words_are_shown_as_text(served, visit):
     page = visit("run?run=other%20run&tab=answers")
     page.wait_for_selector(".ft-pane-answers td")
     cells = page.locator(".ft-pane-answers td").all_inner_texts()
-    assert "<img src=x onerror=alert(1)> Copy image" in cells
+    assert "<img src=x onerror=alert(1)> \nCopy image" in cells
     assert "**bold** ${alert(1)} {{value}}" in cells
     assert page.locator("#run-body img").count() == 0
     page.click(".ft-tabs [data-tab=details]")

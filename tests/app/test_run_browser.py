@@ -34,7 +34,6 @@ def test_tabs_are_addresses(served, visit):
         assert page.url.endswith(f"/run?run=tabbed&tab={tab}")
     page.wait_for_selector(".ft-pane-details >> text=End of the log")
     page.go_back()
-    page.go_back()
     page.wait_for_selector(".ft-tabs [data-tab=use][aria-current=page]")
     page.wait_for_selector(".ft-pane-use >> text=Not run yet")
     samples = visit("run?run=tabbed&tab=answers", permissions=["clipboard-read", "clipboard-write"])
