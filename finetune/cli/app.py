@@ -278,7 +278,8 @@ command(
     RESULT, "export", "export.export_run", "Export to GGUF, checked in llama.cpp, with a Modelfile for Ollama.",
     [
         *RUN,
-        option("to", "; ".join(f"{name}: {files}" for name, files in LAYOUTS.items()) + ".", "gguf", Literal[*LAYOUTS]),
+        option("to", "; ".join(f"{name}: {files}" for name, files in LAYOUTS.items()) + "; a model folder: finetune merge.",
+               "gguf", Literal[*LAYOUTS]),
         option("kind", "Type of the weights.", "f16", Literal[*GGUF_TYPES], flags=("--type",), case_sensitive=False),
         option("llama_cpp", "Checkout of llama.cpp with its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
         output("Folder to write; default RUN/gguf-TYPE."),

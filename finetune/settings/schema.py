@@ -332,9 +332,7 @@ class Recipe(_Strict):
     )
     early_stopping_patience: Positive | None = _run(None, EXACTNESS, "Stop after this many evaluations without a lower loss.")
     sample_answers: AutoOr[Annotated[int, Field(ge=0, le=16)]] = _run(
-        AUTO,
-        NOTHING,
-        "Prompts answered at each evaluation, first also by the base model; auto: 3, or 0 with layer_offloading.",
+        AUTO, NOTHING, "Prompts answered at evaluations, first also by the base model; auto: 3, or 0 with layer_offloading."
     )
     save_steps: AutoOr[Count] = _run(AUTO, NOTHING, "Steps between checkpoints; 0: only at the end.")
     loss_spike_factor: float | None = _run(
