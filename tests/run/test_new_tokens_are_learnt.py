@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import adapter_hash, events_of, kill, started_to
+from child_faults import killed_before_seal
+from conftest import adapter_hash, events_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.data.tokens import Encoder
@@ -56,10 +57,9 @@ def test_the_merged_model_has_the_token_and_loads_as_any_other(learnt, tmp_path)
     assert tokenizer.decode(answer, skip_special_tokens=True) == TICKET
 
 
-def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, tmp_path):
+def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows):
     run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16", "target_modules=all-linear")
-    pid = started_to(train, run, 5, tmp_path / "never")
-    kill(pid)
+    assert train(run, killed_before_seal(6)) == 137
     assert newest_verified(run.checkpoints)[0].step == 4
     train.whole(run)
     assert adapter_hash(run) == adapter_hash(learnt)

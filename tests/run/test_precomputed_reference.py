@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from conftest import adapter_hash, copy_of, events_of, kill, manifest, started_to
+from child_faults import killed_before_seal
+from conftest import adapter_hash, copy_of, events_of, manifest
 
 from finetune.events import RunWarning, Step
 from finetune.manifest import MANIFEST, write_manifest
@@ -25,16 +26,15 @@ def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, ma
 
 
 @pytest.fixture(scope="module")
-def killed_once(make_run, train, tmp_path_factory):
+def killed_once(make_run, train):
     run = make_run(*PAIRS, "precompute_ref_log_probs=true")
-    pid = started_to(train, run, 5, tmp_path_factory.getbasetemp() / "never")
-    kill(pid)
+    assert train(run, killed_before_seal(6)) == 137
     return run
 
 
 @pytest.fixture
 def killed(killed_once, tmp_path):
-    """A run that was killed after step 5, with a checkpoint of step 4."""
+    """A run that was killed in step 6, with a checkpoint of step 4."""
     return copy_of(killed_once, tmp_path / "run")
 
 
