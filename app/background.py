@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from finetune.card.visible import hide_gpus
 from finetune.errors import CommandError, FinetuneError
 from finetune.files import parse_json, read_object, write_json
@@ -205,16 +203,6 @@ class Task:
                 if line.startswith("{"):
                     return dict(parse_json(line))
         return None
-
-    def end(self) -> bool:
-        status = self.status()
-        if status is None or status["state"] != "running":
-            return False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(status["process"]["pid"])
-            for member in [*process.children(recursive=True), process]:
-                member.terminate()
-        return True
 
 
 def task_of(workspace: Workspace, run: RunDirectory, verb: str) -> Task:

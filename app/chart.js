@@ -105,8 +105,10 @@ class Chart extends HTMLElement {
   async start() {
     const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
     Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
-    try { await loaded(); } catch { library = null; this.textContent = tr("The chart can't be loaded. Reload the page."); return; }
+    await loaded().catch(() => { library = null; });
     this.innerHTML = MARKUP;
+    this.part("table").hidden = Boolean(window.uPlot); // without uPlot: the table instead of the plots
+    for (const tool of this.querySelectorAll("label, button:not([data-do=csv], [data-do=whole])")) tool.hidden = !window.uPlot;
     for (const box of this.querySelectorAll("[data-view]")) {
       const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";
       box[property] = this.view[name];
@@ -158,6 +160,7 @@ class Chart extends HTMLElement {
       if (run.read !== null) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
       return run.have && !run.step ? of + tr("No step yet.") : "";
     });
+    if (!window.uPlot) lines.push(tr("The curves need uPlot, which can't be loaded. Reload the page, or build again with npm and a network connection."));
     Object.assign(this.part("note"), { hidden: !lines.join(""), textContent: lines.filter(Boolean).join(" ") });
   }
 
@@ -166,8 +169,8 @@ class Chart extends HTMLElement {
     if (!this.panels) return;
     this.clear();
     const { open } = this.part("more"), large = this.panels.filter(({ small }) => !small);
-    this.part("more").hidden = large.length === this.panels.length;
-    this.charts = (open ? this.panels : large).map((panel) => {
+    this.part("more").hidden = !window.uPlot || large.length === this.panels.length;
+    this.charts = (!window.uPlot ? [] : open ? this.panels : large).map((panel) => {
       const section = document.createElement("section"), lines = linesOf(panel);
       section.append(Object.assign(document.createElement(panel.small ? "h3" : "h2"), { textContent: panel.title }));
       this.part(panel.small ? "small" : "main").append(section);

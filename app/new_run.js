@@ -150,8 +150,6 @@ const follow = async () => {
   const answer = await ask(`screen?mine=${state.mine}`);
   show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. This tab keeps your choices and sends them when the server answers.")) });
   if (!state.waiting.length) takeScreen(answer);
-  const measured = state.panel === "settings" && find("[data-measured]"); // there when the panel has arrived
-  if (measured) fill(measured, await ask("panel/measured") ?? "");
   if (state.panel === "model") state.checking ??= loadPanel("&check=true").finally(() => { state.checking = null; });
 };
 const tick = () => follow().finally(() => setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS));

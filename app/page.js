@@ -26,9 +26,6 @@ const applyTheme = (chosen = localStorage.getItem("ft-theme")) => {
   if (chosen && document.body.classList.contains("dark") !== isDark) document.body.classList.toggle("dark", isDark);
 };
 const choose = (theme) => { localStorage.setItem("ft-theme", theme === "system" ? "" : theme); applyTheme(theme); };
-document.addEventListener("click", ({ target }) => {
-  if (target.closest?.("[data-theme-switch]")) choose(document.body.classList.contains("dark") ? "light" : "dark");
-});
 document.addEventListener("change", ({ target }) => { if (target.matches?.("[data-theme-choice]")) choose(target.value); });
 new MutationObserver(() => applyTheme()).observe(document.body, { attributeFilter: ["class"] });
 applyTheme();

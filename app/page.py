@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -22,19 +20,21 @@ from finetune.errors import FinetuneError
 from finetune.run.state import is_alive
 
 from .background import Task
-from .language import LANGUAGES, current, script_texts, tr
+from .language import LANGUAGES, current, script_texts
 from .pages.new_run import NewRun
 from .pages.run import RunPage
-from .pages.runs import ModelsPage, RunsPage
+from .pages.runs import RunsPage
 from .views.markup import FETCHED, problem_of, render
 from .web.followed import Context, FollowedPage
 from .web.page_filter import FOREVER
 
-#: Styles and scripts of every page, of New run and Run, and of all other pages; some are only there after `npm`.
+#: Styles and scripts of every page, and of each page; some are only there after `npm`.
 _SHARED = ("inter.css", "theme.css", "shell.css", "language.js", "page.js", "parts.js")
 _OF_CHARTS = ("uplot.css", "chart.css")
-_OF_PAGE = {"": ("svg_chart.css", "new_run.css", "new_run.js"), "run": (*_OF_CHARTS, "run.css", "run.js")}
-_OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
+_OF_PAGE = {
+    "": ("svg_chart.css", "new_run.css", "new_run.js"), "run": (*_OF_CHARTS, "run.css", "run.js"),
+    "runs": (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js"),
+}  # fmt: skip
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 OWN_FILES = {
     path.name: path for folder in (FETCHED.parent, FETCHED) for path in sorted(folder.glob("*")) if path.suffix in _MEDIA_TYPES
@@ -45,47 +45,20 @@ OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in OWN_FILES
 FIRST_HTML: dict[str, Callable[[Mapping[str, str]], str]] = {}
 
 
-class SettingsPage(FollowedPage):
-    """Page of settings."""
+class Rail(FollowedPage):
+    """Beside every page: the running job, GPU memory, and a menu with theme, language and checks of this machine."""
 
-    # theme and language live in the browser
-    name, part_names, every_ms, css = "settings", ("machine",), 1000, "ft-box"
+    name = "rail"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._doctor = Task(context.workspace.root, context.workspace.folder("doctor"))
 
-    def before(self) -> str:
-        return render("own_settings", languages=LANGUAGES, current=current(), token_from=_token_from())
+    def html(self, query: Mapping[str, str]) -> str:
+        from huggingface_hub import get_token
 
-    def parts(self) -> dict[str, str]:
-        status, findings = self._doctor.status(), None
-        if status and status["state"] != "running":
-            silent = [
-                {"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.output()[-400:]}", "fix": ""}
-            ]
-            findings = (self._doctor.result() or {}).get("findings", silent)
-        return {"machine": render("machine", status=status, findings=findings)}
-
-    def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        if message["examine"]:
-            self._doctor.begin("doctor", "--json")
-        return {}
-
-
-def _token_from() -> str:
-    from huggingface_hub import constants
-
-    # only the source: the token itself must not reach the page
-    if os.environ.get("HF_TOKEN"):
-        return tr("the environment")
-    return tr("a file of this user") if Path(constants.HF_TOKEN_PATH).is_file() else ""
-
-
-class Rail(FollowedPage):
-    """Running job and GPU memory, beside every page."""
-
-    name, part_names, every_ms = "rail", ("now",), 3000
+        shown = {"languages": LANGUAGES, "current": current(), "has_token": get_token() is not None, "version": __version__}
+        return render("rail_now", parts=dict.fromkeys(("now", "machine"), ""), **shown)
 
     def parts(self) -> dict[str, str]:
         run, live = next(filter(is_alive, self.context.workspace.list_runs()), None), None
@@ -95,14 +68,24 @@ class Rail(FollowedPage):
                 followed.refresh()
                 followed.plan()  # the template reads it
                 live = followed
-        return {"now": render("rail_status", live=live, gpus=usable_devices())}
+        return {"now": render("rail_status", live=live, gpus=usable_devices()), "machine": self._machine()}
+
+    def _machine(self) -> str:
+        status, findings = self._doctor.status(), None
+        if status and status["state"] != "running":
+            said = f"gave no answer: {self._doctor.output()[-400:]}"
+            silent = [{"check": "doctor", "state": "fail", "what": said, "fix": ""}]
+            findings = (self._doctor.result() or {}).get("findings", silent)
+        return render("machine", status=status, findings=findings)
+
+    def act(self, message: Mapping[str, Any]) -> dict[str, str]:
+        if message["examine"]:
+            self._doctor.begin("doctor", "--json")
+        return {}
 
 
 #: Address, navigation name and class of each page; the first page is at the root.
-PAGES = (
-    ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
-    ("settings", "Settings", SettingsPage),
-)  # fmt: skip
+PAGES = (("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage))
 
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
@@ -133,7 +116,7 @@ def _own_file(version: str, name: str) -> Response:
 
 def complete(page: bytes, path: str, query: Mapping[str, str]) -> bytes:
     """Return Gradio's page with its language, styles, scripts and HTML."""
-    names = [name for name in (*_SHARED, *_OF_PAGE.get(path.strip("/"), _OF_OTHERS)) if name in OWN_FILES]
+    names = [name for name in (*_SHARED, *_OF_PAGE.get(path.strip("/"), ())) if name in OWN_FILES]
     head = "".join(f'<link rel="stylesheet" href="{OWN_FOLDER}/{name}">' for name in names if name.endswith(".css"))
     head += f'<script type="application/json" id="ft-texts">{_in_script(script_texts(current()))}</script>'
     head += "".join(f'<script type="module" src="{OWN_FOLDER}/{name}"></script>' for name in names if name.endswith(".js"))
@@ -158,9 +141,8 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
     # Gradio always adds a navigation bar: it can only be hidden
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
-        _show(lambda query: render("rail", address=address))
+        _show(lambda query: render("rail", address=address, tab=query.get("tab")))
         _show(rail_page.html, "ft-rail-now")
-        _show(lambda query: render("rail_foot", languages=LANGUAGES, current=current(), version=__version__))
     _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
     _show(page.html)
 

@@ -55,15 +55,17 @@ export const post = async (root, message, said = root.querySelector("[data-said]
   ask(root);
   return answer;
 };
-// Another way for the messages of this page, also for those that were sent before its script was there.
+// The way of messages outside of followed elements, also of those that were sent before its script was there.
 const early = [];
-let send = (message, root) => (root ? post(root, message) : early.push(message));
-export const sendBy = (way) => { send = way; early.splice(0).forEach((message) => way(message)); };
+let send = (message) => early.push(message);
+export const sendBy = (way) => { send = way; early.splice(0).forEach(way); };
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-act]"), bar = find("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
   const asked = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
-  if (element && (!asked || confirm(asked))) send(JSON.parse(element.dataset.act), element.closest("[data-follow]"));
+  if (!element || (asked && !confirm(asked))) return;
+  const message = JSON.parse(element.dataset.act), root = element.closest("[data-follow]");
+  if (root) post(root, message); else send(message);
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) [...timers.keys()].forEach(ask); });
 const follow = () => { for (const root of document.querySelectorAll("[data-follow]")) if (!timers.has(root)) ask(root); };

@@ -21,7 +21,6 @@ from PIL import Image
 
 ADDRESSES = {
     "new run": "", "run": "run", "answers": "run?tab=answers", "chat": "run?tab=chat", "use": "run?tab=use", "runs": "runs",
-    "models": "models", "settings": "settings",
 }  # fmt: skip
 SIZES = {"wide": (1440, 900), "middle": (1024, 768), "phone": (390, 844)}
 THEMES = ("light", "dark")

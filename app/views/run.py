@@ -19,8 +19,8 @@ from finetune.system import shell_join
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun, smoothed
 from .answers import answers
-from .charts import curves, measured_peak
-from .markup import Safe, as_on_page, chart_element, has_charts, inert, note, render
+from .charts import measured_peak
+from .markup import Safe, as_on_page, chart_element, inert, note, render
 from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
@@ -78,9 +78,6 @@ def texts(live: LiveRun, tab: str) -> dict[str, str]:
         shown["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
         shown["memory"] = memory(digest, plan)
         shown["answers"] = render("run_answers", run=name, table=Safe(answers(digest.samples, _PROMPTS_SHOWN)))
-        if not has_charts():
-            how = tr("Charts need uPlot, which the build could not fetch. Build again with a network connection.")
-            shown["curves"] = note(how) + curves(live)
     elif tab == "answers":
         none = note(tr("At each evaluation the model answers held-out prompts. The answers appear here side by side."))
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)

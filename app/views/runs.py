@@ -120,7 +120,7 @@ def sweep_page(sweep: Sweep, tab: str) -> str:
     return render(
         "sweep", name=name, tab=tab, rule=as_on_page(RULE), most=_MOST_CURVES, chart=element,
         command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > _MOST_CURVES,
-        losses="" if element else Safe(losses(sweep)), parts={"arms": arms(sweep)},
+        parts={"arms": arms(sweep)},
     )  # fmt: skip
 
 

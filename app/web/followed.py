@@ -19,7 +19,7 @@ from ..background import Queue
 from ..chats import Chats
 from ..live import LiveRuns
 from ..planning.draft import Draft
-from ..views.markup import WRONG_MESSAGE, Safe, refusal, render, stamp_of
+from ..views.markup import WRONG_MESSAGE, refusal, stamp_of
 from ..worker import Worker
 from ..workspace import Workspace
 
@@ -52,22 +52,15 @@ class Context:
 class FollowedPage(ABC):
     """A page whose parts `parts.js` fetches."""
 
+    #: Part of its address, /ft/page/`name`.
     name: str
-    part_names: tuple[str, ...]
-    #: Interval of the browser's requests for changed parts, from /ft/page/`name`.
-    every_ms = 2000
-    #: CSS class of each part.
-    css = ""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
+    @abstractmethod
     def html(self, query: Mapping[str, str]) -> str:
-        return render("page", page=self, before=Safe(self.before()), parts=dict.fromkeys(self.part_names, ""))
-
-    def before(self) -> str:
-        # HTML before the parts, fixed while the page is open
-        return ""
+        """Return the page as HTML."""
 
     @abstractmethod
     def parts(self) -> dict[str, str]:

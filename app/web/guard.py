@@ -20,7 +20,7 @@ OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
 #: Routes that the page needs. All other routes answer 404, also routes that a new Gradio adds.
 READ = re.compile(
-    r"/(?:|run|runs|models|settings|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
+    r"/(?:|run|runs|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
     r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # run names may have other letters
     r"|/ft/report/[^/\x00-\x1f\x7f]{1,200}/(?:report|comparison)\.html"

@@ -1,4 +1,4 @@
-"""uPlot and the font come from a registry by their hashes; without them the build says so, and pictures replace charts."""
+"""uPlot and the font come from a registry by their hashes; without them the build says so."""
 
 import json
 import os
@@ -8,11 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from app.live import LiveRun
-from app.views import markup
-from app.views import run as run_page
-from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "browser_files.py"
@@ -38,7 +33,7 @@ def test_without_npm_one_line_says_so(script, tmp_path):
     command = [sys.executable, "-S", script]
     process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert process.returncode == 1
-    assert process.stderr == "The page will have pictures, not charts: uPlot could not be fetched (there is no npm).\n"
+    assert process.stderr == "The page will have tables, not charts: uPlot could not be fetched (there is no npm).\n"
 
 
 @pytest.mark.npm
@@ -48,12 +43,3 @@ def test_the_files_are_fetched_with_their_licences(script, tmp_path):
     files = {path.name: path for path in (tmp_path / "app" / "fetched").iterdir()}
     assert "MIT" in files["uplot.LICENSE"].read_text() and "SIL OPEN FONT LICENSE" in files["inter.LICENSE"].read_text()
     assert "uPlot" in files["uplot.js"].read_text() and files["inter.woff2"].read_bytes()[:4] == b"wOF2"
-
-
-def test_where_nothing_was_fetched_the_curves_are_pictures_and_how_to_get_charts(tmp_path, kept_run, monkeypatch):
-    live = LiveRun(RunDirectory(kept_run(tmp_path)))
-    monkeypatch.setattr(markup, "FETCHED", tmp_path)
-    curves = run_page.page(live, "overview", {}, run_page.texts(live, "overview"))
-    assert "Charts need uPlot" in curves and "<polyline" in curves and "ft-chart data-runs" not in curves
-    (tmp_path / "uplot.js").write_text("")
-    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.page(live, "overview", {}, {})

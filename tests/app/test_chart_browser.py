@@ -52,6 +52,16 @@ def test_values_are_those_under_the_pointer_and_else_the_newest(served, visit):
     assert legend(page) == newest
 
 
+def test_without_uplot_there_is_a_table_and_how_to_get_the_curves(served, visit):
+    make_run(served.runs, "plain", steps(1, 40))
+    page = visit("runs")
+    page.route("**/uplot.js", lambda route: route.fulfill(body="", content_type="text/javascript"))
+    page.goto(f"{served.link}run?run=plain")
+    page.wait_for_selector("ft-chart td >> text=40")
+    assert "build again with npm" in page.inner_text("ft-chart .ftc-note")
+    assert page.locator("ft-chart button:visible").all_inner_texts() == ["CSV"]
+
+
 def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
     run = make_run(served.runs, "live", [Start(resumed_from=None, step=0), *steps(1, 600)], is_alive=True)
     page = visit("run?run=live")

@@ -138,12 +138,12 @@ def test_other_kinds_of_content_are_refused(app, kind):
 
 
 def test_gradio_handles_no_event_and_each_page_has_only_its_own_html(app):
-    for address in ("/", "/run", "/runs", "/models", "/settings"):
+    for address in ("/", "/run", "/runs"):
         page = send(app, "GET", address)[2]
         config = json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
         assert config["dependencies"] == []
         values = [item["props"]["value"] for item in config["components"] if item["type"] == "html"]
-        assert len(values) == 5 and sum("ft-page" in value or "new-run" in value for value in values) <= 2
+        assert len(values) == 4 and sum("ft-page" in value or "new-run" in value for value in values) <= 2
 
 
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN.upper(), "é" * 32])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import NAMES, OPTION
-from test_rail_settings_models import GPU, live_run
+from test_rail import GPU, live_run
 
 from app import language
 from app.language import SCRIPT_CALL, catalogue, preferred, script_texts, spoken, tr, tr_n
@@ -94,10 +94,9 @@ def test_styles_have_no_texts():
 
 def test_the_rail_is_chinese():
     with spoken("zh"):
-        parts = [render("rail", address=address) for address, _, _ in PAGES]
+        parts = [render("rail", address=address, tab="") for address, _, _ in PAGES]
         parts += [render("rail_status", live=live, gpus=[GPU]) for live in (None, live_run("1", 60, 960, 20 * 2**30))]
         parts.append(render("rail_status", live=None, gpus=[]))
-        parts.append(render("rail_foot", languages=language.LANGUAGES, current="zh", version="1"))
     assert english_in("".join(parts)) == []
 
 

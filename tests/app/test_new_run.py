@@ -2,14 +2,12 @@
 
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from browser import options_in
 
@@ -23,7 +21,6 @@ from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
-from finetune.errors import RecipeError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Alternative, LayerCopies, Plan, ResourceCheck, Suggestion, Verdict, verdict_of
 from finetune.recipe import find_recipe, load_recipe, recipe_from, write_recipe
@@ -129,7 +126,7 @@ def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason)
 
 def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(tiny):
     typed(tiny, "lora_r", "24")
-    assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["progress"]
+    assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["starting"]
     [entry] = tiny.context.queue.entries()
     assert "lora_r: 24" in entry.recipe.read_text() and "runs/bikes-7B" in entry.recipe.read_text()
     entry.set_status("started", run="bikes-7B")
@@ -387,52 +384,3 @@ def test_the_gpus_of_the_panel_are_grouped_by_memory_and_the_chosen_one_is_marke
     shown = page.panel("gpu")
     assert shown.index("This machine") < shown.index(">12 GB<") < shown.index(">24 GB<")
     assert re.search(r'data-key="rtx-4090" aria-pressed="true"', shown) and shown.count('aria-pressed="true"') == 1
-
-
-# -- what quantising costs
-
-MEASURED = "model_name_or_path: tiny\ndataset: {path: support, max_rows: 60, test_split_size: 20}\n"
-
-
-def ended(page):
-    """What the panel shows at the end."""
-    deadline_s = time.monotonic() + 120
-    while page._measuring.status()["state"] == "running" and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    shown = unescape(page.panel("measured"))
-    assert "Measure the quality loss of 4-bit" in shown
-    return shown
-
-
-@pytest.mark.slow
-def test_the_loss_of_each_format_is_shown_with_its_interval(page):
-    page.change({"set": "text", "text": f"{MEASURED}gpu: cpu\n"})
-    page.change({"measure": True})
-    shown = page.panel("measured")
-    assert "Stop measuring" in shown and "Measuring for" in shown
-    shown = ended(page)
-    assert re.search(r"on 20 held-out rows the base model has a loss of [\d.]+ in 32 bit; int8 .*; NF4 ", shown)
-    assert shown.count("95 % interval") == 2
-
-
-def test_a_measurement_that_can_not_be_is_refused_in_words(page):
-    page.change({"set": "text", "text": f"{MEASURED}gpu: rtx-4090\n"})
-    page.change({"measure": True})
-    assert "RTX 4090; this machine has" in ended(page)
-
-
-def test_a_folder_that_can_not_be_written_is_said(page):
-    (page._measuring.path / "recipe.yaml").mkdir()
-    assert "recipe.yaml" in page.change({"measure": True})["parts"]["refused"]
-
-
-def test_a_second_press_ends_it_and_its_processes(page):
-    page.change({"set": "text", "text": f"{MEASURED}gpu: cpu\n"})
-    page.change({"measure": True})
-    process = psutil.Process(page._measuring.status()["process"]["pid"])
-    time.sleep(2)
-    family = [process, *process.children(recursive=True)]
-    with pytest.raises(RecipeError, match="finetune plan is already running"):
-        page._measuring.begin("plan")
-    page.change({"measure": True})
-    assert "stopped" in ended(page) and psutil.wait_procs(family, timeout=30)[1] == []

@@ -8,7 +8,7 @@ from written_runs import append, make_run, step, steps
 
 from app.page import FIRST_HTML, complete
 from app.pages.run import RunPage
-from app.pages.runs import ModelsPage, RunsPage
+from app.pages.runs import RunsPage
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
 from finetune.errors import CommandError
@@ -84,9 +84,6 @@ def test_a_damaged_run_is_named_and_hides_no_other(context):
     assert "first/plan.json can&#x27;t be read" in shown and 'data-run="second"' in shown
     page = RunPage(context).html({"run": "first"})
     assert ">first</h1>" in page and "can&#x27;t be read" in page
-    (context.workspace.run("second").path / "model.gguf").write_bytes(b"x")
-    models = ModelsPage(context).parts()["list"]
-    assert "first/plan.json can&#x27;t be read" in models and "runs/second/model.gguf" in models
 
 
 @pytest.mark.parametrize("message", [{}, {"deed": "delete"}, {"deed": "delete", "runs": ["../x", 3]}, {"runs": 1}])

@@ -6,7 +6,6 @@ from written_runs import make_sweep
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.report import main as report_main
-from app.views.markup import has_charts
 
 
 @pytest.fixture
@@ -25,8 +24,7 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
     shown_page = RunPage(context).html({"run": "rates"})
     assert "above the median of the finished arms" in shown_page
-    shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "Learning rate 0.0001", "Learning rate 0.0004")
-    assert all(text in shown_page for text in shown)
+    assert "rates-1" in shown_page and "rates-2" in shown_page
     changed = RunPage(context).changed("rates", tab="overview")
     arms = changed["parts"]["arms"][1]
     assert arms in shown_page and not changed["alive"]

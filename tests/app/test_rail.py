@@ -1,4 +1,4 @@
-"""Rail, Settings and Models: what runs, whose memory is in use, what is wrong with this machine, what runs have made."""
+"""Rail: what runs, whose memory is in use, what is wrong with this machine."""
 
 import json
 import re
@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.page import PAGES, SettingsPage
-from app.pages.runs import ModelsPage, models_of
+from app.page import Rail
 from app.views.markup import render
 from app.web.guard import READ
 from finetune.files import write_json
-from finetune.run.directory import RunDirectory
 from finetune.units import GIB
 
 GPU = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_bytes=24 * GIB, free_bytes=3 * GIB, uuid="GPU-1")
@@ -25,13 +23,16 @@ def live_run(name, step, left_s=None, own_bytes=None):
     return SimpleNamespace(run=SimpleNamespace(path=Path(name)), digest=digest, total_steps=100, plan=lambda: plan)
 
 
-@pytest.mark.parametrize("address", [address for address, _, _ in PAGES])
-def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(address):
-    html = render("rail", address=address)
+@pytest.mark.parametrize(
+    ("address", "tab", "marked"),
+    [("", None, "/"), ("run", "use", "/runs"), ("run", "chat", "/run?tab=chat"), ("runs", None, "/runs")],
+)
+def test_the_rail_of_each_page_marks_its_place_and_links_only_to_pages_that_exist(address, tab, marked):
+    html = render("rail", address=address, tab=tab)
+    assert re.findall(r'href="([^"]*)" aria-current="page"', html) == [marked] or marked == "/"
     assert html.count('aria-current="page"') == 1
     links = re.findall(r'href="(/[^"]*)"', html)
-    assert all(READ.fullmatch(link) for link in links)
-    assert {link.lstrip("/") for link in links} == {address for address, _, _ in PAGES} - {"run"}
+    assert {*links} == {"/", "/runs", "/run?tab=chat"} and all(READ.fullmatch(link.partition("?")[0]) for link in links)
 
 
 def test_memory_in_use_is_the_runs_and_that_of_others_and_what_nobody_measured_is_not_said_to_be_the_runs():
@@ -52,16 +53,5 @@ def test_what_is_wrong_with_the_machine_stands_first(context):
     folder = context.workspace.folder("doctor")
     write_json(folder / "status.json", {"state": "done", "began_s": 0.0})
     (folder / "output.txt").write_text(json.dumps({"findings": findings}) + "\n")
-    html = SettingsPage(context).parts()["machine"]
+    html = Rail(context).parts()["machine"]
     assert html.index("Failed") < html.index("OK") and "<b>b</b>" in html and "&lt;b&gt;" in html
-
-
-def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(context, kept_run):
-    run = RunDirectory(kept_run(context.workspace.runs))
-    (run.path / "merged").mkdir()
-    for name in ("merged/config.json", "merged/model.safetensors", "model.gguf"):
-        (run.path / name).write_bytes(b"x" * 100)
-    models = [(model["kind"], model["size"]) for model in models_of(context.lives.of(run))]
-    assert models[1:] == [("merged model", "200 B"), ("GGUF", "100 B")]
-    assert models[0][0] == "adapter" and models[0][1].endswith("iB")
-    assert "runs/finished/model.gguf" in ModelsPage(context).parts()["list"]
