@@ -90,7 +90,7 @@ def _trust(plan: Plan) -> str:
     if not errors:
         return how
     off = f"{100 * statistics.median(map(abs, errors)):.1f}"
-    return f"{how} {tr('The forecasts of your last {n} runs here were off by {off} %.', n=len(errors), off=off)}"
+    return f"{how} {tr('Forecasts were off by {off} % here (median of {n}).', n=len(errors), off=off)}"
 
 
 def plans(plan: Plan, *, is_complete: bool) -> str:
