@@ -67,9 +67,9 @@ class NewRun:
         if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
         is_starting = mine in asked and asked[mine]["state"] in OPEN
-        started = {("starting" if is_starting else "progress"): render("started", status=asked[mine])} if mine in asked else {}
+        shown = {("starting" if is_starting else "progress"): render("started", status=asked[mine])} if mine in asked else {}
         return {
-            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "starting": "", "progress": "", **started},
+            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "starting": "", "progress": "", **shown},
             "doing": self.context.planner.doing, "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
             "starting": is_starting,
         }  # fmt: skip
