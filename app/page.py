@@ -73,8 +73,8 @@ class Rail(FollowedPage):
     def _machine(self) -> str:
         status, findings = self._doctor.status(), None
         if status and status["state"] != "running":
-            said = f"gave no answer: {self._doctor.output()[-400:]}"
-            silent = [{"check": "doctor", "state": "fail", "what": said, "fix": ""}]
+            output = f"gave no answer: {self._doctor.output()[-400:]}"
+            silent = [{"check": "doctor", "state": "fail", "what": output, "fix": ""}]
             findings = (self._doctor.result() or {}).get("findings", silent)
         return render("machine", status=status, findings=findings)
 

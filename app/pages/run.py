@@ -81,24 +81,24 @@ class RunPage:
         return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
-        context, values, said = self.context, message.get("values") or {}, ""
+        context, values, shown = self.context, message.get("values") or {}, ""
         match message:
             case {"run": "pause" | "kill" as deed}:
-                said = "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
+                shown = "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
             case {"run": "finish"}:
                 ends = tr("The run ends after this step. Its best step is the result.")
-                said = note(ends if control.finish(run) else tr("This run is not running."))
+                shown = note(ends if control.finish(run) else tr("This run is not running."))
             case {"run": "resume"}:
                 context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-                said = note(tr("Queued. The run continues from its newest checkpoint."))
+                shown = note(tr("Queued. The run continues from its newest checkpoint."))
             case {"run": "duplicate"}:
                 context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                said = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
+                shown = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
             case {"run": "half"}:
                 settings = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
                 rate = context.lives.of(run).plan().settings.learning_rate / 2
                 context.draft.write(write_recipe(recipe_from({**settings, "learning_rate": rate})))
-                said = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
+                shown = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
             case {"task": "ask"}:
                 chat.ask(context, run, values)
             case {"task": "picture"}:
@@ -111,7 +111,7 @@ class RunPage:
                 result.start(context, run, verb, values)
             case _:
                 raise KeyError(message)
-        return {"said": said}
+        return {"said": shown}
 
     def report(self, name: str, file: str) -> Response:
         path = named_run(self.context, name).path / file

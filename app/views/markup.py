@@ -54,7 +54,7 @@ def plain(text: str) -> str:
     """Return text without ANSI sequences, control characters and direction marks."""
     text = _ANSI.sub("", text)
     letters = {*text} - {"\n", "\t"} if not text.isprintable() else ()
-    return text.translate({ord(each): None for each in letters if unicodedata.category(each) in ("Cc", "Cf", "Cs")})
+    return text.translate({ord(letter): None for letter in letters if unicodedata.category(letter) in ("Cc", "Cf", "Cs")})
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> Safe:

@@ -93,8 +93,8 @@ def adjusted_since_s(run: RunDirectory) -> float:
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
     """Save changes for the next attempts."""
     before = _adjustments(run)
-    kept = _Adjustments({}) if _decides(changes, Decides.BYTES) else before  # a forecast of other settings would mislead
-    _write(run, dataclasses.replace(kept, changes={**before.changes, **changes}))
+    valid = _Adjustments({}) if _decides(changes, Decides.BYTES) else before  # a forecast of other settings would mislead
+    _write(run, dataclasses.replace(valid, changes={**before.changes, **changes}))
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
