@@ -1,7 +1,7 @@
 // <ft-chart data-runs='["name"]'>: loss and memory of a run, or of several runs in comparison, over the same steps, drawn by uPlot.
 // It asks /ft/series/RUN once a second while a run goes on, else each five seconds, and not in a hidden tab.
 import { tr } from "./language.js";
-import { colour, copyPicture, save } from "./parts.js";
+import { colour, copyPicture, save, show } from "./parts.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5, TABLE_ROWS = 12;
 const MARKUP = `<div class="ftc-tools"><label><input type="checkbox" data-view="isLog"> ${tr("Log scale")}</label>
@@ -107,7 +107,7 @@ class Chart extends HTMLElement {
     Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
     await loaded().catch(() => { library = null; });
     this.innerHTML = MARKUP;
-    this.part("table").hidden = Boolean(window.uPlot); // without uPlot: the table instead of the plots
+    [this.part("table").hidden, this.part("main").hidden] = [window.uPlot, !window.uPlot]; // without uPlot: the table instead of the plots
     for (const tool of this.querySelectorAll("label, button:not([data-do=csv], [data-do=whole])")) tool.hidden = !window.uPlot;
     for (const box of this.querySelectorAll("[data-view]")) {
       const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";
@@ -265,8 +265,8 @@ class Chart extends HTMLElement {
     };
     const line = (cells, tag) => `<tr>${cells.map((value) => `<${tag} class="right">${escaped(value)}</${tag}>`).join("")}</tr>`;
     const body = rows.filter((row, n) => n % every === 0 || n === rows.length - 1).map((row) => line([span(count(row.first), count(row.last)), ...columns.map((column) => cell(column, row))], "td"));
-    this.part("table").innerHTML = `<div class="ft-scroll" role="region" aria-label="${tr("Curves as a table")}" tabindex="0"><table><thead>${
-      line([tr("step"), ...columns.map(({ title, label }) => `${title}: ${label}`)], "th")}</thead><tbody>${body.join("")}</tbody></table></div>`;
+    show(this.part("table"), `<div class="ft-scroll" role="region" aria-label="${tr("Curves as a table")}" tabindex="0"><table><thead>${
+      line([tr("step"), ...columns.map(({ title, label }) => `${title}: ${label}`)], "th")}</thead><tbody>${body.join("")}</tbody></table></div>`);
   }
   // Every bin of every metric; memory in GiB.
   do_csv() {

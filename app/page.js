@@ -5,8 +5,8 @@ const update = () => {
   const ready = document.querySelector("[data-go]:not([data-gone])");
   if (ready) window.location.assign(Object.assign(ready.dataset, { gone: "1" }).go);
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
-  const theme = document.querySelector("[data-theme-choice]:not([data-set])");
-  if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") || "system" }).dataset.set = "1";
+  const theme = document.querySelector("[data-theme-choice]:not([data-shown])");
+  if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") || "system" }).dataset.shown = "1";
 };
 
 new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true, characterData: true });

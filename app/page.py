@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from fastapi import HTTPException, Response
 from fastapi.responses import FileResponse
+from huggingface_hub import constants
 
 from finetune import __version__
 from finetune.card.visible import usable_devices
@@ -55,10 +58,10 @@ class Rail(FollowedPage):
         self._doctor = Task(context.workspace.root, context.workspace.folder("doctor"))
 
     def html(self, query: Mapping[str, str]) -> str:
-        from huggingface_hub import get_token
-
-        shown = {"languages": LANGUAGES, "current": current(), "has_token": get_token() is not None, "version": __version__}
-        return render("rail_now", parts=dict.fromkeys(("now", "machine"), ""), **shown)
+        return render(
+            "rail_now", parts={"now": "", "machine": ""}, languages=LANGUAGES, current=current(), version=__version__,
+            has_token="HF_TOKEN" in os.environ or Path(constants.HF_TOKEN_PATH).is_file(),
+        )  # fmt: skip
 
     def parts(self) -> dict[str, str]:
         run, live = next(filter(is_alive, self.context.workspace.list_runs()), None), None
@@ -73,9 +76,8 @@ class Rail(FollowedPage):
     def _machine(self) -> str:
         status, findings = self._doctor.status(), None
         if status and status["state"] != "running":
-            output = f"gave no answer: {self._doctor.output()[-400:]}"
-            silent = [{"check": "doctor", "state": "fail", "what": output, "fix": ""}]
-            findings = (self._doctor.result() or {}).get("findings", silent)
+            silent = {"check": "doctor", "state": "fail", "what": f"no answer: {self._doctor.output()[-400:]}", "fix": ""}
+            findings = (self._doctor.result() or {}).get("findings", [silent])
         return render("machine", status=status, findings=findings)
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
@@ -141,7 +143,7 @@ def _page(address: str, rail_page: Rail, page: Any) -> None:
     # Gradio always adds a navigation bar: it can only be hidden
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
-        _show(lambda query: render("rail", address=address, tab=query.get("tab")))
+        _show(lambda query: render("rail", address=address, tab=query.get("tab"), run=query.get("run")))
         _show(rail_page.html, "ft-rail-now")
     _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
     _show(page.html)

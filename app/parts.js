@@ -60,12 +60,10 @@ const early = [];
 let send = (message) => early.push(message);
 export const sendBy = (way) => { send = way; early.splice(0).forEach(way); };
 document.addEventListener("click", ({ target }) => {
-  const element = target.closest?.("[data-act]"), bar = find("[role=progressbar]");
+  const element = target.closest?.("[data-act]"), root = element?.closest("[data-follow]"), bar = find("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
   const asked = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
-  if (!element || (asked && !confirm(asked))) return;
-  const message = JSON.parse(element.dataset.act), root = element.closest("[data-follow]");
-  if (root) post(root, message); else send(message);
+  if (element && (!asked || confirm(asked))) (root ? (message) => post(root, message) : send)(JSON.parse(element.dataset.act));
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) [...timers.keys()].forEach(ask); });
 const follow = () => { for (const root of document.querySelectorAll("[data-follow]")) if (!timers.has(root)) ask(root); };

@@ -36,6 +36,7 @@ document.addEventListener("visibilitychange", () => { answered = Date.now(); });
 const open = (tab) => {
   live().dataset.tab = tab;
   for (const link of document.querySelectorAll(".ft-tabs a")) link.ariaCurrent = link.dataset.tab === tab ? "page" : null;
+  for (const link of document.querySelectorAll("[data-rail]")) link.ariaCurrent = (link.dataset.rail === "chat") === (tab === "chat") ? "page" : null;
   askNow();
 };
 document.addEventListener("click", (event) => {

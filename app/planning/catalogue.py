@@ -39,10 +39,8 @@ def local_models(workspace: Workspace) -> list[Model]:
     models += [Model(name, mark("downloaded")) for name in _cached()]
     for recipe in shipped_recipes():
         models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
-    named: dict[str, Model] = {}
-    for model in models:  # the first entry of a name wins
-        named.setdefault(model.name, model)
-    return list(named.values())
+    # the first entry of a name wins
+    return [model for number, model in enumerate(models) if model.name not in {earlier.name for earlier in models[:number]}]
 
 
 def local_datasets(workspace: Workspace) -> list[str]:

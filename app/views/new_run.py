@@ -147,7 +147,7 @@ def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Ma
     def parameters(model: Model) -> int:
         return model.parameters or badges[model.name].get("parameters") or 0
 
-    groups: dict[Verdict | None, list[Model]] = {None: [*models]}
+    groups: Any = {None: models}
     if all(badges[model.name] for model in models):
         largest = sorted(models, key=parameters, reverse=True)
         groups = {kind: [model for model in largest if badges[model.name]["verdict"] == kind] for kind in Verdict}

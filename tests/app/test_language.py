@@ -94,7 +94,7 @@ def test_styles_have_no_texts():
 
 def test_the_rail_is_chinese():
     with spoken("zh"):
-        parts = [render("rail", address=address, tab="") for address, _, _ in PAGES]
+        parts = [render("rail", address=address, tab="", run=None) for address, _, _ in PAGES]
         parts += [render("rail_status", live=live, gpus=[GPU]) for live in (None, live_run("1", 60, 960, 20 * 2**30))]
         parts.append(render("rail_status", live=None, gpus=[]))
     assert english_in("".join(parts)) == []

@@ -237,7 +237,7 @@ def test_no_choice_of_a_number_is_lost_and_each_goes_back_but_a_wrong_one_is_not
         type_number(page, "lora_r", wrong)
         page.click("#nr-start:enabled")
         assert page.evaluate("document.querySelector('#nr-lora_r').validationMessage"), wrong
-    assert drafted(served)[1] == 16 and page.inner_text("[data-part=progress]") == ""
+    assert drafted(served)[1] == 16 and page.inner_text("[data-part=starting]") == ""
     chance = random.Random(0)
     for _ in range(200):
         page.evaluate(
@@ -352,6 +352,9 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
             page.click("[data-close]")
     page.click("nav [popovertarget]")
     require_accessible(page, "this machine")
+    page.select_option("[data-theme-choice]", "dark")
+    page.wait_for_timeout(500)
+    assert page.inner_text("body.dark #new-run > [data-part=refused]") == ""
 
 
 #: Models, files, settings and their values, and what the run with hostile texts has: the same in every language.
@@ -382,7 +385,6 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         if name == "runs":
             page.click("nav [popovertarget]")
-            page.wait_for_selector("#ft-machine button")
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
