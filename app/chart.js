@@ -107,7 +107,7 @@ class Chart extends HTMLElement {
     Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
     await loaded().catch(() => { library = null; });
     this.innerHTML = MARKUP;
-    [this.part("table").hidden, this.part("main").hidden] = [window.uPlot, !window.uPlot]; // without uPlot: the table instead of the plots
+    [this.part("table").hidden, this.part("main").hidden] = [Boolean(window.uPlot), !window.uPlot]; // without uPlot: the table instead of the plots
     for (const tool of this.querySelectorAll("label, button:not([data-do=csv], [data-do=whole])")) tool.hidden = !window.uPlot;
     for (const box of this.querySelectorAll("[data-view]")) {
       const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";

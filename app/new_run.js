@@ -27,7 +27,7 @@ const takeScreen = (answer) => {
   show(answer.parts);
   find("[data-undo]").hidden = !answer.undo;
   find("[data-doing]").textContent = answer.doing;
-  if (state.starting && !answer.starting) find("[data-part=progress]").scrollIntoView({ block: "center" }); // why it failed
+  if (state.starting && !answer.starting) find("#new-run > :is([data-part=refused], [data-part=progress]):not(:empty)")?.scrollIntoView({ block: "center" });
   setStart(state.canStart, answer.starting);
   for (const field of document.querySelectorAll("[data-field]")) {
     field.dataset.usual ??= field.value;

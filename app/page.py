@@ -27,7 +27,7 @@ from .language import LANGUAGES, current, script_texts
 from .pages.new_run import NewRun
 from .pages.run import RunPage
 from .pages.runs import RunsPage
-from .views.markup import FETCHED, problem_of, render
+from .views.markup import problem_of, render
 from .web.followed import Context, FollowedPage
 from .web.page_filter import FOREVER
 
@@ -39,8 +39,10 @@ _OF_PAGE = {
     "runs": (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js"),
 }  # fmt: skip
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
+_APP = Path(__file__).parent
+#: Own files, and uPlot and Inter if the build could fetch them.
 OWN_FILES = {
-    path.name: path for folder in (FETCHED.parent, FETCHED) for path in sorted(folder.glob("*")) if path.suffix in _MEDIA_TYPES
+    path.name: path for folder in (_APP, _APP / "fetched") for path in sorted(folder.glob("*")) if path.suffix in _MEDIA_TYPES
 }
 #: Folder of these files: another address after any change.
 OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in OWN_FILES.values())):08x}"
@@ -60,7 +62,7 @@ class Rail(FollowedPage):
     def html(self, query: Mapping[str, str]) -> str:
         return render(
             "rail_now", parts={"now": "", "machine": ""}, languages=LANGUAGES, current=current(), version=__version__,
-            has_token="HF_TOKEN" in os.environ or Path(constants.HF_TOKEN_PATH).is_file(),
+            has_token=bool(os.environ.get("HF_TOKEN")) or Path(constants.HF_TOKEN_PATH).is_file(),
         )  # fmt: skip
 
     def parts(self) -> dict[str, str]:

@@ -17,8 +17,6 @@ from finetune.units import format_bytes, format_count, gib
 
 from ..language import mark, tr, tr_n
 
-#: Folder of uPlot and Inter, if the build could fetch them.
-FETCHED = Path(__file__).parents[1] / "fetched"
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or brackets: shown as typed.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")

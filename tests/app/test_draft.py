@@ -31,7 +31,7 @@ def test_showing_a_field_and_taking_it_back_changes_nothing(draft, field):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
+    "name, text, value",
     [
         ("lora_r", "32", 32), ("learning_rate", "1e-4", 1e-4), ("use_dora", "true", True), ("seed", "7", 7),
         ("target_modules", "[q_proj, v_proj]", ["q_proj", "v_proj"]),

@@ -57,7 +57,7 @@ def test_a_translation_has_the_values_of_its_text():
 
 
 @pytest.mark.parametrize(
-    ("cookie", "accepted", "code"),
+    "cookie, accepted, code",
     [
         ("", "zh-CN,zh;q=0.9,en;q=0.8", "zh"), ("", "de,en;q=0.8,zh;q=0.2", "en"), ("", "fr", "en"), ("", "", "en"),
         ("ft_language=zh", "en", "zh"), ("a=b; ft_language=en; c=d", "zh", "en"), ("ft_language=xx", "zh-TW", "zh"),

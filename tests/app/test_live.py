@@ -72,7 +72,7 @@ def test_no_number_of_a_damaged_file_stops_the_page(run):
     with run.events.open("a") as file:
         for name in names:
             for number in ("9" * 400, "1e999", "-1e999", "NaN", '"nan"', "-5", "1.5"):
-                values = {"step": "4", "total_steps": "9", "loss": "1.0", **{name: number}}
+                values = {"step": "4", "total_steps": "9", "loss": "1.0", name: number}
                 fields = ", ".join(f'"{key}": {value}' for key, value in values.items())
                 file.write(f'{{"kind": "step", {fields}}}\n')
     live = LiveRun(run)

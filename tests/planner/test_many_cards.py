@@ -102,7 +102,7 @@ def test_settings_that_can_not_be_sharded_are_replaced_and_reported(arithmetic):
 
 @pytest.mark.slow
 def test_the_planner_chooses_only_what_a_sharded_model_can_do(forecast_by):
-    open_recipe = {name: "auto" for name in ("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim")}
+    open_recipe = dict.fromkeys(("load_in_4bit", "load_in_8bit", "activation_checkpointing", "optim"), "auto")
     tried = []
     forecast_by(lambda config, settings, *card, **how: tried.append(settings) or make_forecast(config, settings, *card, **how))
     planned(launch={"num_processes": 2, "strategy": "fsdp"}, **open_recipe)
