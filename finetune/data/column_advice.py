@@ -1,4 +1,4 @@
-"""Suggest settings that read rows which no format reads; each is tried on the rows first."""
+"""Suggest settings that read rows which no format reads; they are tried on the rows first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ _QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
 )
 #: Rows that are read for the kinds of a column's values.
 _KIND_ROWS = 20
-_MAX_SUGGESTIONS = 3
 #: A reason, and settings of `dataset` by name.
 Suggestion = tuple[str, Values]
 #: Part of a row -> its columns, by names and values; columns that may be any part are under an empty text.
@@ -64,25 +63,20 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
     # conversations have no roles
     if any(not isinstance(value, str | int | float | None) for row in values for value in row.values()):
         return {}, False
+    asked, fields = columns, dataset.columns
     try:
         parser = choose_parser("", values, dataset)
         if parser.format != "alpaca":
             return {}, False
-        fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | dict(parser.columns)
         asked = list(parser.parse([*rows]).unused.asked())
-        guesses = [settings for _, settings in _unused_columns(asked, parser, values) if "input" in settings["columns"]]
-        is_guess = bool(asked) and not dataset.columns
+        fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | parser.columns
+        # of unused columns only a context is read without asking
+        suggestions = [item for item in _unused_columns(asked, parser, values) if "input" in item[1]["columns"]]
     except DataError:
-        texts = {name: [str(row.get(name, "")).strip() for row in values] for name in columns}
-        # a column with a different value in each row, without spaces, numbers the rows
-        numbers = [name for name in columns if len({*texts[name]}) == len(rows) > 2 and " " not in "".join(texts[name])]
-        named = [name for name in columns if name not in numbers]
-        fields, is_guess = dict(dataset.columns), not dataset.columns
-        guesses = [settings for _, settings in _questions(_by_part(named, values))]
+        suggestions = [*_questions(_by_part(columns, values))]
+    is_guess = bool(asked) and not dataset.columns
     if is_guess:
-        # a context is read before the plainest guess, which is the last
-        guesses = [settings for settings in guesses if "input" in settings["columns"] or settings is guesses[-1]]
-        fields = next((settings["columns"] for settings in guesses if _tried(settings, rows, "", dataset)), fields)
+        fields = _first_that_reads(suggestions, rows, "", dataset)[1].get("columns", fields)
     read = {column: field for field, column in fields.items()}
     return {name: read.get(name, "ignore") for name in columns}, is_guess
 
@@ -94,7 +88,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
     if isinstance(error, PreferenceData):
         names = {"chosen": error.chosen, "rejected": error.rejected}
         fixes[0] += "" if error.chosen == "chosen" else f"  {override('columns', names)}"
-        fixes += _lines(_chosen_answers(values, **names), rows, file, dataset)[:1]
+        fixes += _lines(_chosen_answers(values, **names), rows, file, dataset)
     elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
         lines = _lines(_unknown_columns(values), rows, file, dataset)
         if not lines and (talks := transcripts(values, values[0])):
@@ -119,9 +113,13 @@ def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]
 
 
 def _lines(suggestions: Iterable[Suggestion], rows: list[Row], file: str, dataset: DatasetRecipe) -> list[str]:
+    reason, settings = _first_that_reads(suggestions, rows, file, dataset)
+    return [f"{reason}:  {'  '.join(override(name, value) for name, value in settings.items())}"] if settings else []
+
+
+def _first_that_reads(suggestions: Iterable[Suggestion], rows: list[Row], file: str, dataset: DatasetRecipe) -> Suggestion:
     readable = ((reason, tried) for reason, settings in suggestions if (tried := _tried(settings, rows, file, dataset)))
-    lines = (f"{reason}:  {'  '.join(override(name, value) for name, value in tried.items())}" for reason, tried in readable)
-    return list(dict.fromkeys(itertools.islice(lines, _MAX_SUGGESTIONS)))
+    return next(readable, ("", {}))
 
 
 def _tried(settings: Values, rows: list[Row], file: str, dataset: DatasetRecipe) -> Values:
@@ -148,7 +146,7 @@ def _tried(settings: Values, rows: list[Row], file: str, dataset: DatasetRecipe)
 
 
 def _unknown_columns(rows: list[Values]) -> Iterator[Suggestion]:
-    values = {name: value for row in reversed(rows) for name, value in row.items() if not is_missing(value)}
+    values = _first_values(rows)
     for name, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             field = "conversations" if "from" in value[0] else "messages"
@@ -158,6 +156,10 @@ def _unknown_columns(rows: list[Values]) -> Iterator[Suggestion]:
     texts = [name for part, names in parts.items() if part != "other" for name in names]
     if len(texts) == 1 and not transcripts(rows, texts):
         yield f"To train on {printable(texts[0])} as plain text", {"format": "text", "columns": {"text": texts[0]}}
+
+
+def _first_values(rows: list[Values]) -> Values:
+    return {name: value for row in reversed(rows) for name, value in row.items() if not is_missing(value)}
 
 
 def _by_part(columns: Iterable[str], rows: list[Values]) -> Parts:
@@ -183,6 +185,9 @@ def _part_of(name: str, rows: list[Values]) -> str:
         return "other"
     if meaning or name_words & {*_QUESTIONS}:
         return "system" if "system" in name.lower() else "prompt"
+    # T-1, T-2, T-3
+    if kinds == {"token"} and len({*values}) == len(values) > 2:
+        return "other"
     return "transcript" if transcripts(rows, [name]) else ""
 
 
@@ -191,19 +196,16 @@ def _questions(parts: Parts, question: str | None = None, answer: str | None = N
     question, answer = question or _first_named(parts["prompt"], _QUESTIONS), answer or _first_named(answers, _ANSWERS)
     if question is None or answer is None:
         pair = [*parts["prompt"], *parts[""], *answers]
-        question = question or next(iter(parts[""]), None)
         # two columns alone are a question and its answer
-        if len(pair) != 2 or question is None:
+        if len(pair) != 2 or pair == answers:
             return
+        question = question or pair[0]
         [answer] = {*pair} - {question}
     fields = {"instruction": question, "output": answer}
     fields |= {field: name for field in ("system", "reasoning") for name in parts[field][:1]}
     contexts = [name for name in parts["prompt"] if name not in fields.values()]
     if len(contexts) == 1:
         yield f"If {printable(contexts[0])} belongs to the question", {"columns": {**fields, "input": contexts[0]}}
-    for name in [*parts["explanation"], *parts[""]] if "reasoning" not in fields else ():
-        if name not in fields.values():
-            yield f"If {printable(name)} is the reasoning before the answer", {"columns": {**fields, "reasoning": name}}
     yield f"If {printable(answer)} is the answer to {printable(question)}", {"columns": fields}
 
 
@@ -211,8 +213,8 @@ def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -
     required = [parser.columns.get(field, field) for field in FORMATS[parser.format].required]
     parts = _by_part(columns, rows)
     if parser.format == "text":
-        yield from (suggestions := [*_questions(_by_part([*required, *columns], rows))])
-        for name in [*parts["answer"], *parts["explanation"], *parts["other"], *parts[""]] if not suggestions else ():
+        yield from _questions(_by_part([*required, *columns], rows))
+        for name in [*parts["answer"], *parts["explanation"], *parts["other"], *parts[""]]:
             yield from _questions(Parts(list), required[0], name)
     elif parser.format in ("alpaca", "prompt_completion"):
         for reason, settings in _questions(parts, *required):
@@ -224,17 +226,14 @@ def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -
 
 
 def _chosen_answers(rows: list[Values], chosen: str, rejected: str) -> Iterator[Suggestion]:
-    reason = "To train on the chosen answers"
-    ignored = {"ignore_columns": [rejected]}
-    value = next(row[chosen] for row in rows if not is_missing(row.get(chosen)))
-    if isinstance(value, list) and len(value) > 1:
+    reason, ignored, values = "To train on the chosen answers", {"ignore_columns": [rejected]}, _first_values(rows)
+    if isinstance(values[chosen], list) and len(values[chosen]) > 1:
         yield reason, {"format": "messages", "columns": {"messages": chosen}, **ignored}
-    question = _first_named(_by_part(rows[0], rows)["prompt"], _QUESTIONS)
-    for column in filter(None, ("conversations", "messages", question, "prompt")):
-        value = next((row[column] for row in rows if not is_missing(row.get(column))), None)
-        if isinstance(value, list):
+    question = _first_named(_by_part(values, rows)["prompt"], _QUESTIONS)
+    for column in ("conversations", "messages", question or "prompt", "prompt"):
+        if isinstance(values.get(column), list):
             yield reason, {"format": "prompt_completion", "columns": {"prompt": column, "completion": chosen}, **ignored}
-        elif isinstance(value, str) and value.strip():
+        elif not is_blank(values.get(column)):
             yield reason, {"format": "alpaca", "columns": {"instruction": column, "output": chosen}, **ignored}
     if transcripts(rows, [chosen]):
         yield f"{reason} with their prompts, as plain text", {"format": "text", "columns": {"text": chosen}, **ignored}
