@@ -214,8 +214,6 @@ def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -
     parts = _by_part(columns, rows)
     if parser.format == "text":
         yield from _questions(_by_part([*required, *columns], rows))
-        for name in [*parts["answer"], *parts["explanation"], *parts["other"], *parts[""]]:
-            yield from _questions(Parts(list), required[0], name)
     elif parser.format in ("alpaca", "prompt_completion"):
         for reason, settings in _questions(parts, *required):
             if {*columns} & {*settings["columns"].values()}:

@@ -72,10 +72,12 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
 
 
 def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
-    if file_type(path) == ".json" and (value := _splits_of(path, name)):
-        if split not in value:
-            raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(value)}", "Name one of them.")
-        yield from (_row_or_refused(item, name, number) for number, item in enumerate(value[split], 1))
+    content = _json_content(path, name) if file_type(path) == ".json" and not _begins_with_lines(path) else None
+    lists = _lists_in(content, SPLITS) if isinstance(content, dict) else {}
+    if len(lists) > 1:
+        if split not in lists:
+            raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(lists)}", "Name one of them.")
+        yield from _rows_of(lists[split], name)
         return
     for row in READERS[file_type(path)](path, name):
         if isinstance(row, Refused):
@@ -93,12 +95,8 @@ def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[R
             yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
 
 
-def _splits_of(path: Path, name: str) -> dict[str, list[Any]]:
-    if _begins_with_lines(path):
-        return {}
-    content = _json_content(path, name)
-    splits = {key: content[key] for key in SPLITS if isinstance(content.get(key), list)} if isinstance(content, dict) else {}
-    return splits if len(splits) > 1 else {}
+def _lists_in(content: Values, keys: Iterable[str]) -> dict[str, list[Any]]:
+    return {key: content[key] for key in keys if isinstance(content.get(key), list)}
 
 
 def file_type(path: Path) -> str:
@@ -124,10 +122,8 @@ def _check_text(path: Path, name: str) -> None:
     if not codec and head.count(b"\0") * 4 > len(head):
         codec = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
     if codec:
-        converted = f"fixed{path.suffix}"
-        raise DataError(
-            f"{name}: is {codec} text, not UTF-8", f"Convert it:  iconv -f {codec} -t UTF-8 {shlex.quote(name)} > {converted}"
-        )
+        command = f"iconv -f {codec} -t UTF-8 {shlex.quote(name)} > fixed{path.suffix}"
+        raise DataError(f"{name}: is {codec} text, not UTF-8", f"Convert it:  {command}")
     for magic, type_name in _BINARY.items():
         if head.startswith(magic):
             raise DataError(f"{name}: is a {type_name} file, not text", "Unpack it, or rename it with its right extension.")
@@ -142,7 +138,7 @@ def _json(path: Path, name: str) -> Iterator[Row | Refused]:
                 # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
                 yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
     elif (content := _json_content(path, name)) is not None:
-        yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name), 1))
+        yield from _rows_of(_rows_in(content, name), name)
 
 
 def _begins_with_lines(path: Path) -> bool:
@@ -179,11 +175,10 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 def _parse_line(text: str, name: str, number: int) -> Row | Refused:
     try:
-        value = _parse_json(text)
+        return _row_or_refused(_parse_json(text), name, number)
     except (ValueError, RecursionError) as error:
         position = f" (at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
         return Refused(name, number, None, f"{_json_problem(error)}{position}")
-    return _row_or_refused(value, name, number)
 
 
 def _json_problem(error: Exception) -> str:
@@ -225,6 +220,10 @@ def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:
     return Refused(name, number, None, f"is {type_name}, not an object with named fields")
 
 
+def _rows_of(items: list[Any], name: str) -> Iterator[Row | Refused]:
+    return (_row_or_refused(item, name, number) for number, item in enumerate(items, 1))
+
+
 def _json_content(path: Path, name: str) -> Any:
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
@@ -252,23 +251,22 @@ def _rows_in(content: Any, name: str) -> list[Any]:
         raise DataError(
             f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
         )
-    splits = [key for key in SPLITS if isinstance(content.get(key), list)]
+    splits = [*_lists_in(content, SPLITS)]
     if len(splits) > 1:
         raise DataError(
             f"{name}: has the splits {', '.join(splits)} in one file",
             f"Hold out the second:  dataset.eval_split={splits[1]}  or train on the first alone:  dataset.split={splits[0]}",
         )
-    lists = [key for key in _ROW_LIST_KEYS if isinstance(content.get(key), list)]
+    lists = [*_lists_in(content, _ROW_LIST_KEYS).values()]
     if len(lists) == 1:
-        return content[lists[0]]
+        return lists[0]
     columns = list(content.values())
     if "input_ids" in content:
         raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
-    are_columns = (
+    if columns and all(
         isinstance(column, dict) or (isinstance(column, list) and not any(isinstance(item, dict) for item in column))
         for column in columns
-    )
-    if columns and all(are_columns):
+    ):
         raise DataError(
             f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows",
             'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import hashlib
+import itertools
 import os
 import re
 import shlex
@@ -39,30 +40,32 @@ _SPLIT_WORDS = {
 }  # fmt: skip
 _MIXED = "several"
 _LISTED_FILES = 8
+_WILDCARDS = {*"*?["}
 
 
 @dataclass(frozen=True)
 class DataFiles:
     """The sorted data files of a folder or pattern."""
 
-    path: str
+    #: The path, safe to print.
+    name: str
     #: The split of each file; None where the name doesn't say.
     splits: dict[Path, str | None]
 
     @classmethod
     def of(cls, path_text: str) -> DataFiles | None:
         """Find the data files of a folder or pattern; None for anything else."""
-        path = expanded(path_text)
+        path, name = expanded(path_text), printable(path_text, 200)
+        if _bundled(path_text) or _is_saved(path):
+            return None
+        is_pattern = bool(_WILDCARDS & {*path_text})
         try:
             if path.is_dir():
                 root, files = path, _files_in(path)
-            elif set("*?[") & set(path_text) and not path.exists():
-                fixed = next(index for index, part in enumerate(path.parts) if set("*?[") & set(part))
-                root = Path(*path.parts[:fixed])
+            elif is_pattern and not path.exists():
+                root = Path(*itertools.takewhile(_WILDCARDS.isdisjoint, path.parts))
                 if "**" in path.parts and root in (Path(path.anchor), Path.home()):
-                    raise DataError(
-                        f"{printable(path_text, 200)}: would search all of {root}", "Name the folder with the data."
-                    )
+                    raise DataError(f"{name}: would search all of {root}", "Name the folder with the data.")
                 matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - the pattern may be absolute
                 files = [file for file in matches if file.is_file() and _is_named_as_data(file)]
             else:
@@ -70,9 +73,9 @@ class DataFiles:
         except (OSError, ValueError):
             return None
         splits = {file: _split_of(file.relative_to(root)) for file in sorted(files)}
-        if set("*?[") & set(path_text) and set(splits.values()) == {_split_of(path.relative_to(root))}:
+        if is_pattern and {*splits.values()} == {_split_of(path.relative_to(root))}:
             splits = dict.fromkeys(splits)  # the pattern itself names the split, and asks for these files
-        return cls(path_text, splits)
+        return cls(name, splits)
 
     @property
     def is_split(self) -> bool:
@@ -87,21 +90,17 @@ class DataFiles:
         files = self.named(_SPLIT_WORDS.get(name.lower(), name))
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
-            raise DataError(
-                f"{printable(self.path, 200)}: no file is named for {printable(name)}; it has {names}", "Name one of them."
-            )
+            raise DataError(f"{self.name}: no file is named for {printable(name)}; it has {names}", "Name one of them.")
         return files
 
     def training(self) -> list[Path]:
         """Return the files to train on. Raise DataError for unclear names."""
         files, unclear = self.named(TRAIN, None), self.named(_MIXED, None)
         if self.is_split and (unclear or not files):
-            label = printable(self.path, 200)
+            problem = f"some files are named for a split, but not these: {self.names(unclear)}"
             if not files:
-                problem = f"{label}: no file is named for training; it has {self.names(list(self.splits))}"
-            else:
-                problem = f"{label}: some files are named for a split, but not these: {self.names(unclear)}"
-            raise DataError(problem, self._explicit(files or unclear or list(self.splits)))
+                problem = f"no file is named for training; it has {self.names(list(self.splits))}"
+            raise DataError(f"{self.name}: {problem}", self._explicit(files or unclear or list(self.splits)))
         return files
 
     def names(self, files: list[Path]) -> str:
@@ -125,18 +124,14 @@ class DataFiles:
 
 def _files_in(folder: Path) -> list[Path]:
     entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-    files = [entry for entry in entries if _is_data(entry)]
     folders = [entry for entry in entries if entry.is_dir()]
     for subfolder in folders:
         # subfolders that are named for a split
         if _split_of(Path(subfolder.name, "rows")) is not None:
-            files += [file for file in subfolder.iterdir() if _is_data(file)]
+            entries += subfolder.iterdir()
+    files = [entry for entry in entries if entry.is_file() and file_type(entry) in FOLDER_TYPES and _is_named_as_data(entry)]
     # without any file, an only subfolder
     return files if files or len(folders) != 1 else _files_in(folders[0])
-
-
-def _is_data(entry: Path) -> bool:
-    return entry.is_file() and file_type(entry) in FOLDER_TYPES and _is_named_as_data(entry)
 
 
 def _is_named_as_data(entry: Path) -> bool:
@@ -250,7 +245,7 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
         uses = [(trained, "to train on"), (evaluated, "held out"), ({*files.splits} - trained - evaluated, "not read")]
         named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
         parts = [f"{names} {use}" for names, use in named if names]
-        notes.append(f"files of {printable(files.path, 200)} are used by name: {'; '.join(parts)}")
+        notes.append(f"files of {files.name} are used by name: {'; '.join(parts)}")
     return notes
 
 
@@ -277,28 +272,22 @@ def find_sources(
 
 def _split_files(paths: str | list[str]) -> list[DataFiles]:
     """Return folders and patterns that name files by split."""
-    folders = [_data_files(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    folders = map(DataFiles.of, [paths] if isinstance(paths, str) else paths)
     return [files for files in folders if files is not None and files.is_split]
-
-
-def _data_files(path_text: str) -> DataFiles | None:
-    files = None if _bundled(path_text) else DataFiles.of(path_text)
-    return None if files is None or _is_saved(expanded(path_text)) else files
 
 
 def _local_sources(path_text: str, rows: str, split: str | None, has_splits: bool) -> list[Source]:
     """Return the sources of a local path, none for a hub id."""
     if arrow_files := _saved_arrow_files(path_text, split):
         return list(map(_file_source, arrow_files))
-    files = _data_files(path_text)
+    files = DataFiles.of(path_text)
     if files is None or not files.splits:
         local_sources = _local_source(path_text, rows)
     elif split is not None and files.is_split:
         return list(map(_file_source, files.of_split(split)))
-    elif rows == TRAIN:
-        local_sources = list(map(_file_source, files.training()))
-    else:  # the whole path is held out
-        local_sources = list(map(_file_source, files.named(VALIDATION) or files.named(TEST) or files.splits))
+    else:  # for eval the whole path is held out
+        held_out = files.named(VALIDATION) or files.named(TEST) or files.splits
+        local_sources = list(map(_file_source, files.training() if rows == TRAIN else held_out))
     return [replace(source, split=split, has_splits=has_splits) for source in local_sources]
 
 
@@ -322,10 +311,8 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
                 f"Hold one out:  dataset.eval_split={others[0]}  or train on one alone:  dataset.split={splits[0]}",
             )
         if splits and split not in (None, *splits):
-            raise DataError(
-                f"{label}: has no split {printable(str(split))}; it has {', '.join(map(printable, splits))}",
-                "Name one of them.",
-            )
+            listing = ", ".join(map(printable, splits))
+            raise DataError(f"{label}: has no split {printable(str(split))}; it has {listing}", "Name one of them.")
         folder = folder / (split or splits[0]) if splits else folder
     # `save_to_disk` lists its data files in order
     names = [entry.get("filename") for entry in _json_list(folder / "state.json", "_data_files") if isinstance(entry, dict)]
@@ -347,7 +334,7 @@ def _json_list(path: Path, key: str) -> list[Any]:
 def is_local(text: str) -> bool:
     """Return whether a path exists on this machine."""
     path = expanded(text)
-    return path.exists() or bool(_bundled(text)) or bool((files := _data_files(text)) and files.splits)
+    return path.exists() or bool(_bundled(text)) or bool((files := DataFiles.of(text)) and files.splits)
 
 
 def _local_source(path_text: str, rows: str) -> list[Source]:
