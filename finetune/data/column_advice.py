@@ -22,8 +22,8 @@ from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
-#: Words in names of questions, answers (usual ones first), explanations (answers, too), reasoning and scores.
-_QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
+#: Words in names of questions, answers (usual ones first), reasoning and scores.
+_QUESTIONS, _ANSWERS, _THOUGHTS, _SCORES = (
     words.split()
     for words in (
         "instruction question query prompt problem request user human input source article document dialogue dialog passage "
@@ -31,7 +31,6 @@ _QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
         "documents kontext options choices",
         "output answer response completion solution assistant bot reply target highlights summary translation outputs gold "
         "label category sentiment class intent antwort reference truth explanation justification analysis derivation",
-        "solution explanation justification analysis derivation",
         "reasoning cot thinking thought thoughts think rationale scratchpad gedanken",
         "score scores rating ratings rate reward rewards grade grades quality confidence rank helpfulness feedback critique "
         "judgement judgment evaluation stars",
@@ -86,9 +85,8 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
     values = [row.values for row in rows]
     fixes = [error.fix]
     if isinstance(error, PreferenceData):
-        names = {"chosen": error.chosen, "rejected": error.rejected}
-        fixes[0] += "" if error.chosen == "chosen" else f"  {override('columns', names)}"
-        fixes += _lines(_chosen_answers(values, **names), rows, file, dataset)
+        fixes[0] += "" if error.columns["chosen"] == "chosen" else f"  {override('columns', error.columns)}"
+        fixes += _lines(_chosen_answers(values, **error.columns), rows, file, dataset)
     elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
         lines = _lines(_unknown_columns(values), rows, file, dataset)
         if not lines and (talks := transcripts(values, values[0])):
@@ -180,7 +178,7 @@ def _part_of(name: str, rows: list[Values]) -> str:
     if is_text and (meaning == REASONING or name_words & {*_THOUGHTS}):
         return "reasoning"
     if is_answer:
-        return "explanation" if name_words & {*_EXPLANATIONS} else "answer"
+        return "answer"
     if not is_text or meaning not in ("", CONTEXT) or name_words & JUDGEMENTS:
         return "other"
     if meaning or name_words & {*_QUESTIONS}:
@@ -192,12 +190,12 @@ def _part_of(name: str, rows: list[Values]) -> str:
 
 
 def _questions(parts: Parts, question: str | None = None, answer: str | None = None) -> Iterator[Suggestion]:
-    answers = [*parts["answer"], *parts["explanation"]]
-    question, answer = question or _first_named(parts["prompt"], _QUESTIONS), answer or _first_named(answers, _ANSWERS)
+    question = question or _first_named(parts["prompt"], _QUESTIONS)
+    answer = answer or _first_named(parts["answer"], _ANSWERS)
     if question is None or answer is None:
-        pair = [*parts["prompt"], *parts[""], *answers]
+        pair = [*parts["prompt"], *parts[""], *parts["answer"]]
         # two columns alone are a question and its answer
-        if len(pair) != 2 or pair == answers:
+        if len(pair) != 2 or pair == parts["answer"]:
             return
         question = question or pair[0]
         [answer] = {*pair} - {question}
@@ -237,7 +235,8 @@ def _chosen_answers(rows: list[Values], chosen: str, rejected: str) -> Iterator[
         yield f"{reason} with their prompts, as plain text", {"format": "text", "columns": {"text": chosen}, **ignored}
 
 
-def _first_named(columns: list[str], names: Iterable[str]) -> str | None:
+def _first_named(columns: list[str], names: list[str]) -> str | None:
+    columns = sorted(columns, key=len)  # `final_answer` before `answer_explanation`
     whole = {name: [name.strip().lower()] for name in columns}
     by_word = {name: re.findall(r"[a-z]+", name.lower()) for name in columns}
     return next((name for its in (whole, by_word) for wanted in names for name in columns if wanted in its[name]), None)

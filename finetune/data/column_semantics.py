@@ -237,37 +237,36 @@ _TOKEN_CHARACTERS, _URL_CHARACTERS = 200, 2_000
 _MAX_LEAVES = 200
 
 
-def _word_set(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _word_set(text: str) -> set[str]:
+    return {*text.split()}
 
 
 #: Fields of messages in other columns, which repeat fields that are read.
 _ROLES = ("role", "from")
-_NUMBERS = {"integer", "bit"}
+_INTEGERS = {"integer", "bit"}
+_NUMBERS = {"float", *_INTEGERS}
 _SHORT = {"word", "token", "label", "identifier"}
-#: Words of names -> the kinds of values that they are harmless with.
 _COUNTS = _word_set("length len count counts tokens turn turns words chars characters size bytes perplexity")
-_FAMILIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = tuple(
-    (_word_set(names), frozenset(kinds))
-    for names, kinds in (
-        ("id ids uuid guid uid idx index hash sha sha1 sha256 md5 checksum fingerprint digest rowid doi unnamed",
-         {"identifier", "token", "url", "date", *_NUMBERS}),
-        ("source sources origin dataset corpus model generator engine author license licence copyright publisher site website "
-         "file filename filepath path repo repository dump username annotator worker contributor provider version",
-         {*_SHORT, "url"}),
-        ("url urls uri link links href homepage avatar thumbnail", {"url", "token", "word", "identifier"}),
-        ("lang language languages locale country script", {"word", "token", "label"}),
-        ("date time timestamp datetime year month created updated modified published retrieved crawled at utc",
-         {"date", "float", "identifier", *_NUMBERS}),
-        ("meta metadata", {*_SHORT, "url", "date", "float", *_NUMBERS}),
-    )
-)  # fmt: skip
 #: Topics of questions; beside plain text they may be the label to learn.
 _CLASSES = _word_set(
     "category categories topic topics domain domains task tasks type types subject subjects genre difficulty level tag tags "
     "keyword keywords skill skills area theme subcategory subtopic"
 )
-_CLASS_KINDS = frozenset({*_SHORT, "float", *_NUMBERS})
+#: Words of names, and the kinds of values that they are harmless with.
+_FAMILIES = (
+    (_word_set("id ids uuid guid uid idx index hash sha sha1 sha256 md5 checksum fingerprint digest rowid doi unnamed"),
+     {"identifier", "token", "url", "date", *_INTEGERS}),
+    (_word_set("source sources origin dataset corpus model generator engine author license licence copyright publisher "
+               "site website file filename filepath path repo repository dump username annotator worker contributor provider "
+               "version"),
+     {*_SHORT, "url"}),
+    (_word_set("url urls uri link links href homepage avatar thumbnail"), {"url", "token", "word", "identifier"}),
+    (_word_set("lang language languages locale country script"), {"word", "token", "label"}),
+    (_word_set("date time timestamp datetime year month created updated modified published retrieved crawled at utc"),
+     {"date", "identifier", *_NUMBERS}),
+    (_word_set("meta metadata"), {*_SHORT, "url", "date", *_NUMBERS}),
+    (_CLASSES, {*_SHORT, *_NUMBERS}),
+)  # fmt: skip
 #: Names with these words, such as vote_count, are harmless only as copies of a trained text.
 JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
@@ -282,7 +281,7 @@ _ANSWERS = _word_set(
     "expected truth intent sentiment summary translation"
 )
 #: Columns of corpora from the web, beside plain text: how well a classifier likes a page.
-_TEXT_SCORES = frozenset({"score", "scores", "int_score", "language_score"})
+_TEXT_SCORES = ("score", "scores", "int_score", "language_score")
 
 
 def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
@@ -312,7 +311,7 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
     values = kinds - {"copy"}
     if name_words & JUDGEMENTS:
         return False
-    if name_words & _COUNTS and values <= {"float", *_NUMBERS}:
+    if name_words & _COUNTS and values <= _NUMBERS:
         return True
     if name_words & (_ANSWERS | _MEDIA_WORDS) or (not has_answer and name_words & _CLASSES):
         return False
@@ -320,15 +319,12 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return True
     if any(name_words & names and values <= allowed for names, allowed in _FAMILIES):
         return True
-    if has_answer:
-        return bool(name_words & _CLASSES) and values <= _CLASS_KINDS
-    return name.lower() in _TEXT_SCORES and values <= {"float", *_NUMBERS}
+    return not has_answer and name.lower() in _TEXT_SCORES and values <= _NUMBERS
 
 
 def describe(kinds: set[str]) -> str:
     """Describe kinds: text, truth values or numbers."""
-    numbers = {"float", *_NUMBERS}
-    parts = [("truth values", kinds & {"truth"}), ("numbers", kinds & numbers), ("text", kinds - numbers - {"truth"})]
+    parts = [("truth values", kinds & {"truth"}), ("numbers", kinds & _NUMBERS), ("text", kinds - _NUMBERS - {"truth"})]
     return " and ".join(text for text, present in parts if present)
 
 

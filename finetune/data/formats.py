@@ -131,8 +131,7 @@ def _from_preference(row: Values, reader: MessageReader) -> Values:
         if field in ("messages", "conversations"):
             value = parse_if_text(value, field)
         written = _with_system(row, _messages(value, field, "user", reader))
-        prompt, listed_tools = read_tool_text(written, field)
-        tools = tools or listed_tools
+        prompt, tools = _with_tools(row, written, field)
         # trained on without a template
         if field == "prompt" and len(written) == 1 and all(isinstance(text, str) for text in (value, *values)):
             if values[0].strip() == values[1].strip():

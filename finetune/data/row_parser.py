@@ -263,10 +263,9 @@ def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[st
         if isinstance(value, list):
             # parts of a message's content keep their fields
             dropped = set() if in_message else {*ignored} - _MESSAGE_PARTS
-            items = (
+            applied[name] = [
                 _apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
-            )
-            applied[name] = list(items)
+            ]
     return applied
 
 
@@ -278,7 +277,7 @@ class PreferenceData(DataError):
             f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt",
             "To learn to prefer the chosen answers:  method=dpo",
         )
-        self.chosen, self.rejected = chosen, rejected
+        self.columns = {"chosen": chosen, "rejected": rejected}
 
 
 def _check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:

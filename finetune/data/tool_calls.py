@@ -277,20 +277,18 @@ def _closing(text: str, position: int, pattern: str) -> int:
     return match.end()
 
 
-def _json_objects(text: str, match: re.Match[str], *, closing: str) -> _Read:
+def _json_calls(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
     value, end = _json_at(text, match.end())
+    # the name stands before the arguments, or beside them in JSON
+    if "name" in match.re.groupindex:
+        if not isinstance(value, dict):
+            raise ValueError("arguments that are no object")
+        value = {"name": match["name"], "arguments": value}
     return _named(value if isinstance(value, list) else [value]), _closing(text, end, closing)
 
 
 def _named(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(value["name"], value.get("arguments", value.get("parameters", {}))) for value in values]
-
-
-def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
-    arguments, end = _json_at(text, match.end())
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
-    return [(match["name"], arguments)], _closing(text, end, closing)
 
 
 def _bare_objects(text: str, match: re.Match[str]) -> _Read:
@@ -370,25 +368,25 @@ SYNTAXES = (
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
         _tagged, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
     ),
-    _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects, closing="</tool_call>"),
+    _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_calls, closing="</tool_call>"),
     _syntax(  # JSON after a mark
         ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
-        _json_objects, closing=r"(?:<\|/tool_call\|>)?",
+        _json_calls, closing=r"(?:<\|/tool_call\|>)?",
     ),
     _syntax(  # name and JSON in a tag
         ("[TOOL_CALLS]",),
-        rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _named_json,
+        rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _json_calls,
     ),
     _syntax(  # DeepSeek
         ("<｜tool▁call",),
         rf"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>{_NAME})(?:<｜tool▁sep｜>)?{_CODE_FENCE}",
-        _named_json, closing=r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+        _json_calls, closing=r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
     ),
     _syntax(  # Harmony
         ("<|channel|>", " to=functions."),
         rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?"
         r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
-        _named_json,
+        _json_calls,
     ),
     _syntax(("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
     _syntax(("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
