@@ -67,7 +67,7 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
         parser = choose_parser("", values, dataset)
         if parser.format != "alpaca":
             return {}, False
-        asked = list(parser.parse([*rows]).unused.asked())
+        asked = [*parser.parse([*rows]).unused.asked()]
         fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | parser.columns
         # of unused columns only a context is read without asking
         suggestions = [item for item in _unused_columns(asked, parser, values) if "input" in item[1]["columns"]]
@@ -97,9 +97,8 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
 
 def advice_for_unused(asked: Collection[str], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
     """Return settings that use, or leave out, columns that stop a run."""
-    columns = [name for name in asked if any(name in row.values for row in rows)]
     leave_out = f"To leave it out:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
-    suggestions = _unused_columns(columns, parser, [row.values for row in rows])
+    suggestions = _unused_columns(asked, parser, [row.values for row in rows])
     return [*_lines(suggestions, rows, parser.file, dataset), leave_out]
 
 
@@ -127,7 +126,7 @@ def _tried(settings: Values, rows: list[Row], file: str, dataset: DatasetRecipe)
         return {}
     for json_columns in ([], [column for field, column in columns.items() if field in ("output", "completion")]):
         tried = {**settings, "json_columns": json_columns} if json_columns else dict(settings)
-        if dataset.format != "auto" or "format" in tried:
+        if dataset.format != "auto":
             tried.setdefault("format", "auto")
         for _ in range(3):  # columns that aren't used then, too, are left out
             try:
@@ -207,7 +206,7 @@ def _questions(parts: Parts, question: str | None = None, answer: str | None = N
     yield f"If {printable(answer)} is the answer to {printable(question)}", {"columns": fields}
 
 
-def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -> Iterator[Suggestion]:
+def _unused_columns(columns: Collection[str], parser: RowParser, rows: list[Values]) -> Iterator[Suggestion]:
     required = [parser.columns.get(field, field) for field in FORMATS[parser.format].required]
     parts = _by_part(columns, rows)
     if parser.format == "text":
@@ -223,10 +222,10 @@ def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -
 
 def _chosen_answers(rows: list[Values], chosen: str, rejected: str) -> Iterator[Suggestion]:
     reason, ignored, values = "To train on the chosen answers", {"ignore_columns": [rejected]}, _first_values(rows)
-    if isinstance(values[chosen], list) and len(values[chosen]) > 1:
+    if isinstance(values[chosen], list):
         yield reason, {"format": "messages", "columns": {"messages": chosen}, **ignored}
     question = _first_named(_by_part(values, rows)["prompt"], _QUESTIONS)
-    for column in ("conversations", "messages", question or "prompt", "prompt"):
+    for column in ("conversations", "messages", question or "prompt"):
         if isinstance(values.get(column), list):
             yield reason, {"format": "prompt_completion", "columns": {"prompt": column, "completion": chosen}, **ignored}
         elif not is_blank(values.get(column)):

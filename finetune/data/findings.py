@@ -92,7 +92,7 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
     if len(duplicates := stored.exact_duplicates(split.unlimited.row_mask)):
         text = "{rows} are duplicates; they are kept, so they count more than once"
         yield finding("duplicates", text, duplicates, "Remove them unless that is intended.")
-    if truncated.any() and truncated.sum() > _TRUNCATED_SHARE * used.sum():
+    if truncated.sum() > _TRUNCATED_SHARE * used.sum():
         text = f"{{rows}} of {used.sum():,} are cut at max_length, so the model never sees their end"
         answers = used & (stored.has("conversation") | stored.has("pair"))
         no_end = bool(answers.sum() >= _MIN_ROWS) and not (answers & ~truncated).any()
