@@ -114,10 +114,12 @@ class MessageReader:
             raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
         if not value:
             raise BadRow(field, "is empty")
-        turns = [message for turn in value for message in _messages_of(turn)]
-        messages = [_message(message, f"{field}[{index}]", self._keys) for index, message in enumerate(turns)]
+        messages: list[Message] = []
         for turn in value:
-            read = {*_MESSAGE_KEYS, *_keys_in(turn, self._keys), *(_pair_keys(turn) or ())}
+            pair = _pair_keys(turn)
+            for message in [{"role": role, "content": turn[key]} for role, key in pair.items()] or [turn]:
+                messages.append(_message(message, f"{field}[{len(messages)}]", self._keys))
+            read = {*_MESSAGE_KEYS, *_keys_in(turn, self._keys), *pair.values()}
             self.unread.append({name: value for name, value in turn.items() if name not in read})
         return messages
 
@@ -169,19 +171,13 @@ def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
     return role, content
 
 
-def _pair_keys(turn: Any) -> tuple[str, ...] | None:
+def _pair_keys(turn: Any) -> dict[str, str]:
+    """Return the keys by role of a turn that is a question and its answer: `{human, assistant}`, `{input, output}`."""
     if not isinstance(turn, dict) or "role" in turn or "from" in turn:
-        return None
-    # a turn without role may be a question and its answer: `{human, assistant}`, `{input, output}`
-    keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), None)
-    return (*keys, "system") if keys and turn.get("system") else keys
-
-
-def _messages_of(turn: Any) -> list[Any]:
-    keys = _pair_keys(turn)
-    roles = ("user", "assistant", "system")
-    messages = [{"role": role, "content": turn[key]} for role, key in zip(roles, keys or (), strict=False)]
-    return sorted(messages, key=lambda message: message["role"] != "system") if keys else [turn]
+        return {}
+    keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), ())
+    system = {"system": "system"} if keys and turn.get("system") else {}
+    return system | dict(zip(("user", "assistant"), keys, strict=False))
 
 
 def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:

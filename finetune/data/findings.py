@@ -111,9 +111,7 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
         yield from _pair_findings(stored, used)
     if stored.are_labelled:
         yield from _label_findings(stored, used, (recipe.desirable_weight or 1.0, recipe.undesirable_weight or 1.0))
-    if other_scripts := _other_scripts(stored, used):
-        text, rows = other_scripts
-        yield finding("languages", text, rows, "The model will mix them; remove the other rows unless that is intended.")
+    yield from _script_findings(stored, used)
     if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
         text = "the system prompt of {rows} is trained on, too, so the model will generate it"
         yield finding("system", text, rows, "Set train_on_inputs=false.")
@@ -125,15 +123,16 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
         yield Finding("today", text, int(used.sum()), (), "")
 
 
-def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:
+def _script_findings(stored: StoredRows, used_mask: np.ndarray) -> Iterator[Finding]:
     counts = Counter({name: int((used_mask & stored.has(name)).sum()) for name in SCRIPTS})
     (main_script, main_count), *others = counts.most_common()
     others = [(name, count) for name, count in others if count]
-    if counts.total() - main_count <= _OTHER_SCRIPT_SHARE * counts.total():
-        return None
-    listing = ", ".join(f"{count:,} in {name}" for name, count in others)
-    text = f"answers are in several scripts, most ({main_count:,}) in {main_script}; {{rows}} are not: {listing}"
-    return text, np.logical_or.reduce([used_mask & stored.has(name) for name, _ in others])
+    if counts.total() - main_count > _OTHER_SCRIPT_SHARE * counts.total():
+        listing = ", ".join(f"{count:,} in {name}" for name, count in others)
+        text = f"answers are in several scripts, most ({main_count:,}) in {main_script}; {{rows}} are not: {listing}"
+        rows = used_mask & np.logical_or.reduce([stored.has(name) for name, _ in others])
+        fix = "The model will mix them; remove the other rows unless that is intended."
+        yield _finding(stored, "languages", text, rows, fix)
 
 
 def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
