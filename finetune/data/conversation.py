@@ -172,9 +172,9 @@ def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
 
 
 def _pair_keys(turn: Any) -> dict[str, str]:
-    """Return the keys by role of a turn that is a question and its answer: `{human, assistant}`, `{input, output}`."""
     if not isinstance(turn, dict) or "role" in turn or "from" in turn:
         return {}
+    # a turn without role may be a question and its answer: `{human, assistant}`, `{input, output}`
     keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), ())
     system = {"system": "system"} if keys and turn.get("system") else {}
     return system | dict(zip(("user", "assistant"), keys, strict=False))
