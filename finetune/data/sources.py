@@ -242,9 +242,9 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
     trained, evaluated = ({source.path for source in sources if source.path} for sources in (training, held_out))
     notes = []
     for files in _split_files(dataset.path):
-        uses = [(trained, "to train on"), (evaluated, "held out"), ({*files.splits} - trained - evaluated, "not read")]
-        named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
-        parts = [f"{names} {use}" for names, use in named if names]
+        uses = {"to train on": trained, "held out": evaluated, "not read": {*files.splits} - trained - evaluated}
+        named = {use: files.names([file for file in files.splits if file in paths]) for use, paths in uses.items()}
+        parts = [f"{names} {use}" for use, names in named.items() if names]
         notes.append(f"files of {files.name} are used by name: {'; '.join(parts)}")
     return notes
 
