@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from finetune import errors
-from finetune.card import nvidia
-from finetune.card.visible import visible
+from finetune.card.visible import usable_devices
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
 from finetune.errors import FAILED
 from finetune.events import Event, State, event_from
@@ -45,7 +44,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
         problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
     local_processes = launch.processes_here
     if not on_cpu and local_processes > 1:
-        cards = len(visible(nvidia.read_devices()[0]))
+        cards = len(usable_devices())
         if cards < local_processes:
             problems.append(f"launch.num_processes needs {local_processes} GPUs on this machine; {cards} can be used")
     return problems

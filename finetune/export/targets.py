@@ -23,7 +23,8 @@ TARGETS = {
     "merged": Target("merged model", "finetune", "transformers", "merged"),
     "gguf": Target("GGUF", "quantized", "gguf", ""),
 }
-#: Values of `finetune export --to`. cli/export.py writes GGUF for each: another format needs a branch there.
+#: Values of `finetune export --to`. cli/export.py writes GGUF for each: another format needs a branch there,
+#: and an entry in app/pages/result.py and app/templates/use.html.
 LAYOUTS = {"gguf": "one file", "gguf-adapter": "base and adapter in two files"}
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 
 
-# finetune/model/quantisation.py loads the formats, finetune/memory/rules.py has the memory of their kernels.
+# finetune/model/quantisation.py loads the formats, finetune/memory/rules.py has the memory of their kernels. Layers of
+# bitsandbytes are told from others in model/build.py, model/adapters.py and memory/simulate.py.
 @dataclass(frozen=True)
 class BaseFormat:
     """A format of the base weights."""

@@ -34,7 +34,7 @@ class Method:
 
     @property
     def has_own_format(self) -> bool:
-        """Whether no other method reads its row format; two methods read plain text."""
+        """Whether SFT can't read its row format."""
         return self.row_format not in (None, "text")
 
     @property
@@ -42,6 +42,7 @@ class Method:
         return "packing" not in dict(self.refused)
 
 
+# The texts of `method` and of these settings are in settings/schema.py. Rows that fit several methods take the first one.
 METHODS = {
     "sft": Method(),
     "pretrain": Method(
