@@ -1,7 +1,6 @@
-"""This machine's GPUs through NVML, without a CUDA context. Queries raise DriverError.
+"""This machine's GPUs through NVML, without a CUDA context. Queries raise DriverError."""
 
-Other places that assume NVIDIA: `kernels_by_device` in compat/transformers.py, compat/triton.py, cards.json, app/views/words.py.
-"""
+# Other places that assume NVIDIA: `kernels_by_device` in compat/transformers.py, compat/triton.py, cards.json, views/words.py.
 
 from __future__ import annotations
 
