@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
@@ -189,22 +190,23 @@ class StoredRows:
         self.parts = list(parts)
         # each table is a chunk, so nothing is copied; there is always a first one
         self.table = pa.concat_tables([table_of([], []), *(table for part in self.parts for table in part.tables)])
-        self.row_numbers = self._column("row", np.int64)
-        self.prompt_digests = self._column("asked", np.uint64)
-        self.answer_digests = self._column("answer", np.uint64)
-        self.flags = self._column("flags", np.uint32)
-        sequences = self.table["input_ids"].chunks
-        self.sequence_counts = np.concatenate([_lengths(chunk) for chunk in sequences]).astype(np.int64)
-        self.lengths = np.concatenate([_lengths(chunk.flatten()) for chunk in sequences])
-        self.trained_counts = self._column("trained", np.int32)
-        self.first_trained = self._column("first", np.int32)
+        self.row_numbers = self.table["row"].to_numpy()
+        self.prompt_digests = self.table["asked"].to_numpy()
+        self.answer_digests = self.table["answer"].to_numpy()
+        self.flags = self.table["flags"].to_numpy()
+        sequences = self.table["input_ids"]
+        self.sequence_counts = pc.list_value_length(sequences).to_numpy().astype(np.int64)
+        self.lengths = pc.list_value_length(pc.list_flatten(sequences)).to_numpy()
+        self.trained_counts = pc.list_flatten(self.table["trained"]).to_numpy()
+        self.first_trained = pc.list_flatten(self.table["first"]).to_numpy()
 
     def __len__(self) -> int:
         return len(self.row_numbers)
 
     @cached_property
     def content_digests(self) -> np.ndarray:
-        return self._column("content", np.dtype("V16")).view(np.uint8).reshape(-1, 16)
+        digests = self.table["content"].combine_chunks()
+        return np.frombuffer(digests.buffers()[1], np.uint8, digests.nbytes).reshape(-1, 16)
 
     @cached_property
     def picture_sizes(self) -> np.ndarray:
@@ -227,10 +229,8 @@ class StoredRows:
 
     def highest_token(self) -> int:
         """Return the highest token id; -1 without tokens."""
-        import pyarrow.compute as pc
-
-        maxima = (pc.max(chunk.flatten().flatten()).as_py() for chunk in self.table["input_ids"].chunks)
-        return max((highest for highest in maxima if highest is not None), default=-1)
+        highest = pc.max(pc.list_flatten(pc.list_flatten(self.table["input_ids"]))).as_py()
+        return -1 if highest is None else highest
 
     @cached_property
     def longest(self) -> np.ndarray:
@@ -289,23 +289,9 @@ class StoredRows:
             if self.are_labelled:
                 columns["desirable"] = pa.array(desirable[start:end])
             if self.have_pictures:
-                rows = np.repeat(np.arange(shard.num_rows), _lengths(shard["input_ids"]))
+                rows = np.repeat(np.arange(shard.num_rows), shard["input_ids"].value_lengths())
                 columns[PICTURES] = shard[PICTURES].take(pa.array(rows))
             yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
     def _value(self, name: str, index: int) -> Any:
         return self.table[name][int(index)].as_py()
-
-    def _column(self, name: str, kind: Any) -> np.ndarray:
-        chunks = self.table[name].chunks
-        return np.concatenate([_to_numpy(chunk.flatten() if pa.types.is_list(chunk.type) else chunk, kind) for chunk in chunks])
-
-
-def _to_numpy(array: Any, kind: Any) -> np.ndarray:
-    # an array's `to_numpy` imports pandas, which takes half a second; the arrays here have no nulls
-    size = np.dtype(kind).itemsize
-    return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * size) if len(array) else np.array([], kind)
-
-
-def _lengths(lists: Any) -> np.ndarray:
-    return np.diff(_to_numpy(lists.offsets, np.int32))
