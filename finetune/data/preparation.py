@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -65,10 +65,6 @@ class SelectedRows:
     recipe: Recipe
     max_length: int | None
     splits: list[LimitedSplit]
-
-    @property
-    def eval_rows(self) -> int:
-        return sum(len(split.lengths) for split in self.splits[1:])
 
     @cached_property
     def train(self) -> Dataset:
@@ -196,19 +192,19 @@ def encode(
     notes = split_notes(dataset, train_sources, eval_sources)
     if eval_sources:
         splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
-    elif count := sum(chosen := _choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
-        mask = np.array(chosen, dtype=bool)
+    elif count := int((mask := _held_out_mask(train.prompt_digests, dataset.test_split_size, recipe.seed)).sum()):
         splits = [DataSplit(train, ~mask), DataSplit(train, mask, split_off=True)]
         if dataset.test_split_size is None:
             notes.append(f"{count:,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
     return EncodedRows(encoder, splits, notes)
 
 
-def _choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> list[bool]:
-    """Choose the rows that `test_split_size` holds out, by prompt digests. Raise DataError."""
+def _held_out_mask(prompt_digests: np.ndarray, size: float | None, seed: int) -> np.ndarray:
+    """Choose the rows that `test_split_size` holds out. Raise DataError."""
+    digests = prompt_digests.tolist()
     is_default, size = size is None, DEFAULT_SHARE * (len(digests) >= LEAST_ROWS) if size is None else size
     if not size:
-        return [False] * len(digests)
+        return np.zeros(len(digests), dtype=bool)
     target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
     if target_rows >= len(digests):
         raise DataError(
@@ -230,7 +226,7 @@ def _choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> l
             "dataset.test_split_size: all rows have the same prompt; none can be held out",
             "Give other rows with dataset.eval_path.",
         )
-    return [digest in held_out_digests for digest in digests]
+    return np.array([digest in held_out_digests for digest in digests])
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:

@@ -99,17 +99,14 @@ class SourceReader:
             yield parsed
         self.finish()
 
-    @property
-    def unused_columns(self) -> tuple[str, ...]:
-        fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
-        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
-
-    def finish(self) -> None:
-        """Raise DataError for unread columns or fields that may change the meaning."""
+    def finish(self) -> tuple[str, ...]:
+        """Return the unread columns and fields. Raise DataError for ones that may change the meaning."""
         if asked := self.unused.asked():
             sample = [row for row in self._sample if isinstance(row, Row)]
             fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
             raise DataError(self.unused.problems(asked), "\n".join(fixes))
+        fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
 
 
 def _take(rows: Iterator[Row | Refused], most: int) -> list[Row | Refused]:
@@ -177,8 +174,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
             picture_files |= parsed.picture_files
             reader.unused.merge(parsed.unused)
             progress(part.rows_read)
-    reader.finish()
-    part.unused_columns = reader.unused_columns
+    part.unused_columns = reader.finish()
     if folder is None:
         part.tables = results
     else:

@@ -229,7 +229,8 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """Summarise the rows for the planner."""
-    training, splits = selected.splits[0], selected.splits[: 2 if selected.eval_rows else 1]
+    training, *held_out = selected.splits
+    splits = [training, *(split for split in held_out if len(split.lengths))]
     statistics = statistics_of_lengths(*(counts for split in splits for counts in (split.lengths, split.trained_lengths)))
     return dataclasses.replace(
         statistics, total_tokens=training.total_tokens, trained_tokens=training.trained_tokens,  # a row may have two sequences
