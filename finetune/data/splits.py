@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from finetune.data.conversation import Example
 from finetune.data.report import Refused
@@ -195,11 +196,11 @@ class LimitedSplit:
     def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
         """Truncate a shard's sequences, or cut them into chunks."""
         selected = table.filter(mask)
-        lengths, ends, chunks = (values[indices][mask] for values in (self.stored.lengths, self._ends, self._chunks))
-        is_used = np.repeat(np.tile([True, False], len(ends)), np.stack([ends, lengths - ends], axis=1).ravel())
+        ends, chunks = self._ends[indices][mask], self._chunks[indices][mask]
         offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunks)))
-        values = (selected[name].combine_chunks().flatten().filter(pa.array(is_used)) for name in ("input_ids", "labels"))
-        ids, labels = (array.to_numpy().copy() for array in values)
+        # rows are truncated or cut into chunks, which have all tokens
+        sliced = (pc.list_slice(selected[name], 0, int(ends.max())) for name in ("input_ids", "labels"))
+        ids, labels = (pc.list_flatten(array).to_numpy().copy() for array in sliced)
         # nothing predicts the first token of a chunk
         labels[offsets[:-1]] = NOT_TRAINED
         tokens = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(array)) for array in (ids, labels)]
@@ -293,6 +294,4 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
 
 
 def _lengths(dataset: Dataset) -> np.ndarray:
-    import pyarrow.compute as pc
-
     return pc.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()

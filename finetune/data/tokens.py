@@ -188,9 +188,7 @@ class Encoder:
             start = 0 if self.train_on_inputs else len(example.prompt or "")
             notes = {"control"} if self._escaper.contains_special(text) else set[str]()
             return [Rendered(text, [(start, len(text))], notes, is_plain=True)]
-        escaped = example
-        if any(self._escaper.contains_special(message["content"]) for message in example.messages):
-            escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
+        escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
         rendered = self.use_template().sequences(escaped, whole=self.train_on_inputs)
         if example.pictures:
             rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
@@ -198,7 +196,7 @@ class Encoder:
         if any(sequence.escaped_spans for sequence in rendered):
             rendered[0].notes.add("literal")  # special tokens in user or tool texts, tokenised as text
         # special tokens left in answers and system prompts, which are not escaped
-        if escaped is not example and any(self._escaper.contains_special(message["content"]) for message in escaped.messages):
+        if any(self._escaper.contains_special(message["content"]) for message in escaped.messages):
             rendered[0].notes.add("control")
         return rendered
 

@@ -20,7 +20,7 @@ from finetune.compat.processors import (
     with_picture_texts,
 )
 from finetune.data.checks import BadRow
-from finetune.data.pictures.source import MIN_SIDE, BadPicture, open_picture, require_pillow
+from finetune.data.pictures.source import BadPicture, open_picture, require_pillow
 from finetune.data.template import Rendered, moved
 from finetune.errors import DataError
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.source import PictureSource
 
-#: A processor that gives a square of this side in pixels as many values as a small one scales all images to one size.
-_LARGE_WIDTH = 2048
 #: Width and height of an image that checks a processor's rule for patches: no multiple of any patch, and no square.
 _PROBE = (430, 310)
 
@@ -44,12 +42,6 @@ class PictureProcessor:
         self._kinds: dict[Hashable, tuple[str, int]] = {}
         #: Pixel values by size (`640x480`), for sizes that were counted.
         self.value_counts: dict[str, int] = {}
-
-    def limit(self, pixels: int) -> None:
-        """Lower `max_pixels`, unless all images get one size; 0 changes nothing."""
-        width = max(MIN_SIDE, math.isqrt(pixels))
-        if pixels and (width >= _LARGE_WIDTH or self.value_count(width, width) != self.value_count(_LARGE_WIDTH, _LARGE_WIDTH)):
-            self.max_pixels = min(pixels, self.max_pixels or pixels)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return an image's size within `max_pixels`, in the same shape."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.checks import BadRow, or_bad_row
 from finetune.data.pictures.placement import MAX_FILE_BYTES, PictureReference
 from finetune.errors import DiskFull, PackagesError
-from finetune.files import cache_dir
+from finetune.files import cache_dir, read_limited
 from finetune.system import replace, usable_cpus
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MAX_PIXELS = 64_000_000
 MIN_SIDE = 4
 #: Longer side over shorter side, from which an image is refused: Qwen2-VL's resize raises above it.
 MAX_ASPECT = 200
-#: Images of one message in a chat, and of one request to `serve`.
+#: Images of one message in a chat.
 MAX_PICTURES = 16
 #: Longer side of a thumbnail in pixels, and thumbnails of a row.
 _MAX_SIDE, _SHOWN = 160, 4
@@ -89,13 +89,11 @@ def read_bytes(path: Path) -> bytes:
     try:
         if not path.is_file():
             raise BadPicture("is a folder" if path.is_dir() else "is not a file" if path.exists() else "is missing")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise BadPicture(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise BadPicture(f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one image file")
-    return content
+        return read_limited(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise BadPicture(f"can't be read: {error.strerror or error}") from None
+    except ValueError:
+        raise BadPicture(f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one image file") from None
 
 
 def checked_size(content: bytes) -> tuple[int, int]:
