@@ -166,7 +166,7 @@ def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple
     batches = [parsed for reader in readers for parsed in reader.parsed()]
     examples = [example for parsed in batches for example in parsed.examples]
     refused = [row for parsed in batches for row in parsed.refused]
-    return examples, refused, [column for reader in readers for column in reader.unused_columns]
+    return examples, refused, [column for reader in readers for column in reader.finish()]
 
 
 def problem_of_case(case: Case, path: Path) -> str:
