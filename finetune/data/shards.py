@@ -223,9 +223,7 @@ class StoredRows:
         rows = np.flatnonzero(row_mask)
         # 8 of the 16 bytes fit an integer
         digests = np.ascontiguousarray(self.content_digests[:, :8]).view(np.uint64).ravel()[rows]
-        is_repeated = np.ones(len(rows), dtype=bool)
-        is_repeated[np.unique(digests, return_index=True)[1]] = False
-        return rows[is_repeated]
+        return np.delete(rows, np.unique(digests, return_index=True)[1])
 
     def highest_token(self) -> int:
         """Return the highest token id; -1 without tokens."""

@@ -56,22 +56,21 @@ class LimitedSplit:
     """One split under a max_length: its rows as masks, and its sequences."""
 
     def __init__(self, unlimited: DataSplit, max_length: int | None, excess_length: str, seed: int = 0) -> None:
-        self.unlimited, self.max_length = unlimited, max_length
+        self.unlimited = unlimited
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = unlimited.stored
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
-        no_rows = np.zeros(len(stored), dtype=bool)
+        truncates, in_chunks = excess_length == "truncate", excess_length == "chunk"
+        self._same_answers = self._cut_to_the_same(over_limit & (truncates and stored.are_pairs))
         starts_after = stored.by_row(np.logical_or, stored.first_trained >= self._limit)
-        answer_cut = over_limit & starts_after if excess_length == "truncate" else no_rows
-        is_text = ~(stored.has("conversation") | stored.has("pair"))
-        self._same_answers = self._cut_to_the_same(over_limit) if excess_length == "truncate" and stored.are_pairs else no_rows
-        answer_cut = answer_cut | self._same_answers
-        self.chunked = over_limit & is_text if excess_length == "chunk" else no_rows
+        answer_cut = (over_limit & starts_after & truncates) | self._same_answers
+        self.chunked = over_limit & ~(stored.has("conversation") | stored.has("pair")) & in_chunks
         self.too_long = over_limit & ~answer_cut & ~self.chunked
-        self.truncated = self.too_long if excess_length == "truncate" else no_rows
+        self.truncated = self.too_long & truncates
         usable = unlimited.row_mask & ~without_sequences & ~answer_cut & (~self.too_long | self.truncated)
         #: A mask for each pass over the data in an epoch; one without `dataset.weights`, which held-out rows don't have.
+        # later passes repeat rows of the first
         self.passes = [usable] if unlimited.split_off else _passes(stored, usable, seed)
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
@@ -79,13 +78,12 @@ class LimitedSplit:
         self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
         self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut).tolist())
         excess_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
-        self.tokens_dropped = int(np.maximum(excess_lengths - (self._limit if excess_length == "truncate" else 0), 0).sum())
+        self.tokens_dropped = int(np.maximum(excess_lengths - self._limit * truncates, 0).sum())
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
         self._is_cut = stored.lengths > self._limit
-        in_chunks = self._is_cut & np.repeat(self.chunked, stored.sequence_counts)
         #: The end of each sequence after truncating, and the number of its chunks.
-        self._ends = np.where(in_chunks, stored.lengths, np.minimum(stored.lengths, self._limit))
-        self._chunks = np.where(in_chunks, -(-stored.lengths // self._limit), 1)
+        self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)
+        self._chunks = -(-self._ends // self._limit)
         lengths = [_chunk_lengths(self._ends[mask], self._chunks[mask]) for mask in self.sequences]
         self._sequence_lengths = np.concatenate(lengths)
 
@@ -97,9 +95,8 @@ class LimitedSplit:
 
     def longest_mismatched(self) -> int:
         """Return the tokens of the longest prompt plus the longest answer."""
-        used = np.logical_or.reduce(self.sequences)
         # a prompt is all before the first trained token
-        prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
+        prompts, lengths = (values[self.sequences[0]] for values in (self.stored.first_trained, self.stored.lengths))
         return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
 
     def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
@@ -110,7 +107,7 @@ class LimitedSplit:
         if not len(with_pictures):
             return (), (), 1.0
         usual = int(with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()])
-        share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[usual]
+        share = values.sum() / max(1, self.used.sum()) / values[usual]
         pairs = (sizes[sizes[:, 0] == row, 1:].tolist() for row in (int(values.argmax()), usual))
         largest, usual_sizes = (tuple(processor.size(*pair) for pair in of_row) for of_row in pairs)
         return largest, usual_sizes, round(float(share), 4)
@@ -123,7 +120,7 @@ class LimitedSplit:
     @property
     def _picture_sizes(self) -> np.ndarray:
         sizes = self.stored.picture_sizes
-        return sizes[np.logical_or.reduce(self.passes)[sizes[:, 0]]]
+        return sizes[self.used[sizes[:, 0]]]
 
     @property
     def total_tokens(self) -> int:
@@ -210,7 +207,7 @@ class LimitedSplit:
 
     def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
         rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
-        ids = pa.chunked_array([chunk.flatten() for chunk in self.stored.table["input_ids"].chunks])
+        ids = pc.list_flatten(self.stored.table["input_ids"])
         pairs = ((ids[start].values, ids[start + 1].values) for start in self.stored.sequence_starts[rows].tolist())
         mask = np.zeros(len(self.stored), dtype=bool)
         mask[rows] = [chosen[: self._limit].equals(rejected[: self._limit]) for chosen, rejected in pairs]
