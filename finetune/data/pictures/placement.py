@@ -60,8 +60,7 @@ def part_reference(part: Values, path: str) -> PictureReference | None:
     """Return a content part's image; None to take the column's next image. Raise BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
         raise BadRow(path, "is an image without image_url" + ("; file_id works only at OpenAI" if part.get("file_id") else ""))
-    filled = {key: value for key, value in part.items() if key in _OBJECT_KEYS and not is_blank(value)}
-    return _from_object(filled, path, _OBJECT_KEYS) if filled else None
+    return _from_object(part, path, _OBJECT_KEYS) if any(not is_blank(part.get(key)) for key in _OBJECT_KEYS) else None
 
 
 def _from_object(value: Values, field: str, keys: _Keys) -> PictureReference:
@@ -138,12 +137,10 @@ class PictureUse(NamedTuple):
 def picture_use(file: str, rows: Sequence[Values]) -> PictureUse:
     """Return how the first rows of a file of this name have images."""
     columns = (*_PICTURE_COLUMNS, *(_METADATA_COLUMNS if _METADATA_FILE.search(file) else ()))
-    with_picture = (
+    are_usual = any(
         any(not is_blank(row.get(name)) for name in columns) or any(map(_has_picture_part, row.values())) for row in rows
     )
-    if not any(with_picture):
-        return PictureUse(columns, are_usual=False, have_tags=False)
-    return PictureUse(columns, are_usual=True, have_tags=2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows))
+    return PictureUse(columns, are_usual, have_tags=are_usual and 2 * sum(map(_has_tag, rows)) > len(rows))
 
 
 def _has_picture_part(value: Any) -> bool:
@@ -153,11 +150,8 @@ def _has_picture_part(value: Any) -> bool:
 
 
 def _has_tag(value: Any) -> bool:
-    if isinstance(value, str):
-        return IMAGE_TAG in value
-    if isinstance(value, dict):
-        return any(map(_has_tag, value.values()))
-    return isinstance(value, list) and any(map(_has_tag, value))
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return IMAGE_TAG in value if isinstance(value, str) else any(map(_has_tag, items))
 
 
 def message_with_pictures(text: str, count: int) -> Values:
@@ -201,13 +195,12 @@ def place_pictures(
         if tags:
             raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no image")
         return example, []
-    example = _as_conversation(example)
+    example, references = _as_conversation(example), column or []
+    messages = example.messages
     if parts:
-        references = _fill_parts(parts, column or [], example)
-        messages = example.messages
+        references = _fill_parts(parts, references, example)
     else:
-        references = column or []
-        messages = _with_marks(example.messages, len(references), expects_tags=use.have_tags)
+        messages = _with_marks(messages, len(references), expects_tags=use.have_tags)
     for index in example.answers:
         if PICTURE_MARK in messages[index]["content"]:
             raise BadRow(f"messages[{index}]", "the assistant's answer has an image; answers are text")
@@ -280,11 +273,9 @@ def with_parts(messages: list[Message]) -> list[Message]:
 
 def _parts_of(message: Message) -> list[Values]:
     # without images the mark is a character like others
-    pieces = message["content"].split(PICTURE_MARK) if "pictures" in message else [message["content"]]
-    parts: list[Values] = []
-    for index, piece in enumerate(pieces):
-        parts += ([{"type": "image"}] if index else []) + ([{"type": "text", "text": piece}] if piece else [])
-    return parts
+    pieces = re.split(f"({PICTURE_MARK})", message["content"]) if "pictures" in message else [message["content"]]
+    # the marks have the odd positions
+    return [{"type": "text", "text": piece} if n % 2 == 0 else {"type": "image"} for n, piece in enumerate(pieces) if piece]
 
 
 def text_pieces(message: Message) -> list[str]:
