@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import finetune.model
 from finetune.bundled import model_path
-from finetune.compat.processors import processor_from_settings
+from finetune.compat.processors import processor_from_settings, token_types
 from finetune.data.pictures.placement import PICTURE_MARK
 from finetune.data.pictures.processing import PictureProcessor, blank
 from finetune.data.pictures.source import PictureSource, require_pillow
@@ -135,7 +135,7 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
 def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:
     counts = tuple(processor.token_count(*size) for size in pictures)
     sizes = tuple(processor.size(*size) for size in pictures)
-    return PicturePrompt(ids, processor.token_types(torch.tensor([ids])), processor, counts, sizes)
+    return PicturePrompt(ids, token_types(processor.processor, torch.tensor([ids])), processor, counts, sizes)
 
 
 @cache

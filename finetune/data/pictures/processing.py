@@ -66,10 +66,6 @@ class PictureProcessor:
         """Return the model's inputs for each row's scaled images."""
         return processed_pictures(self.processor, rows) if any(rows) else {}
 
-    def token_types(self, input_ids: Any) -> dict[str, Any]:
-        """Return the model's input for the kind of each token."""
-        return token_types(self.processor, input_ids)
-
     def expanded(self, rendered: Rendered, pictures: Sequence[PictureSource]) -> Rendered:
         """Put each image's text in place of its token. Raise BadRow."""
         texts = [self.text_of(picture.width, picture.height) for picture in pictures]
