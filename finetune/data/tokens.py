@@ -255,9 +255,8 @@ class Encoder:
         """Train each answer up to its EOS; add a final EOS if none is written."""
         notes, plain = rendered.notes, rendered.is_plain
         next_end_ids, end_ids = self._end_ids[plain or self.template is None]
-        edges = (np.flatnonzero(trained_mask[:-1] != trained_mask[1:]) + 1).tolist()
-        answer_ends = [edge for edge in (*edges, len(ids)) if edge and trained_mask[edge - 1]]
-        for end in answer_ends if not self.train_on_inputs else []:
+        answer_ends = np.flatnonzero(trained_mask & ~np.append(trained_mask[1:], False)) + 1
+        for end in answer_ends.tolist() if not self.train_on_inputs else []:
             # the answer's EOS is its last trained token, after white space or before
             if (last := self._end_near(ids, range(end)[::-1], end_ids, trained_mask)) is not None:
                 trained_mask[last + 1 : end] = False
