@@ -173,7 +173,7 @@ def problem_of_case(case: Case, path: Path) -> str:
     """Return the problem of a case: how its file is misread."""
     path.write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
     try:
-        _, _, unused_columns = read(path)
+        *_, unused_columns = read(path)
     except DataError as error:
         message = "\n".join(error.problems)
         if case.unread not in message:
@@ -198,7 +198,7 @@ def problem_of_splits(form: str, names: list[str], folder: Path) -> str:
     if form == "archive":
         shutil.make_archive(str(folder), "zip", folder)
     try:
-        examples, _, _ = read(path)
+        examples, *_ = read(path)
     except DataError as error:
         return "" if error.fix else f"{form} of {names}: no advice"
     texts = [example.text for example in examples if "train" not in example.text.lower() and example.text != "more.jsonl"]

@@ -100,7 +100,7 @@ class SourceReader:
         self.finish()
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread columns and fields. Raise DataError for ones that may change the meaning."""
+        """Return the unread columns and fields. Raise DataError if they may change the meaning."""
         if asked := self.unused.asked():
             sample = [row for row in self._sample if isinstance(row, Row)]
             fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
