@@ -29,7 +29,7 @@ from transformers import BitsAndBytesConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.overhead import log_interval, ratio_text  # noqa: E402
+from benchmarks.overhead import mean_ratio  # noqa: E402
 from finetune.layers import lean_layers  # noqa: E402
 from finetune.layers.experts import pack_experts  # noqa: E402
 from finetune.layers.rotary import rotary_forward  # noqa: E402
@@ -75,7 +75,7 @@ def main() -> None:
 
 def ratio_of(times: list[float], others: list[float]) -> str:
     """The ratio of the times of the same turns, with its interval, as text."""
-    return ratio_text(*log_interval([math.log(own / reference) for own, reference in zip(times, others, strict=True)]))
+    return mean_ratio([math.log(own / reference) for own, reference in zip(times, others, strict=True)])[0]
 
 
 @contextlib.contextmanager

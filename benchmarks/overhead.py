@@ -53,11 +53,9 @@ def main() -> int:
             took = {name: statistics.median(runs[name].advance(TURN)) for name in sorted(runs, reverse=turn % 2 == 1)}
             if turn:  # the first one has what is made once
                 logs.append(math.log(took["ours"] / took["plain"]))
-    middle, half_width = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    lower, ratio, upper = map(math.exp, (middle - half_width, middle, middle + half_width))
+    ratio, lower = mean_ratio(logs)
     milliseconds = 1000 * statistics.median(runs["plain"].seconds)
-    shown = f"{ratio:.3f} (95 % interval {lower:.3f} to {upper:.3f})"
-    print(f"with events / plain: {shown}, {len(logs)} turns, {milliseconds:.0f} ms a plain step")
+    print(f"with events / plain: {ratio}, {len(logs)} turns, {milliseconds:.0f} ms a plain step")
     return int(lower > ALLOWED)
 
 
@@ -133,6 +131,13 @@ class Run(TrainerCallback):
             self._results.put(None)
             self._left = self._turns.get()
         self._began = time.process_time()
+
+
+def mean_ratio(logs: list[float]) -> tuple[str, float]:
+    """The mean ratio with its 95 % interval as text, and the interval's lower end, from the ratios' logarithms."""
+    middle, half_width = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
+    lower, ratio, upper = map(math.exp, (middle - half_width, middle, middle + half_width))
+    return f"{ratio:.3f} (95 % interval {lower:.3f} to {upper:.3f})", lower
 
 
 if __name__ == "__main__":
