@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.func import functional_call
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
@@ -59,7 +59,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         check_wrapped(model)
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
-    cast_adapters(peft_model, settings)
+    cast_trainable(peft_model, getattr(torch, settings.adapter_dtype))
     name_experts_for_trl(text_config(model.config))
     # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: both keep PEFT's cast.
     if settings.lora_dropout == 0 and not settings.use_dora:
@@ -102,13 +102,9 @@ def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
         return False
     # such as a mixture's router, or a product in groups: found by the type and shape of its output
     with fake_tensor_mode():
-        inner = copy.copy(module)
-        inner._parameters = {
-            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
-            for name, value in module._parameters.items()
-        }
+        values = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in module.named_parameters(recurse=False)}
         try:
-            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
+            result = functional_call(module, values, torch.empty(1, module.in_features, dtype=module.weight.dtype))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return True
         return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
@@ -118,14 +114,9 @@ def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
     """Set train mode and the adapters' dtype, and disable repacking of 4-bit weights."""
     # on a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good
     disable_cpu_repacking(model)
-    cast_adapters(model, settings)
-    model.train()
-
-
-def cast_adapters(model: torch.nn.Module, settings: Settings) -> None:
-    """Cast trainable parameters to `adapter_dtype`."""
     # TRL casts adapters of a quantised model to bf16
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
+    model.train()
 
 
 def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,11 +32,7 @@ class CpuAdamW(torch.optim.Optimizer):
         self._staging: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         touched = [parameter for _, parameters in groups for parameter in parameters]
         for parameter in touched:
@@ -52,7 +48,6 @@ class CpuAdamW(torch.optim.Optimizer):
                 self._update(group, parameters)
         for parameter in touched:
             parameter.copy_(self._stage(parameter).copy_(self.state[parameter]["master"]), non_blocking=True)
-        return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,17 +23,15 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     """Add the rows of new tokens to a base model. Raises RecipeError for a vocabulary that can't grow."""
     if not settings.trained_embedding_rows:
         return
-    first, end = settings.trained_embedding_rows
     embedding, head = _tables(model)
     tied = head.weight is embedding.weight
-    if end > embedding.num_embeddings:
+    if settings.trained_embedding_rows[1] > embedding.num_embeddings:
         _require_one_table(model, embedding)
     # each row is the mean of the rows of its text, or of all earlier rows; on meta, without a tokenizer, rows have no values
     sources = {} if tokenizer is None else _sources(settings, tokenizer)
-    grown = functools.partial(_grown, first=first, end=end, added=len(settings.new_tokens), sources=sources)
-    weight = grown(embedding.weight)
+    weight = _grown(embedding.weight, settings, sources)
     embedding.weight, embedding.num_embeddings = weight, len(weight)
-    head.weight = weight if tied else grown(head.weight)
+    head.weight = weight if tied else _grown(head.weight, settings, sources)
     head.out_features = len(head.weight)
 
 
@@ -60,20 +57,17 @@ def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int
 
 
 @torch.no_grad()
-def _grown(
-    weight: torch.nn.Parameter, *, first: int, end: int, added: int, sources: dict[int, list[int]]
-) -> torch.nn.Parameter:
-    """Return a copy of a table with rows up to `end`, trained from `first` on."""
-    rows, width = weight.shape
+def _grown(weight: torch.nn.Parameter, settings: Settings, sources: dict[int, list[int]]) -> torch.nn.Parameter:
+    (first, end), (rows, width) = settings.trained_embedding_rows, weight.shape
     grown = weight.new_empty(max(rows, end), width)
     grown[:rows] = weight
     if not weight.is_meta:
         earlier_rows = min(first, rows)
-        # the last `added` rows may have been padding; the mean in fp32
-        grown[min(rows, end - added) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+        # the rows of new tokens may have been padding; the mean in fp32
+        grown[min(rows, end - len(settings.new_tokens)) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32)
         for row, tokens in sources.items():
             if tokens := [token for token in tokens if token < earlier_rows]:
-                grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+                grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32)
     parameter = torch.nn.Parameter(grown, requires_grad=False)
     setattr(parameter, LOADED_ROWS, rows)
     return parameter

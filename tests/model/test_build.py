@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from finetune.errors import RecipeError
 from finetune.model import configuration
-from finetune.model.adapters import attach_adapters, cast_adapters, prepare_for_training, trainable_parameters
+from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
 from finetune.model.configuration import resolve_model_path
 from finetune.model.transformers_config import config_from
 
@@ -60,7 +60,7 @@ def test_adapters_have_the_recipes_dtype_after_trls_cast_to_bf16(dtype):
     model = adapted(recipe)
     for _, parameter in trainable_parameters(model):
         parameter.data = parameter.data.to(torch.bfloat16)
-    cast_adapters(model, recipe)
+    prepare_for_training(model, recipe)
     assert {p.dtype for _, p in trainable_parameters(model)} == {getattr(torch, dtype)}
 
 
