@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -232,9 +234,8 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
     """Return the base model on `device` from its folder."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
-    uses = _parameter_uses(base)
-    for name in [*store.parts[OUTSIDE], *(name for part, names in store.parts.items() if part != OUTSIDE for name in names)]:
-        _set_value(base, name, store.rows(name).to(device), store.quant_state(name, device), uses)
+    for name, uses in _load_buffers(base, store, device).items():
+        _set_parameter(uses, _parameter_like(uses, store.rows(name).to(device), store.quant_state(name, device)))
         if offloading is not None:
             path, _, attribute = name.rpartition(".")
             offloading.on_parameter_loaded(base.get_submodule(path), attribute)
@@ -268,27 +269,27 @@ def _as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     return base.eval()
 
 
-def _parameter_uses(model: torch.nn.Module) -> dict[int, Uses]:
-    # by the parameter's id: tied ones have several
-    uses: dict[int, Uses] = {}
-    for module in model.modules():
+def _load_buffers(base: torch.nn.Module, store: Store, device: Device) -> dict[str, Uses]:
+    """Read buffers and tensor attributes, and return where each stored parameter is used, outside the layers first."""
+    uses: dict[int, Uses] = defaultdict(list)  # by the parameter's id: tied ones have several
+    for module in base.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                uses.setdefault(id(parameter), []).append((module, name))
-    return uses
+            uses[id(parameter)].append((module, name))
+    frozen: dict[str, Uses] = {}
+    for part in sorted(store.parts, key=lambda part: part != OUTSIDE):
+        for name in store.parts[part]:
+            path, _, attribute = name.rpartition(".")
+            module = base.get_submodule(path)
+            if (parameter := module._parameters.get(attribute)) is None:
+                setattr(module, attribute, store.rows(name).to(device))
+            else:
+                frozen[name] = uses[id(parameter)]
+    return frozen
 
 
-def _set_value(base: torch.nn.Module, name: str, data: torch.Tensor, state: Any, uses: dict[int, Uses]) -> None:
-    path, _, attribute = name.rpartition(".")
-    module = base.get_submodule(path)
-    old = module._parameters.get(attribute)
-    if old is None:
-        setattr(module, attribute, data)
-    else:
-        _set_parameter(uses[id(old)], _parameter_like(old, data, state))
-
-
-def _parameter_like(old: Any, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
+def _parameter_like(uses: Uses, data: torch.Tensor, state: Any = None) -> torch.nn.Parameter:
+    module, name = uses[0]
+    old: Any = module._parameters[name]
     if not isinstance(old, Params4bit):
         return torch.nn.Parameter(data, requires_grad=False)
     parameter: Any = Params4bit(data, requires_grad=False, **{**vars(old), "quant_state": state, "bnb_quantized": True})
@@ -304,55 +305,46 @@ def _set_parameter(uses: Uses, parameter: torch.nn.Parameter) -> None:
 
 def _sharded_base(store: Store, settings: Settings, config: PretrainedConfig, device: Device) -> PreTrainedModel:
     base = build.build_base(settings, config, device=device, weights=False)
-    shard_with(_Shards(base, store, device, offload=settings.launch.offload == "cpu").prepare)
+    frozen = _load_buffers(base, store, device)
+    for name, uses in frozen.items():
+        stored = store.tensors[name]
+        # until `_shard`, one element in memory, with the shape and dtype that PEFT, TRL and accelerate read; so adapters are
+        # created as in a run that loads everything
+        _set_parameter(uses, _parameter_like(uses, torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)))
+    home = "cpu" if settings.launch.offload == "cpu" else device
+    shard_with(partial(_shard, store, frozen, device, home))
     return _as_loaded(base, settings)
 
 
-class _Shards:
-    """Frozen parameters of a meta model: placeholders on `device` until `prepare` reads this rank's rows."""
+def _shard(
+    store: Store, frozen: dict[str, Uses], device: Device, home: Device,
+    shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any,
+) -> Any:  # fmt: skip
+    """Shard `model` with accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
+    for name, uses in frozen.items():
+        stored = store.tensors[name]
+        empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        _set_parameter(uses, torch.nn.Parameter(empty, requires_grad=False))
+    prepared = shard_default(accelerator, model)
+    for name, uses in frozen.items():
+        owner, attribute = uses[0]
+        rows = _own_rows(store, name, owner._parameters[attribute], device, home)
+        _set_parameter(uses, torch.nn.Parameter(rows, requires_grad=False))
+        if state := store.quant_state(name, device):
+            # quantisation tables are not parameters: every rank has all of them
+            owner.quant_state = state
+    return prepared
 
-    def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
-        # `offload`: the rows stay in host memory
-        self._store, self._device, self._home = store, device, "cpu" if offload else device
-        self._frozen: dict[str, Uses] = {}
-        uses = _parameter_uses(base)
-        for name in (name for names in store.parts.values() for name in names):
-            path, _, attribute = name.rpartition(".")
-            old = base.get_submodule(path)._parameters.get(attribute)
-            if old is None:
-                _set_value(base, name, store.rows(name).to(device), None, uses)
-            else:
-                stored, self._frozen[name] = store.tensors[name], uses[id(old)]
-                # one element in memory, with the shape and dtype that PEFT, TRL and accelerate read; so adapters are created
-                # as in a run that loads everything
-                value = torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)
-                _set_parameter(self._frozen[name], _parameter_like(old, value))
 
-    def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
-        """Shard `model` with accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
-        for name, uses in self._frozen.items():
-            stored = self._store.tensors[name]
-            empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            _set_parameter(uses, torch.nn.Parameter(empty, requires_grad=False))
-        prepared = shard_default(accelerator, model)
-        for name, uses in self._frozen.items():
-            owner, attribute = uses[0]
-            _set_parameter(uses, self._rows(name, owner._parameters[attribute]))
-            if state := self._store.quant_state(name, self._device):
-                # quantisation tables are not parameters: every rank has all of them
-                owner.quant_state = state
-        return prepared
+def _own_rows(store: Store, name: str, empty: Any, device: Device, home: Device) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Shard
 
-    def _rows(self, name: str, empty: Any) -> torch.nn.Parameter:
-        from torch.distributed.tensor import DTensor, Shard
-
-        if not isinstance(empty, DTensor):
-            return torch.nn.Parameter(self._store.rows(name).to(self._device), requires_grad=False)
-        mesh, rows = empty.device_mesh, self._store.tensors[name].shape[0]
-        assert tuple(empty.placements) == (Shard(0),)
-        # consecutive rows, as many as torch.chunk gives this rank
-        rows_per_rank = -(-rows // mesh.size())
-        first = min(rows, mesh.get_local_rank() * rows_per_rank)
-        own = self._store.rows(name, first, min(rows - first, rows_per_rank)).to(self._home)
-        whole = DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
-        return torch.nn.Parameter(whole, requires_grad=False)
+    if not isinstance(empty, DTensor):
+        return store.rows(name).to(device)
+    mesh, rows = empty.device_mesh, store.tensors[name].shape[0]
+    assert tuple(empty.placements) == (Shard(0),)
+    # consecutive rows, as many as torch.chunk gives this rank
+    rows_per_rank = -(-rows // mesh.size())
+    first = min(rows, mesh.get_local_rank() * rows_per_rank)
+    own = store.rows(name, first, min(rows - first, rows_per_rank)).to(home)
+    return DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
