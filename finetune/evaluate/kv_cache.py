@@ -9,6 +9,10 @@ from typing import Any
 import psutil
 import torch
 
+from finetune.model.build import build_on_meta
+from finetune.model.new_tokens import embedding_rows
+from finetune.model.quantisation import model_dtype
+from finetune.model.transformers_config import load_config
 from finetune.planner.plan import Plan
 from finetune.settings import Settings
 from finetune.units import format_bytes
@@ -31,8 +35,6 @@ def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) 
 
 def loss_batch_tokens(model: Any) -> int:
     """Return the tokens of a batch whose loss is computed."""
-    from finetune.model.new_tokens import embedding_rows
-
     return min(_LOSS_TOKENS, _LOGITS // embedding_rows(model))
 
 
@@ -56,10 +58,6 @@ def token_bytes(model: Any, device: str) -> float:
 
 def cache_token_bytes(settings: Settings) -> float | None:
     """Return the KV cache's bytes per token before the model is loaded; None if unknown."""
-    from finetune.model.build import build_on_meta
-    from finetune.model.quantisation import model_dtype
-    from finetune.model.transformers_config import load_config
-
     try:
         model = build_on_meta(load_config(settings), None, dtype=model_dtype(settings), attention=None)
         return token_bytes(model.eval(), "meta")

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from datasets import load_from_disk
+from transformers import PreTrainedTokenizerBase
 
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Example
+from finetune.data.preparation import questions_of, rows_to_evaluate
 from finetune.data.report import refusal_lines
+from finetune.data.splits import LimitedSplit
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
 from finetune.run.base_adapter import HELD_OUT
-from finetune.settings import DatasetRecipe
+from finetune.run.directory import RunDirectory
+from finetune.settings import DatasetRecipe, Settings
 from finetune.settings.methods import METHOD_FORMATS, METHODS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.data.splits import LimitedSplit
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Settings
-
 
 #: Columns of the tokenised held-out rows: rejected ones of pairs only, `desirable` of labelled rows -> the field of EvalRows.
 _SEQUENCES = {
@@ -72,8 +71,6 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     try:
         rows = _eval_rows(read_json(path, list)[:limit])
         if (folder / "eval").is_dir():
-            from datasets import load_from_disk
-
             path = folder / "eval"
             tokenised: Any = load_from_disk(str(path))
             selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
@@ -93,8 +90,6 @@ def file_rows(
     path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: ModelPictures | None = None
 ) -> EvalRows:
     """Return at most `limit` rows of a file, read like the run's data. Raise DataError."""
-    from finetune.data.preparation import questions_of
-
     encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures)
     split = _read_like(settings, path, limit, encoder)
     if split.refused and settings.dataset.on_bad_rows == "fail":
@@ -107,8 +102,6 @@ def file_rows(
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
-    from finetune.data.preparation import rows_to_evaluate
-
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
@@ -125,9 +118,6 @@ def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encode
 
 def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
     """Count the sequences that the run was trained on."""
-    import numpy as np
-    from datasets import load_from_disk
-
     contents = [np.asarray(ids, dtype=np.int64).tobytes() for ids in rows.ids]
     wanted, trained = set(contents), set[bytes]()
     dataset: Any = load_from_disk(str(run.data / "train"))

@@ -323,7 +323,7 @@ def measure_forgetting(
     results = []
     for name, rows, reference, reference_adapter in groups:
         models = ((reference, reference_adapter), ("tuned", folder))
-        before, now = _scores(run, load, rows, models, "loss", None, progress)
+        before, now = scores(run, load, rows, models, "loss", None, progress)
         interval = difference(before.row_losses, now.row_losses, before.row_tokens)
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
     keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
@@ -345,16 +345,17 @@ def measure_no_call(
     if encoder.chat_format.syntax is None:
         return None
     models = (("base", None), ("tuned", adapter_folder(run, last=last)))
-    before, now = _scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
+    before, now = scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
     result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
     keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
     return result
 
 
-def _scores(
+def scores(
     run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
     max_new_tokens: int | None, progress: Progress, chat_format: ChatFormat | None = None,
 ) -> list[Score]:  # fmt: skip
+    """Return the score called `name` of each model, given by name and adapter."""
     outputs = (
         ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
         for model, adapter in models

@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
-from finetune.evaluate.rows import EvalRows
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit, is_plain
+from finetune.evaluate.results import answers_without_thoughts
+from finetune.evaluate.rows import file_rows, held_out_rows
+from finetune.evaluate.score import scores
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
@@ -96,28 +100,21 @@ class _Expected:
     """The adapter's prompts, greedy answers and stop tokens."""
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
-        from finetune.data.tokens import Encoder
-        from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, is_plain
-        from finetune.evaluate.results import answers_without_thoughts
-        from finetune.evaluate.rows import file_rows, held_out_rows
-        from finetune.evaluate.score import ModelOutputs
-        from finetune.evaluate.scorers import scorer
-
         plan = read_plan(run.plan)
         self.tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
         self.without_thoughts = answers_without_thoughts(run)
         self.plain = is_plain(run) or self.tokenizer.chat_template is None
-        self.stops: set[int] = set(self.encoder.stops)
-        eval_rows: EvalRows = file_rows(data, plan.settings, self.tokenizer, limit) if data else held_out_rows(run, limit)
+        self.stops = set(self.encoder.stops)
+        eval_rows = file_rows(data, plan.settings, self.tokenizer, limit) if data else held_out_rows(run, limit)
         self.rows = replace(eval_rows, ids=[], labels=[])  # answers, not losses
         if not self.rows.prompt_ids:
             raise CommandError(f"{data or run.path} has no rows with prompts", "Give some: --data FILE")
         self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references, self.rows.answer_tokens)
         self.context = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
-        journal, load = answer_journal(run, "tuned", adapter_folder(run)), functools.cache(lambda: Answerer(run))
-        outputs = ModelOutputs(load, journal, self.rows, "tuned", self.max_new_tokens, progress)
-        self.answers: list[str] = outputs.score(scorer("exact")).answers
+        load, models = functools.cache(lambda: Answerer(run)), [("tuned", adapter_folder(run))]
+        [score] = scores(run, load, self.rows, models, "exact", self.max_new_tokens, progress)
+        self.answers = score.answers
 
 
 def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:

@@ -9,14 +9,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.data.report import first_line
+from finetune.data.tokenizer import run_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
+from finetune.export.shards import (
+    StoredOtherwiseError,
+    Tensor,
+    merged_tensors,
+    stored_tensors,
+    tensor_in_memory,
+    with_adapter,
+    write_tensors,
+)
 from finetune.files import existing_parent, free_disk_bytes, read_json
+from finetune.model.build import build_base, build_on_meta
+from finetune.model.configuration import resolve_model_path
+from finetune.model.language_model import is_multimodal
+from finetune.model.library_warnings import quiet_libraries
+from finetune.model.new_tokens import grow_vocabulary
+from finetune.model.quantisation import model_dtype
+from finetune.model.transformers_config import load_config
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
@@ -25,10 +45,6 @@ from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
 from finetune.system import rename
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.export.shards import Tensor
-
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 _FILE_BYTES = 5 * 10**9  # as transformers and the hub split models
@@ -72,12 +88,6 @@ def written_folder(target: Path) -> Iterator[Path]:
 
 def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Progress) -> None:
     """Write a standard model folder. Raise OutOfMemory or DiskFull before anything is written."""
-    from finetune.data.tokenizer import run_tokenizer
-    from finetune.export.shards import StoredOtherwiseError, stored_tensors, write_tensors
-    from finetune.model.language_model import is_multimodal
-    from finetune.model.library_warnings import quiet_libraries
-    from finetune.model.transformers_config import load_config
-
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
     # tensor by tensor, as the whole model need not fit into memory
@@ -113,10 +123,6 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
 
 
 def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
-    from finetune.export.shards import StoredOtherwiseError, merged_tensors, with_adapter
-    from finetune.model.build import build_base
-    from finetune.model.new_tokens import grow_vocabulary
-
     if getattr(config, "quantization_config", None):
         raise StoredOtherwiseError("the base model is stored quantised")
     _check_memory(4 * max(tensor.size for tensor in stored), "four times the largest tensor")
@@ -129,15 +135,6 @@ def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tens
 def _merged_in_memory(
     settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Progress
 ) -> list[Tensor]:
-    from peft import PeftModel
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from finetune.export.shards import tensor_in_memory
-    from finetune.model.build import build_base, build_on_meta
-    from finetune.model.language_model import is_multimodal
-    from finetune.model.new_tokens import grow_vocabulary
-    from finetune.model.quantisation import model_dtype
-
     is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -162,10 +159,6 @@ def _merged_in_memory(
 
 def model_folder(settings: Any) -> Path:
     """Return the folder of a model's files, downloaded if needed. Raise ModelError."""
-    from huggingface_hub import snapshot_download
-
-    from finetune.model.configuration import resolve_model_path
-
     path_or_id = resolve_model_path(settings)
     if Path(path_or_id).is_dir():
         return Path(path_or_id)

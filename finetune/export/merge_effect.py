@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit
-from finetune.evaluate.results import Journal, Score
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit
+from finetune.evaluate.results import Journal
 from finetune.evaluate.rows import held_out_rows
+from finetune.evaluate.score import ModelOutputs, scores
 from finetune.evaluate.scorers import scorer
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
@@ -39,18 +40,15 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
     tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
     max_new_tokens = answer_limit(tokenizer, references, eval_rows.answer_tokens) if references else None
 
-    from finetune.evaluate.score import ModelOutputs
-
     class MergedAnswerer(Answerer):
         def load(self, adapter: Path | None) -> Any:
             settings = resolved(self.plan.settings, model_name_or_path=str(folder), model_revision=None, **switches(BITS_16))
             return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
-    def score(load: Callable[[], Answerer], journal: Journal, name: str) -> Score:
-        return ModelOutputs(functools.cache(load), journal, eval_rows, name, max_new_tokens, progress).score(scorer("exact"))
-
-    before = score(lambda: Answerer(run), answer_journal(run, "tuned", adapter_folder(run)), "tuned")
+    models = [("tuned", adapter_folder(run))]
+    [before] = scores(run, functools.cache(lambda: Answerer(run)), eval_rows, models, "exact", max_new_tokens, progress)
     with tempfile.TemporaryDirectory() as empty_folder:
-        after = score(lambda: MergedAnswerer(run), Journal(Path(empty_folder), "merged", {}), "merged")
+        journal, load = Journal(Path(empty_folder), "merged", {}), functools.cache(lambda: MergedAnswerer(run))
+        after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(scorer("exact"))
     changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
     return MergeEffect(len(before.answers), changed, before.loss, after.loss)

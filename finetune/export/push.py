@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import disable_progress_bars
+
 from finetune.data.report import first_line
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
@@ -89,9 +93,6 @@ def push(
     Raise CommandError for a user's error, HubError for the network.
     """
     require_repo(repo)
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.utils import disable_progress_bars
-
     if is_switched_off():
         raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.")
     if not get_token():
@@ -115,8 +116,6 @@ def push(
 
 
 def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         api.create_repo(repo, private=not public, repo_type="model", exist_ok=False)
         return True
@@ -134,8 +133,6 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     try:
         yield
     except HFValidationError as error:

@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from peft import PeftModel, set_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import CommandError
 from finetune.files import read_safetensors_header, write_safetensors
-from finetune.layers.host_memory import DTYPE_NAMES
+from finetune.layers.host_memory import DTYPE_NAMES, bytes_of
 from finetune.model.new_tokens import TRAINED_ROWS
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.printable import Progress
@@ -69,18 +75,11 @@ def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
     """Return the entry of a tensor in memory."""
     shape, size = tuple(values.shape), values.nbytes
     # the only file, unless files are split by size
-    return Tensor(name, DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: _bytes(values))
-
-
-def _bytes(values: torch.Tensor) -> Any:
-    return values.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return Tensor(name, DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: bytes_of(values.detach()))
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:
     """Load a PeftModel on a meta base, its adapter in host memory."""
-    from peft import PeftModel, set_peft_model_state_dict
-    from safetensors.torch import load_file
-
     model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
     for path, module in model.named_modules():  # PEFT has moved the adapter to the base's device
         for name, value in module._parameters.items():
@@ -99,7 +98,7 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
 
     def change(parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         layer = layers[parameter]
-        return _as_stored(base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
+        return revert_weight_conversion(base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
 
     cached_change = lru_cache(maxsize=4)(change)  # experts' weights alternate in a file
     for parameter, layer in layers.items():
@@ -117,7 +116,7 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
             merged[name] = replace(tensor, read=partial(_read_merged, tensor, merge))
     for parameter, first, end, rows in _trained_rows(base):
         tables = (parameter, *(target for target, source in tied.items() if source == parameter))
-        names = [name for table in tables for name in _as_stored(base, {table: torch.empty(1, 1, device="meta")})]
+        names = [name for table in tables for name in revert_weight_conversion(base, {table: torch.empty(1, 1, device="meta")})]
         stored = [merged[name] for name in names if name in merged and merged[name].dtype in _DTYPES]
         if not stored:
             raise StoredOtherwiseError(f"{parameter} is not stored under its name")
@@ -134,7 +133,7 @@ def _read_merged(tensor: Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) 
     if not torch.isfinite(weight).all():
         problem = f"{tensor.name} would have values that are not finite after merging"
         raise CommandError(problem, "Its training diverged: train again.")
-    return _bytes(weight)
+    return bytes_of(weight)
 
 
 def _add(change: Callable[..., dict[str, torch.Tensor]], parameter: str, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -158,8 +157,6 @@ def _with_rows(first: int, end: int, rows: torch.Tensor, weight: torch.Tensor) -
 
 
 def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.lora.layer import LoraLayer
-
     modules: dict[str, Any] = dict(base.named_modules())
     for path, module in modules.items():
         if isinstance(module, LoraLayer):
@@ -173,8 +170,6 @@ def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-
     for path, module in base.named_modules():
         if isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
             [(adapter, values)] = module.trainable_tokens_delta.items()
@@ -186,10 +181,10 @@ def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int
     weight = layer.get_param() if getattr(layer, "parameter_name", None) else layer.get_base_layer().weight
     shape = torch.Size(weight.shape)
     try:
-        stored = _as_stored(base, {parameter: torch.empty(shape, device="meta")})
+        stored = revert_weight_conversion(base, {parameter: torch.empty(shape, device="meta")})
         if getattr(layer, "lora_variant", None):  # needs the parameter's own values, in their shape and order
             positions = torch.arange(shape.numel()).reshape(shape)
-            [values] = _as_stored(base, {parameter: positions.clone()}).values()
+            [values] = revert_weight_conversion(base, {parameter: positions.clone()}).values()
             if not torch.equal(values, positions):
                 raise StoredOtherwiseError(f"{parameter} has DoRA and is stored in another form")
     except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
@@ -197,18 +192,10 @@ def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int
     return {name: tuple(values.shape) for name, values in stored.items()}
 
 
-def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(base, values))
-
-
 def write_tensors(
     tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Progress = lambda _: None
 ) -> None:
     """Write tensors to their files, or to files of at most `max_bytes`. Raise OSError."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
     by_name = {tensor.name: tensor for tensor in tensors}
     if max_bytes is None:
         groups = itertools.groupby(tensors, key=lambda tensor: tensor.file)

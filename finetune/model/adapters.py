@@ -16,6 +16,7 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
+from finetune.layers.layer_offloading import weights_for_magnitudes
 from finetune.model.hybrid import without_adapters
 from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
@@ -42,8 +43,6 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     for target in layers if isinstance(layers, list) else []:  # PEFT raises only when no target exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
             raise RecipeError(f"target_modules: this model has no layer {target}", _linear_layers(model))
-    from finetune.layers.layer_offloading import weights_for_magnitudes
-
     try:
         with warnings.catch_warnings(), weights_for_magnitudes(model):
             # PEFT looks for the ranks of experts among layers only

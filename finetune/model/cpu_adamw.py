@@ -32,7 +32,7 @@ class CpuAdamW(torch.optim.Optimizer):
         self._staging: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         touched = [parameter for _, parameters in groups for parameter in parameters]
         for parameter in touched:

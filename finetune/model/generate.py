@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.model.build import load_errors
 
@@ -81,8 +81,6 @@ def streamed_answer(
     more_inputs: MoreInputs | None = None,
 ) -> Streamed:
     """Continue a tokenised prompt, passing each new piece of text to `on_text`, until `stopped()`."""
-    from transformers import StoppingCriteriaList
-
     pieces, began, stop_requested = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter(), [False]
 
     def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

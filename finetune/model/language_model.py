@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 #: Names of projectors in transformers' models, beside the tower or at its end.
@@ -30,8 +30,6 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 
 def _image_text_class(config: PretrainedConfig) -> Any:
-    from transformers import AutoModelForImageTextToText
-
     return AutoModelForImageTextToText._model_mapping.get(type(config), None)
 
 
@@ -49,8 +47,6 @@ def loads_vision(config: PretrainedConfig) -> bool:
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class to build: a causal or multimodal model, or None."""
-    from transformers import AutoModelForCausalLM
-
     whole = _image_text_class(config)
     if is_multimodal(config):
         return _subclass(whole, loads_vision(config))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
+
 
 def quiet_libraries() -> None:
     """Hide progress bars, FutureWarnings and bitsandbytes' warnings in this process."""
-    from datasets import disable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
     transformers_logging.disable_progress_bar()
     disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)

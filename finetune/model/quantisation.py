@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
@@ -96,8 +97,6 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
     if method == "mxfp4" and base_format_of(settings) is NF4 and not shards_weights(settings.launch):
         return _nf4(settings)
     if method in DEQUANTISED and not requested_formats(settings):
-        from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
-
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
     give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Params4bit
+from huggingface_hub import snapshot_download
+from torch.distributed.tensor import DTensor, Shard
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune.compat.accelerate import shard_with
@@ -134,8 +136,6 @@ def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> 
 def _fingerprint(settings: Settings) -> str:
     fingerprint = weights_fingerprint(settings)
     if fingerprint is None:
-        from huggingface_hub import snapshot_download
-
         patterns = ["*.safetensors", "*.json", "*.py"]
         # the fingerprint needs the files on this disk
         snapshot_download(resolve_model_path(settings), revision=settings.model_revision, allow_patterns=patterns)
@@ -337,8 +337,6 @@ def _shard(
 
 
 def _own_rows(store: Store, name: str, empty: Any, device: Device, home: Device) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Shard
-
     if not isinstance(empty, DTensor):
         return store.rows(name).to(device)
     mesh, rows = empty.device_mesh, store.tensors[name].shape[0]
