@@ -57,13 +57,13 @@ def evaluate_run(
         err.print(f"[dim]{copies.generation_summary}[/]")
     # on stderr, so also beside JSON: scoring takes minutes
     with show_progress(quiet=False) as progress:
-        load = answerer_loader(run, last, progress)
+        load = answerer_loader(run, progress, last=last)
         result = compare(
             run, rows=rows, last=last, data=data, forgetting=forgetting, score=scored, load=load, progress=progress
         )
         # --data and --forgetting ask about certain rows only
         probe = probe and data is None and not forgetting
-        losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []
+        losses = measure_forgetting(run, load, last=last, progress=progress) if probe else []
         no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
         measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}

@@ -18,11 +18,11 @@ from finetune import __version__
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
-from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.errors import CommandError
 from finetune.evaluate.results import Journal
+from finetune.evaluate.rows import run_encoder
 from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
@@ -31,6 +31,7 @@ from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
@@ -44,26 +45,19 @@ OnPiece = Callable[[str, bool], None]
 class Answerer:
     """The base model of a run with its adapter, or with the `last` step's adapter."""
 
-    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False, with_origin: bool = False) -> None:
+    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
         quiet_libraries()
         require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
         self.run, self.plan = run, read_plan(run.plan)
-        settings = self.plan.settings
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
-        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", settings)
-        pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
-        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._has_pictures = pictures is not None
+        self.encoder = run_encoder(run)
+        self.tokenizer = self.encoder.tokenizer
         #: The run was trained on prompts without the chat template.
         self.plain = is_plain(run)
         #: The format of answers; None without a chat template.
-        self.chat_format = None if self.plain or self.tokenizer.chat_template is None else self.encoder.chat_format
+        self.chat_format = chat_format_of(run, self.encoder)
         self.model = self.load(folder)
-        # the adapter that the run continued
-        if with_origin and run.base_adapter.is_dir():
-            with _adapter_errors(run.base_adapter):
-                self.model.load_adapter(str(run.base_adapter), _ORIGIN, use_safetensors=True)
 
     def require_vision(self) -> None:
         """Raise CommandError for a model that reads no images."""
@@ -82,6 +76,9 @@ class Answerer:
             with self.model.disable_adapter():
                 yield
         else:
+            if name == _ORIGIN and _ORIGIN not in self.model.peft_config:
+                with _adapter_errors(self.run.base_adapter):
+                    self.model.load_adapter(str(self.run.base_adapter), _ORIGIN, use_safetensors=True)
             self.model.set_adapter(_ORIGIN if name == _ORIGIN else "default")
             yield
 
@@ -97,7 +94,7 @@ class Answerer:
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
         """Return a function for a batch's other inputs; None for a model of text."""
-        return functools.partial(self.encoder.picture_processor.batch, rows=pictures) if self._has_pictures else None
+        return functools.partial(self.encoder.picture_processor.batch, rows=pictures) if self.plan.settings.vision else None
 
     def _stops(self) -> set[int]:
         return self.encoder.stops | (self.chat_format.call_stops if self.chat_format else set())
@@ -178,9 +175,9 @@ def is_plain(run: RunDirectory) -> bool:
     return bool((read_object(run.data / "report.json") or {}).get("plain"))
 
 
-def chat_format_of(run: RunDirectory, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+def chat_format_of(run: RunDirectory, encoder: Encoder) -> ChatFormat | None:
     """Return the format of a run's answers; None without a chat template."""
-    return None if is_plain(run) or tokenizer.chat_template is None else Encoder(tokenizer, conversations=True).chat_format
+    return None if is_plain(run) or encoder.template is None else encoder.chat_format
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
@@ -203,13 +200,13 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     return folder
 
 
-def answerer_loader(run: RunDirectory, last: bool, progress: Callable[[str], None] = lambda _: None) -> Callable[[], Answerer]:
+def answerer_loader(run: RunDirectory, progress: Progress = lambda _: None, *, last: bool = False) -> Callable[[], Answerer]:
     """Return a function that loads an answerer on its first call."""
 
     @functools.cache
     def load() -> Answerer:
         progress("loading base model and adapter")
-        return Answerer(run, last=last, with_origin=True)
+        return Answerer(run, last=last)
 
     return load
 

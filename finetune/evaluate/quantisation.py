@@ -25,6 +25,7 @@ from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
+from finetune.system import append_output
 
 #: Weights that take more of the free memory than this leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
@@ -75,8 +76,7 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
 
 
 def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
-    for stream in (1, 2):  # of libraries
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    append_output(Path(os.devnull))  # of libraries
     os.environ.update(visibility(cards))
     keep_private()
     try:
@@ -148,7 +148,7 @@ def _row_losses(settings: Settings, rows: Rows, adapter: Path | None, device: st
     row_losses: dict[int, float] = {}
 
     def compute(batch: list[int]) -> None:
-        entries = losses(model, [ids[row] for row in batch], [labels[row] for row in batch], device)
+        entries = losses(model, [(ids[row], labels[row]) for row in batch], device)
         row_losses.update({row: entry["loss"] for row, entry in zip(batch, entries, strict=True)})
 
     # int8 takes outlier columns of a whole batch in 16 bit: alone, a row's loss does not depend on its neighbours.

@@ -16,10 +16,11 @@ from finetune.data.conversation import Example
 from finetune.data.preparation import questions_of, rows_to_evaluate
 from finetune.data.report import refusal_lines
 from finetune.data.splits import LimitedSplit
-from finetune.data.tokenizer import ModelPictures
+from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
+from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT
 from finetune.run.directory import RunDirectory
 from finetune.settings import DatasetRecipe, Settings
@@ -60,6 +61,14 @@ class EvalRows:
     pictures: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
+def run_encoder(run: RunDirectory) -> Encoder:
+    """Return the encoder of a run's prompts."""
+    settings, folder = read_plan(run.plan).settings, run.data / "tokenizer"
+    tokenizer = run_tokenizer(folder, settings)
+    pictures = ModelPictures(settings, folder) if settings.vision else None
+    return Encoder(tokenizer, conversations=tokenizer.chat_template is not None, pictures=pictures)
+
+
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
     """Return at most `limit` held-out rows of a run. Raise DataError without rows."""
     # the run whose adapter this run continued
@@ -86,10 +95,10 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     return replace(rows, **sequences)
 
 
-def file_rows(
-    path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: ModelPictures | None = None
-) -> EvalRows:
+def file_rows(path: str, run: RunDirectory, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
     """Return at most `limit` rows of a file, read like the run's data. Raise DataError."""
+    settings = read_plan(run.plan).settings
+    pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
     encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures)
     split = _read_like(settings, path, limit, encoder)
     if split.refused and settings.dataset.on_bad_rows == "fail":
@@ -139,13 +148,11 @@ def no_call_rows(encoder: Encoder) -> EvalRows:
     return EvalRows([row["prompt"] for row in rows], ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
 
 
-def probe_rows(tokenizer: PreTrainedTokenizerBase) -> EvalRows:
-    """Return the bundled general questions, in the tokenizer's chat template if any."""
+def probe_rows(encoder: Encoder) -> EvalRows:
+    """Return the bundled general questions, in the encoder's chat template if any."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()
-    has_template = tokenizer.chat_template is not None
-    examples = [_question(parse_json(line), has_template) for line in lines]
-    encoded = Encoder(tokenizer, conversations=has_template).encode(examples)
-    sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
+    examples = [_question(parse_json(line), encoder.template is not None) for line in lines]
+    sequences = [sequence for result in encoder.encode(examples) if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return EvalRows(ids=ids, labels=labels)
 

@@ -14,15 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource, source_of
-from finetune.data.tokenizer import ModelPictures, run_tokenizer
-from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, keep_result
-from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, no_call_rows, probe_rows, trained_rows
+from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, no_call_rows, probe_rows, run_encoder, trained_rows
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
@@ -33,7 +31,6 @@ from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
 _MAX_LOSS = 700.0  # whose exponential is a float
-_PROGRESS_S = 1.0  # between two lines of progress
 _CALL_TOKENS = 48  # of an answer to a question without need for a tool: enough to begin a call
 
 
@@ -47,23 +44,22 @@ def compare(
     """
     started = time.perf_counter()
     require_data(run)
-    plan = read_plan(run.plan)
-    tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
+    plan, encoder = read_plan(run.plan), run_encoder(run)
+    tokenizer, chat_format = encoder.tokenizer, chat_format_of(run, encoder)
     if data is None:
         # `forgetting`: rows and adapter of the run that this run continued
         eval_rows = held_out_rows(run, rows, of_first_run=forgetting)
     else:
-        pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
-        eval_rows = file_rows(data, plan.settings, tokenizer, rows, pictures)
+        eval_rows = file_rows(data, run, tokenizer, rows)
     chosen_scorer, why = (score, "") if score else _fitting_scorer(eval_rows)
-    max_new_tokens, chat_format = None, chat_format_of(run, tokenizer)
+    max_new_tokens = None
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run, last=last)
     # a method with a reference is compared with the adapter that the run continued, if any
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
-    load = load or answerer_loader(run, last, progress)
+    load = load or answerer_loader(run, progress, last=last)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     asked_without = None if against_adapter or eval_rows.has_thoughts else chat_format
     base_prompt_end = asked_without.before_answer if asked_without else ""
@@ -176,17 +172,14 @@ class ModelOutputs:
         remaining = [batch for batch in batches(lengths, batch_tokens) if any(keys[row] not in entries for row in batch)]
         finished = reused = len(keys) - sum(map(len, remaining))
         self.reused += reused
-        started, reported = time.monotonic(), 0.0
+        started = time.monotonic()
         with answerer.using(self._model):
             for batch in remaining:
-                now = time.monotonic()
-                if now - reported > _PROGRESS_S:
-                    time_left = ""
-                    if finished > reused:
-                        seconds = (now - started) / (finished - reused) * (len(keys) - finished)
-                        time_left = f", about {format_seconds(seconds)} left"
-                    self._progress(f"{self._model} model: {finished:,} of {len(keys):,} rows {verb}{time_left}")
-                    reported = now
+                time_left = ""
+                if finished > reused:
+                    seconds = (time.monotonic() - started) / (finished - reused) * (len(keys) - finished)
+                    time_left = f", about {format_seconds(seconds)} left"
+                self._progress(f"{self._model} model: {finished:,} of {len(keys):,} rows {verb}{time_left}")
                 try:
                     run_halving(batch, work)
                 except torch.OutOfMemoryError:
@@ -208,20 +201,19 @@ class ModelOutputs:
         })  # fmt: skip
 
     def _add_losses(self, batch: list[int]) -> None:
-        ids, labels = ([self._sequences[row][part] for row in batch] for part in (0, 1))
-        picture_inputs = self._load().more_inputs(_sources(self._rows.pictures, batch)) if self._rows.pictures else None
-        entries = losses(self._load().model, ids, labels, self._load().device, picture_inputs)
+        answerer, sequences = self._load(), [self._sequences[row] for row in batch]
+        picture_inputs = answerer.more_inputs(_sources(self._rows.pictures, batch)) if self._rows.pictures else None
+        entries = losses(answerer.model, sequences, answerer.device, picture_inputs)
         self._journal.add({self._loss_keys[row]: entry for row, entry in zip(batch, entries, strict=True)})
 
     def score(self, scorer: Scorer) -> Score:
         entries, rows = self._journal.entries, self._rows
         chosen_keys, rejected_keys = self._loss_keys[: len(rows.ids)], self._loss_keys[len(rows.ids) :]
         loss_entries, rejected = ([entries[key] for key in keys] for keys in (chosen_keys, rejected_keys))
-        log_probs = [[-entry["loss"] * entry["tokens"] for entry in answers] for answers in (loss_entries, rejected)]
-        margins = [chosen - other for chosen, other in zip(*log_probs, strict=True)] if rejected else []
+        sums = [[entry["loss"] * entry["tokens"] for entry in answers] for answers in (loss_entries, rejected)]
+        margins = [other - chosen for chosen, other in zip(*sums, strict=True)] if rejected else []
         row_losses, row_tokens = [entry["loss"] for entry in loss_entries], [entry["tokens"] for entry in loss_entries]
-        total = sum(row_loss * count for row_loss, count in zip(row_losses, row_tokens, strict=True))
-        loss = total / sum(row_tokens) if any(row_tokens) else None
+        loss = sum(sums[0]) / sum(row_tokens) if any(row_tokens) else None
         answer_entries = [entries[key] for key in self._answer_keys]
         read = [Answer(entry["answer"]) for entry in answer_entries]
         if self._format:
@@ -290,10 +282,10 @@ def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def losses(
-    model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str, more_inputs: MoreInputs | None = None
+    model: Any, sequences: Iterable[tuple[list[int], list[int]]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
-    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
-    rows, values = ([torch.tensor(row, dtype=torch.long) for row in its] for its in (row_ids, row_labels))
+    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch of ids and labels."""
+    rows, values = ([torch.tensor(row, dtype=torch.long) for row in its] for its in zip(*sequences, strict=True))
     ids = pad_sequence(rows, batch_first=True).to(device)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
     labels = pad_sequence(values, batch_first=True, padding_value=-100).to(device)[:, 1:]
@@ -310,20 +302,19 @@ def losses(
 
 
 def measure_forgetting(
-    run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None
+    run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Progress = lambda _: None
 ) -> list[Forgetting]:
     """Measure losses on general questions, and on held-out rows of the run that this run continued."""
-    tokenizer = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings)
     folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
-    groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
+    groups: list[tuple[str, EvalRows, tuple[str, Path | None]]] = [
+        ("general questions", probe_rows(run_encoder(run)), ("base", None))
+    ]
     if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
         rows = held_out_rows(run, None, of_first_run=True)
-        groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.base_adapter))
-    load = load or answerer_loader(run, last)
+        groups.append((f"held-out rows of {Path(origin.name).name}", rows, ("origin", run.base_adapter)))
     results = []
-    for name, rows, reference, reference_adapter in groups:
-        models = ((reference, reference_adapter), ("tuned", folder))
-        before, now = scores(run, load, rows, models, "loss", None, progress)
+    for name, rows, reference in groups:
+        before, now = scores(run, load, rows, (reference, ("tuned", folder)), "loss", None, progress)
         interval = difference(before.row_losses, now.row_losses, before.row_tokens)
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
     keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
@@ -337,7 +328,7 @@ def measure_no_call(
     try:
         if not held_out_rows(run, None).calls:
             return None
-        encoder = Encoder(run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), conversations=True)
+        encoder = run_encoder(run)
         rows = no_call_rows(encoder)
     except DataError:
         # no held-out rows, or a chat template that refuses the questions

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import numbers
 import re
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,17 +204,13 @@ def _function(reference: str) -> Callable[[str, str, str], Any]:
         raise CommandError(f"{reference[:200]!r} is not file.py:name", example)
     if not Path(file).is_file():
         raise CommandError(f"there is no file {file}", example)
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        function = runpy.run_path(file).get(name)
     except (Exception, SystemExit) as error:
         raise CommandError(f"{file} can't be imported: {type(error).__name__}: {error}", "Correct the file.") from error
-    function = getattr(module, name, None)
     if not callable(function):
         raise CommandError(f"{file} has no function {name}", example)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer: Answer) -> RowScore:
@@ -245,10 +241,9 @@ def _name(call: Call) -> str:
 
 
 def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
-    remaining = [[_name(call), _with_defaults(call, tools)] for call in calls]
+    remaining = [_with_defaults(call, tools) for call in calls]
     results = []
-    for call in expected:
-        wanted = [_name(call), _with_defaults(call, tools)]
+    for wanted in [_with_defaults(call, tools) for call in expected]:
         matches = [index for index, answered in enumerate(remaining) if json_equal(answered, wanted)]
         results.append(bool(matches))
         # a call of the answer counts once
@@ -257,11 +252,11 @@ def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[di
     return results
 
 
-def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> list[Any]:
     functions = [function for tool in tools if isinstance(function := tool.get("function"), dict)]
     parameters = next((function.get("parameters") for function in functions if function.get("name") == _name(call)), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     schemas = properties.items() if isinstance(properties, dict) else ()
     # a missing argument has the default of the tool's schema
     defaults = {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
-    return {**defaults, **call["function"]["arguments"]}
+    return [_name(call), {**defaults, **call["function"]["arguments"]}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import logging
 import os
 import re
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
-from finetune.data.tokens import Encoder
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit, is_plain
+from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.results import answers_without_thoughts
-from finetune.evaluate.rows import file_rows, held_out_rows
+from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
 from finetune.evaluate.score import scores
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
@@ -100,20 +98,19 @@ class _Expected:
     """The adapter's prompts, greedy answers and stop tokens."""
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
-        plan = read_plan(run.plan)
-        self.tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
-        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        self.encoder = run_encoder(run)
+        self.tokenizer = self.encoder.tokenizer
         self.without_thoughts = answers_without_thoughts(run)
-        self.plain = is_plain(run) or self.tokenizer.chat_template is None
+        self.plain = chat_format_of(run, self.encoder) is None
         self.stops = set(self.encoder.stops)
-        eval_rows = file_rows(data, plan.settings, self.tokenizer, limit) if data else held_out_rows(run, limit)
+        eval_rows = file_rows(data, run, self.tokenizer, limit) if data else held_out_rows(run, limit)
         self.rows = replace(eval_rows, ids=[], labels=[])  # answers, not losses
         if not self.rows.prompt_ids:
             raise CommandError(f"{data or run.path} has no rows with prompts", "Give some: --data FILE")
         self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references, self.rows.answer_tokens)
         self.context = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
-        load, models = functools.cache(lambda: Answerer(run)), [("tuned", adapter_folder(run))]
-        [score] = scores(run, load, self.rows, models, "exact", self.max_new_tokens, progress)
+        models = [("tuned", adapter_folder(run))]
+        [score] = scores(run, answerer_loader(run), self.rows, models, "exact", self.max_new_tokens, progress)
         self.answers = score.answers
 
 
@@ -154,16 +151,12 @@ def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
 
 def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *arguments: str) -> None:
     command = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre, script, *arguments]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace"}
+    command += ["--outfile", str(output), "--outtype", "f16"]
     # the converter exits when its standard input is closed, also by this process's death
-    read_end, write_end = os.pipe()
-    try:
-        process = subprocess.run([*command, "--outfile", str(output), "--outtype", "f16"], stdin=read_end, **options)
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        stderr = process.stderr.read()  # type: ignore[union-attr]
     if process.returncode or not output.is_file():
-        raise _converter_error(process.stderr)
+        raise _converter_error(stderr.decode("utf-8", "replace"))
 
 
 def _converter_error(stderr: str) -> Exception:

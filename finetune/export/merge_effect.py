@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.data.tokenizer import run_tokenizer
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit, answerer_loader
 from finetune.evaluate.results import Journal
-from finetune.evaluate.rows import held_out_rows
+from finetune.evaluate.rows import held_out_rows, run_encoder
 from finetune.evaluate.score import ModelOutputs, scores
 from finetune.evaluate.scorers import scorer
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
-from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
@@ -37,7 +35,7 @@ class MergeEffect:
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
     """Answer held-out rows with both models, loaded in turn. Raise DataError."""
     eval_rows = held_out_rows(run, rows)
-    tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
+    tokenizer, references = run_encoder(run).tokenizer, eval_rows.references
     max_new_tokens = answer_limit(tokenizer, references, eval_rows.answer_tokens) if references else None
 
     class MergedAnswerer(Answerer):
@@ -46,7 +44,7 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
             return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
     models = [("tuned", adapter_folder(run))]
-    [before] = scores(run, functools.cache(lambda: Answerer(run)), eval_rows, models, "exact", max_new_tokens, progress)
+    [before] = scores(run, answerer_loader(run), eval_rows, models, "exact", max_new_tokens, progress)
     with tempfile.TemporaryDirectory() as empty_folder:
         journal, load = Journal(Path(empty_folder), "merged", {}), functools.cache(lambda: MergedAnswerer(run))
         after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(scorer("exact"))

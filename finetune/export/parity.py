@@ -45,7 +45,7 @@ class ParityReport:
     same_answers: int
 
 
-class LlamaCpp:
+class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
     """A context manager for a GGUF file in llama.cpp, on the CPU."""
 
     def __init__(self, path: Path, context: int, adapter: Path | None = None) -> None:
@@ -57,9 +57,6 @@ class LlamaCpp:
         except (ValueError, RuntimeError) as error:
             raise ParityError("loading", f"llama.cpp can't load the file: {error}") from None
         self._library = llama_cpp
-
-    def __enter__(self) -> LlamaCpp:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._model.close()

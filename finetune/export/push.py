@@ -26,7 +26,7 @@ from finetune.run.fingerprint import require_own_adapter
 
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
-_LOCAL_FILES = {"plan.json", "MANIFEST.json", "training_args.bin", CARD}
+_LOCAL_FILES = {"plan.json", "MANIFEST.json"}
 #: Files whose texts are a vocabulary, not written by anybody.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt"}
 _LOGIN = "Log in with a token that may write: hf auth login, or set HF_TOKEN."
@@ -102,9 +102,7 @@ def push(
     progress(f"creating {repo}")
     with _hub_errors(repo):
         is_empty = _create_repo(api, repo, public, update)
-    operations = [
-        CommitOperationAdd(file.name, file.source if isinstance(file.source, bytes) else str(file.source)) for file in files
-    ]
+    operations = [CommitOperationAdd(file.name, file.source) for file in files]
     progress(f"sending {len(files)} files")
     try:
         with _hub_errors(repo):
@@ -136,7 +134,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise CommandError(f"{repo[:100]} is not a repository's name: {str(error).splitlines()[0]}") from None
+        raise CommandError(f"{repo[:100]} is not a repository's name: {first_line(error)}") from None
     except FinetuneError:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses

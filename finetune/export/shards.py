@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftModel, set_peft_model_state_dict
@@ -62,12 +63,10 @@ def stored_tensors(folder: Path) -> list[Tensor]:
     return tensors
 
 
-def _read(path: Path, begin: int, size: int) -> bytearray:
-    data = bytearray(size)
-    with path.open("rb") as file:
-        file.seek(begin)
-        if file.readinto(data) != size:
-            raise CommandError(f"{path} is truncated", "Download the weights again.")
+def _read(path: Path, begin: int, size: int) -> np.ndarray:
+    data = np.fromfile(path, np.uint8, size, offset=begin)
+    if len(data) < size:
+        raise CommandError(f"{path} is truncated", "Download the weights again.")
     return data
 
 

@@ -53,11 +53,10 @@ def build_base(
         return model
     if quantiser is not None and getattr(config, "quantization_config", None):
         config = _without_quantization(config)  # the quantiser reads the codes itself
-    arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     finish: Any
     path = resolve_model_path(settings)
     with load_errors(path), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
-        loaded: Any = _class_to_build(config).from_pretrained(
+        model, loading_info = _class_to_build(config).from_pretrained(
             path,
             config=config,
             revision=settings.model_revision,
@@ -67,9 +66,8 @@ def build_base(
             use_safetensors=True,
             device_map={"": device},
             output_loading_info=True,
-            **arguments,
+            quantization_config=quantization,
         )
-    model, loading_info = loaded
     _check_weights_match(settings, model, loading_info)
     if offloads:
         finish(model)
@@ -111,31 +109,15 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Return the modules of a loaded model on meta, with bitsandbytes' layers."""
     bare = _without_quantization(config)
-    with _build_errors(config), torch.device("meta"):
-        arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
-        kind = _class_to_build(bare)
-        if kind is AutoModelForCausalLM:
-            # with `auto_map`, which `config_from` keeps in trusted configurations only
-            model = kind.from_config(bare, trust_remote_code=True, **arguments)
-        else:
-            model = kind._from_config(bare, **arguments)
-    if isinstance(quantization, BitsAndBytesConfig):
-        replace_with_quantised_layers(model, quantization, dtype, quantiser)
-    model.requires_grad_(False)
-    model.config.use_cache = False
-    kernels_by_device(model, takes_reference)
-    return model
-
-
-def _class_to_build(config: PretrainedConfig) -> Any:
-    # AutoModelForCausalLM finds and checks remote code
-    return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
-
-
-@contextmanager
-def _build_errors(config: PretrainedConfig) -> Iterator[None]:
     try:
-        yield
+        with torch.device("meta"):
+            arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
+            kind = _class_to_build(bare)
+            if kind is AutoModelForCausalLM:
+                # with `auto_map`, which `config_from` keeps in trusted configurations only
+                model = kind.from_config(bare, trust_remote_code=True, **arguments)
+            else:
+                model = kind._from_config(bare, **arguments)
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
         text = first_line(error)
         if "attention implementation" in text:
@@ -144,8 +126,14 @@ def _build_errors(config: PretrainedConfig) -> Iterator[None]:
             hint = "Install what it needs."
         else:
             hint = "Its config.json lacks values or they don't go together; give a complete one."
-        kind = "" if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: "
-        raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {kind}{text}", hint) from error
+        text = text if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: {text}"
+        raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {text}", hint) from error
+    if isinstance(quantization, BitsAndBytesConfig):
+        replace_with_quantised_layers(model, quantization, dtype, quantiser)
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    kernels_by_device(model, takes_reference)
+    return model
 
 
 def _attention(settings: Settings, weights: bool) -> str:
@@ -156,6 +144,11 @@ def _attention(settings: Settings, weights: bool) -> str:
     if attention == varlen_attention.NAME:
         varlen_attention.register()
     return attention
+
+
+def _class_to_build(config: PretrainedConfig) -> Any:
+    # AutoModelForCausalLM finds and checks remote code
+    return AutoModelForCausalLM if hasattr(config, "auto_map") else model_class(config)
 
 
 @contextmanager

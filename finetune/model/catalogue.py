@@ -51,14 +51,13 @@ def entries() -> dict[str, Entry]:
     by_name: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)
-        origin = by_name[values.pop("same_as")] if "same_as" in values else None
-        others, source = values.pop("also", []), values.pop("source", origin.source if origin else "")
-        billions = values.pop("parameters", None)
-        parameters = billions * 1e9 if billions else origin.parameters if origin else 0.0
-        pretrained = values.pop("pretrained", False)
-        date = values.pop("date", origin.date if origin else None)
-        config = {**(origin.config if origin else {}), **values}
+        same_as, others, pretrained = (values.pop(key, None) for key in ("same_as", "also", "pretrained"))
+        origin = by_name[same_as] if same_as else Entry({}, 0.0, False, False, "", None)
+        source, date = values.pop("source", origin.source), values.pop("date", origin.date)
+        parameters = values.pop("parameters") * 1e9 if "parameters" in values else origin.parameters
+        config = {**origin.config, **values}
         config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}  # null: none
-        for index, other in enumerate([name, *others]):
-            by_name[other] = Entry(config, parameters, origin is None and index == 0, pretrained, source, date)
+        for other in (name, *(others or ())):
+            is_first = other == name and not same_as
+            by_name[other] = Entry(config, parameters, is_first, bool(pretrained), source, date)
     return by_name

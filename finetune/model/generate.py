@@ -131,11 +131,10 @@ class _Pieces:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], with_special: bool) -> None:
         self._tokenizer, self._on_text, self._with_special = tokenizer, on_text, with_special
         self._ids: list[int] = []
-        self._prompt, self._emitted = True, ""
+        self._emitted = ""
 
     def put(self, value: torch.Tensor) -> None:
-        if self._prompt:
-            self._prompt = False
+        if value.dim() == 2:  # the prompt
             return
         self._ids += value.reshape(-1).tolist()
         text = self._text(self._ids)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from bitsandbytes.nn import Params4bit
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from torch.distributed.tensor import DTensor, Shard
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -47,7 +48,7 @@ from finetune.model.weights import weights_fingerprint
 from finetune.printable import Progress
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
-from finetune.system import rename, return_freed_memory, sync_folder, take_lock
+from finetune.system import rename, return_freed_memory, sync_folder
 from finetune.units import format_bytes
 
 Device = torch.device | str | int
@@ -65,8 +66,10 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
     name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     path = folder() / f"{name}-{key}{SUFFIX}"
-    # one process of a machine writes, others that need the same folder wait
-    with _locked(path):
+    with _disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(lock_of(path)).acquire()
+    with lock:  # one process of a machine writes, others that need the same folder wait
         try:
             return _open(path, parts)
         except FileNotFoundError:
@@ -134,25 +137,11 @@ def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> 
 
 
 def _fingerprint(settings: Settings) -> str:
-    fingerprint = weights_fingerprint(settings)
-    if fingerprint is None:
+    if weights_fingerprint(settings) is None:
         patterns = ["*.safetensors", "*.json", "*.py"]
         # the fingerprint needs the files on this disk
         snapshot_download(resolve_model_path(settings), revision=settings.model_revision, allow_patterns=patterns)
-        fingerprint = weights_fingerprint(settings)
-    return str(fingerprint)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with _disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while (lock := take_lock(lock_of(path), 0.5)) is None:
-            time.sleep(0.05)
-    try:
-        yield
-    finally:
-        lock.release()
+    return str(weights_fingerprint(settings))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from finetune.bundled import PROBE
 from finetune.evaluate.paired import Difference
 from finetune.evaluate.results import Forgetting
-from finetune.evaluate.score import compare, measure_forgetting
+from finetune.evaluate.score import answerer_loader, compare, measure_forgetting
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
@@ -46,7 +46,7 @@ def run(home, kept_run):
 @pytest.mark.slow
 def test_losses_before_and_now_are_those_of_the_same_rows(run):
     started = time.process_time()
-    general, before = measure_forgetting(run)
+    general, before = measure_forgetting(run, answerer_loader(run))
     assert time.process_time() - started < 10
     assert (general.rows_of, general.rows) == ("general questions", 60) and general.before != general.now
     assert before.rows_of == "held-out rows of finished"

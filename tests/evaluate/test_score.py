@@ -38,7 +38,7 @@ def test_the_losses_of_a_batch_are_those_of_its_rows():
         likeliest, targets = logits.argmax(-1).tolist(), row_labels[1:]
         right.append(sum(token == label for token, label in zip(likeliest, targets, strict=True) if label != -100))
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(row_labels[1:])).item())
-    results = losses_of(model, ids, labels, "cpu")
+    results = losses_of(model, zip(ids, labels, strict=True), "cpu")
     assert [row["loss"] for row in results] == pytest.approx(losses, rel=1e-5) and [row["tokens"] for row in results] == counts
     assert [row["right"] for row in results] == right
 
