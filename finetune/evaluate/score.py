@@ -284,7 +284,7 @@ def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def losses(
     model: Any, sequences: Iterable[tuple[list[int], list[int]]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
-    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch of ids and labels."""
+    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
     rows, values = ([torch.tensor(row, dtype=torch.long) for row in its] for its in zip(*sequences, strict=True))
     ids = pad_sequence(rows, batch_first=True).to(device)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
@@ -346,7 +346,7 @@ def scores(
     run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
     max_new_tokens: int | None, progress: Progress, chat_format: ChatFormat | None = None,
 ) -> list[Score]:  # fmt: skip
-    """Return the score called `name` of each model, given by name and adapter."""
+    """Return the score `name` of each model and adapter."""
     outputs = (
         ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
         for model, adapter in models

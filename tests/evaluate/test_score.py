@@ -31,14 +31,14 @@ def test_every_row_is_in_one_batch_that_is_not_too_large(lengths, max_tokens):
 def test_the_losses_of_a_batch_are_those_of_its_rows():
     model = small_llama()
     ids = [torch.randint(0, 64, (length,)).tolist() for length in (5, 90, 17, 17, 2, 400, 600)]
-    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
-    losses, right, counts = [], [], [sum(label != -100 for label in row_labels[1:]) for row_labels in labels]
-    for row, row_labels in zip(ids, labels, strict=True):
+    rows = [(row, [-100] * (len(row) // 2) + row[len(row) // 2 :]) for row in ids]
+    losses, right, counts = [], [], [sum(label != -100 for label in row_labels[1:]) for _, row_labels in rows]
+    for row, row_labels in rows:
         logits = model(torch.tensor([row])).logits[0, :-1]
         likeliest, targets = logits.argmax(-1).tolist(), row_labels[1:]
         right.append(sum(token == label for token, label in zip(likeliest, targets, strict=True) if label != -100))
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(row_labels[1:])).item())
-    results = losses_of(model, zip(ids, labels, strict=True), "cpu")
+    results = losses_of(model, rows, "cpu")
     assert [row["loss"] for row in results] == pytest.approx(losses, rel=1e-5) and [row["tokens"] for row in results] == counts
     assert [row["right"] for row in results] == right
 
