@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.func import functional_call
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
@@ -101,9 +101,13 @@ def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
         return False
     # such as a mixture's router, or a product in groups: found by the type and shape of its output
     with fake_tensor_mode():
-        values = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in module.named_parameters(recurse=False)}
+        inner = copy.copy(module)
+        inner._parameters = {
+            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
+            for name, value in module._parameters.items()
+        }
         try:
-            result = functional_call(module, values, torch.empty(1, module.in_features, dtype=module.weight.dtype))
+            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return True
         return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
