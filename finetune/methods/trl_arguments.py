@@ -19,7 +19,7 @@ def trl_arguments(
         output_dir=output_dir,
         dataset_kwargs={"skip_prepare_dataset": True},  # examples come tokenised, with labels, none over max_length
         max_length=None,
-        packing=False,  # packed by finetune.data.pack already, which checks that nothing is lost
+        packing=False,  # packed already by finetune/data/splits.py, which checks that nothing is lost
         padding_free=settings.packing,
         pad_to_multiple_of=padding_multiple(settings, settings.per_device_train_batch_size),
         per_device_train_batch_size=settings.per_device_train_batch_size,
