@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Example
-from finetune.data.preparation import questions_of, rows_to_evaluate
 from finetune.data.report import refusal_lines
 from finetune.data.splits import LimitedSplit
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
@@ -97,6 +96,8 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 
 def file_rows(path: str, run: RunDirectory, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
     """Return at most `limit` rows of a file, read like the run's data. Raise DataError."""
+    from finetune.data.preparation import questions_of
+
     settings = read_plan(run.plan).settings
     pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
     encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures)
@@ -111,6 +112,8 @@ def file_rows(path: str, run: RunDirectory, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
+    from finetune.data.preparation import rows_to_evaluate
+
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,

@@ -20,7 +20,6 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.results import answers_without_thoughts
 from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
-from finetune.evaluate.score import scores
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
@@ -98,6 +97,8 @@ class _Expected:
     """The adapter's prompts, greedy answers and stop tokens."""
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
+        from finetune.evaluate.score import scores
+
         self.encoder = run_encoder(run)
         self.tokenizer = self.encoder.tokenizer
         self.without_thoughts = answers_without_thoughts(run)

@@ -12,7 +12,6 @@ from typing import Any
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_limit, answerer_loader
 from finetune.evaluate.results import Journal
 from finetune.evaluate.rows import held_out_rows, run_encoder
-from finetune.evaluate.score import ModelOutputs, scores
 from finetune.evaluate.scorers import scorer
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
@@ -34,6 +33,8 @@ class MergeEffect:
 
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
     """Answer held-out rows with both models, loaded in turn. Raise DataError."""
+    from finetune.evaluate.score import ModelOutputs, scores
+
     eval_rows = held_out_rows(run, rows)
     tokenizer, references = run_encoder(run).tokenizer, eval_rows.references
     max_new_tokens = answer_limit(tokenizer, references, eval_rows.answer_tokens) if references else None
