@@ -20,8 +20,9 @@ MIN_BLOCK = 512
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 #: kMinLargeAlloc: smaller requests share segments of `large_segment_size`; larger requests are rounded up to kRoundLarge.
 LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-#: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
-_ADDRESSES = 1 << 45
+#: Address space of one expandable segment, in whole pages; torch reserves 9/8 of the card (`ExpandableSegment`), which no run
+#: fills.
+_ADDRESSES = LARGE_SEGMENT << 20
 
 #: Number of a stream; each stream has its own pools.
 Stream = int
@@ -48,15 +49,22 @@ def ties_of(torch_version: str) -> Ties:
 class Block:
     """A piece of a segment: allocated, free, or unmapped address space."""
 
-    __slots__ = ("address", "base", "free", "mapped", "next", "number", "pool", "prev", "size")
+    __slots__ = ("address", "free", "mapped", "next", "number", "pool", "prev", "size")
 
-    def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
-        self.size, self.address, self.pool, self.base = size, address, pool, base
+    def __init__(self, size: int, address: int, pool: Pool) -> None:
+        self.size, self.address, self.pool = size, address, pool
         self.free = self.mapped = True
         pool.blocks_made += 1
         self.number = pool.blocks_made
         self.prev: Block | None = None
         self.next: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Keep the first `size` bytes; return a new block of the rest."""
+        tail = Block(self.size - size, self.address + size, self.pool)
+        _link(self, tail, self.next)
+        self.size = size
+        return tail
 
 
 class Pool:
@@ -102,7 +110,7 @@ class CachingAllocator:
         self.live: dict[int, Block | None] = {}
         self._ties = ties or ties_of(version("torch"))
         self.pools: dict[tuple[Stream, bool], Pool] = {}
-        self._next_address = 1 << 62
+        self._next_address = 0
 
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
@@ -126,13 +134,11 @@ class CachingAllocator:
             block = self._new_block(pool, size)
             if block is None:
                 raise OutOfMemory(size)
-        tail = block.size - size
-        if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST:  # should_split
-            remaining = Block(tail, block.address + size, pool, block.base)
-            _link(block, remaining, block.next)
-            block.size = size
-            block.number, remaining.number = remaining.number, block.number  # torch makes a new block for the request
-            pool.add(remaining)
+        spare = block.size - size
+        if spare >= MIN_BLOCK if small or self.expandable else spare > SMALL_REQUEST:  # should_split
+            tail = block.split(size)
+            block.number, tail.number = tail.number, block.number  # torch makes a new block for the request
+            pool.add(tail)
         block.free = False
         self.live[name] = block
         self.allocated += block.size
@@ -184,8 +190,7 @@ class CachingAllocator:
         self.segments += 1
         self.peak_segments = max(self.peak_segments, self.segments)
         self._reserve(segment)
-        address = self._new_address(segment)
-        return Block(segment, address, pool, address)
+        return Block(segment, self._new_address(segment), pool)
 
     def _new_address(self, size: int) -> int:
         # Addresses only decide between free blocks of equal size, and the order of unmapped space. Before torch 2.12 the driver
@@ -235,8 +240,7 @@ class CachingAllocator:
                 free_bytes, block = free_bytes + block.size, block.next  # type: ignore[assignment]
             if free_bytes >= size:
                 return start
-        address = self._new_address(_ADDRESSES)
-        block = Block(_ADDRESSES, address, pool, address)
+        block = Block(_ADDRESSES, self._new_address(_ADDRESSES), pool)
         block.mapped = False
         pool.add(block)
         return block
@@ -247,11 +251,9 @@ class CachingAllocator:
         mapped_bytes = min(-(-size // page) * page, block.size)
         block.pool.remove(block)
         if mapped_bytes < block.size:
-            unmapped = Block(block.size - mapped_bytes, block.address + mapped_bytes, block.pool, block.base)
+            unmapped = block.split(mapped_bytes)
             unmapped.mapped = False
-            _link(block, unmapped, block.next)
             block.pool.add(unmapped)
-            block.size = mapped_bytes
         block.mapped = True
         self._merge(block)
         block.pool.add(block)
@@ -260,20 +262,18 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """`unmap_block`: release the whole pages inside a free block to the driver."""
         page, pool = _page(block.pool), block.pool
-        start = -(-(block.address - block.base) // page) * page + block.base
-        end = (block.address + block.size - block.base) // page * page + block.base
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
         if start >= end:
             return
         pool.remove(block)
         if start > block.address:
-            head = Block(start - block.address, block.address, pool, block.base)
-            _link(block.prev, head, block)
+            head, block = block, block.split(start - block.address)
+            head.number, block.number = block.number, head.number  # torch makes a new block for the head
             pool.add(head)
         if end < block.address + block.size:
-            tail = Block(block.address + block.size - end, end, pool, block.base)
-            _link(block, tail, block.next)
-            pool.add(tail)
-        block.address, block.size, block.mapped = start, end - start, False
+            pool.add(block.split(end - block.address))
+        block.mapped = False
         self.reserved -= block.size
         self._merge(block)
         pool.add(block)

@@ -128,7 +128,7 @@ def test_the_smallest_block_that_fits_is_taken():
     for name in range(3):
         allocator.release(name)
     allocator.allocate(3, 25 * MIB)
-    assert allocator.live[3].base == allocator.pools[(0, False)].free[0][2].base  # 25 of 30, 5 remain
+    assert allocator.live[3].next is allocator.pools[(0, False)].free[0][2]  # 25 of 30, 5 remain
     assert [size // MIB for size, _, _ in allocator.pools[(0, False)].free] == [5, 20, 40]
 
 
