@@ -111,7 +111,7 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
     else:
         simulation, _ = simulate_deep(config, lambda shallow: simulate_row(row, shallow), first_differs=not row.checkpointing)
     return max(
-        peak.total_bytes for (phase, _), peak in simulation.peaks.items() if phase != "first step"
+        peak.total() for (phase, _), peak in simulation.peaks.items() if phase != "first step"
     ) + 2 * cublas_workspace_bytes(T4)
 
 

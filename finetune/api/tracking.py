@@ -17,14 +17,14 @@ class MemoryTracker(StorageTracker):
 
     @property
     def peak_bytes(self) -> int:
-        return max((peak.total_bytes for peak in self.peaks.values()), default=0)
+        return max((peak.total() for peak in self.peaks.values()), default=0)
 
     @property
     def peaks_by_phase(self) -> dict[str, int]:
         """Return peak bytes by phase; `memory.phase = "backward"` starts one."""
         highest: Counter[str] = Counter()
         for (phase, _), peak in self.peaks.items():
-            highest[phase] = max(highest[phase], peak.total_bytes)
+            highest[phase] = max(highest[phase], peak.total())
         return dict(highest)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,13 +15,12 @@ from transformers import PretrainedConfig
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
-from finetune.memory.tracker import Peak
 from finetune.model.build import build_on_meta
 from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:
     from finetune.memory.step import Simulation
-    from finetune.memory.tracker import PhaseKey, Tag
+    from finetune.memory.tracker import Peak, PhaseKey
 
 #: Allocated once, in the first layer, for all layers: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024
@@ -162,10 +162,9 @@ def fewest_layers(config: PretrainedConfig) -> PretrainedConfig:
 
 def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
     # at the loss, the activations of all layers are live
-    by_tag = peaks[("loss", None)].by_tag
-    tags = [(part, layer) for part, _ in by_tag for layer in depth.middle]
-    differences = [abs(by_tag.get((part, layer), 0) - by_tag.get((part, layer - depth.period), 0)) for part, layer in tags]
-    return max(differences) <= _ONE_OFF_BYTES
+    peak = peaks[("loss", None)]
+    tags = [(part, layer) for part, _ in peak for layer in depth.middle]
+    return max(abs(peak[(part, layer)] - peak[(part, layer - depth.period)]) for part, layer in tags) <= _ONE_OFF_BYTES
 
 
 def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
@@ -185,25 +184,23 @@ def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[Phas
 
 
 def _adapter_bytes(peaks: dict[PhaseKey, Peak]) -> int:
-    return sum(size for (part, _), size in peaks[("loss", None)].by_tag.items() if part == "adapters")
+    return sum(size for (part, _), size in peaks[("loss", None)].items() if part == "adapters")
 
 
 def _with_more_states(peak: Peak, more: float) -> Peak:
-    by_tag = dict(peak.by_tag)
-    if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
-        by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)
-    return Peak(by_tag)
+    states = peak[("optimizer", None)]
+    return Counter({**peak, ("optimizer", None): round(states * more)}) if states > _ONE_OFF_BYTES else peak
 
 
 def _with_more_layers(peak: Peak, depth: Depth, at: int, neighbour: Peak, shift: int) -> Peak:
     """Insert the repeated layers before layer `at`."""
     more = depth.times * depth.period
-    by_tag: dict[Tag, int] = {}
-    for (part, layer), size in peak.by_tag.items():
-        by_tag[(part, layer if layer is None or layer < at else layer + more)] = size
-    for (part, layer), size in peak.by_tag.items():
+    deep: Peak = Counter()
+    for (part, layer), size in peak.items():
+        deep[(part, layer if layer is None or layer < at else layer + more)] = size
         if layer is not None and at - depth.period <= layer < at:
             # drop bytes kept only while the next layers run: the layer `shift` further lacks them in `neighbour`
-            lasting = min(size, neighbour.by_tag.get((part, layer + shift), 0))
-            by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
-    return Peak(by_tag)
+            lasting = min(size, neighbour[(part, layer + shift)])
+            for time in range(1, depth.times + 1):
+                deep[(part, layer + time * depth.period)] = lasting
+    return deep

@@ -232,24 +232,24 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     top = _highest(simulation, _TRAIN)
     parts = Counter({part: 0 for part in PARTS})
     layers: Counter[int | None] = Counter()
-    for (part, layer), size in top.by_tag.items():
+    for (part, layer), size in top.items():
         parts[part] += size
         layers[layer] += size
     parts["workspace"] += workspace
     layers[None] += workspace
-    peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total_bytes, "train": top.total_bytes + workspace}
+    peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total(), "train": top.total() + workspace}
     for phase in ("eval", "save"):
-        sizes = [peak.total_bytes for (name, _), peak in simulation.peaks.items() if name == phase]
+        sizes = [peak.total() for (name, _), peak in simulation.peaks.items() if name == phase]
         peaks[phase] = max(sizes) + workspace if sizes else 0
     kinds = Counter(simulation.lean)
     lean = LEAN + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
-    offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
+    offloaded = [size for (part, _), size in simulation.host.items() if part == OFFLOADED]
     return DryRun(
         parts=dict(parts), peaks=peaks, per_layer_bytes={
             "outside the layers" if layer is None else f"layers.{layer}": layers[layer]
             for layer in sorted(layers, key=lambda layer: math.inf if layer is None else layer)
         },
-        host_bytes=simulation.host.total_bytes, parameters=parameters, method=method,
+        host_bytes=simulation.host.total(), parameters=parameters, method=method,
         versions=cache.library_versions(), notes=(*([lean] if kinds else ()), *simulation.notes),
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip
@@ -264,4 +264,4 @@ def first_layer_saves_less(settings: Settings) -> bool:
 
 
 def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:
-    return max((peak for (phase, _), peak in simulation.peaks.items() if phase in phases), key=lambda peak: peak.total_bytes)
+    return max((peak for (phase, _), peak in simulation.peaks.items() if phase in phases), key=Counter.total)

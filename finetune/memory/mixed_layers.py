@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from finetune.memory.step import AUXILIARY, Simulation
@@ -42,9 +43,10 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
             # Both simulations run the same layers in the same order, and layers pass each other the same tensors, so each layer
             # saves as much as in its simulation. Tensors without a layer come from the running layer's simulation, except
             # inputs that all checkpoints share, such as masks.
-            by_tag = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
-            by_tag[_SHARED] = max(by_tag.get(_SHARED, 0), ckpt_peak.by_tag.get(_SHARED, 0))
-            peaks[(phase, layer)] = Peak(by_tag | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False))
+            shared = {tag: size for tag, size in own.items() if tag[1] is None}
+            shared[_SHARED] = max(own[_SHARED], ckpt_peak[_SHARED])
+            of_layers = _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False)
+            peaks[(phase, layer)] = Counter(shared | of_layers)
     return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
 
 
@@ -52,33 +54,30 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
     """Take layers in `numbers` from `offloaded`, the rest from `resident`."""
     peaks = {}
     for key, peak in offloaded.peaks.items():
-        resident_by_tag = resident.peaks.get(key, Peak()).by_tag
+        peaks[key] = peak.copy()
         # only weights and the buffers, which belong to no layer, differ
-        weights = {
-            (part, layer): size
-            for (part, layer), size in resident_by_tag.items()
-            if part == "weights" and layer is not None and layer not in numbers
-        }
-        peaks[key] = Peak(peak.by_tag | weights)
-    host_bytes_by_tag = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
-    return Simulation(peaks, Peak(host_bytes_by_tag), offloaded.notes, offloaded.lean)
+        for (part, layer), size in resident.peaks.get(key, {}).items():
+            if part == "weights" and layer is not None and layer not in numbers:
+                peaks[key][(part, layer)] = size
+    host = Counter({tag: size for tag, size in offloaded.host.items() if tag[0] != OFFLOADED or tag[1] in numbers})
+    return Simulation(peaks, host, offloaded.notes, offloaded.lean)
 
 
 def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
     phase, layer = key
     if key in simulation.peaks or layer is None:
-        return simulation.peaks.get(key, Peak())
-    peak, shift = simulation.peaks[(phase, last - 1)], last - 1 - layer
-    by_tag: dict[Tag, int] = {}
-    for (part, owner), size in peak.by_tag.items():
+        return simulation.peaks.get(key, Counter())
+    shifted: Peak = Counter()
+    for (part, owner), size in simulation.peaks[(phase, last - 1)].items():
         if owner is None or owner < layer:
-            by_tag[(part, owner)] = size
-        elif owner >= last - 1:
-            by_tag[(part, owner - shift)] = size
-            if owner == last:
-                by_tag |= {(part, index): size for index in range(last - shift, last + 1)}
-    return Peak(by_tag)
+            shifted[(part, owner)] = size
+        elif owner == last - 1:
+            shifted[(part, layer)] = size
+        elif owner == last:
+            for index in range(layer + 1, last + 1):
+                shifted[(part, index)] = size
+    return shifted
 
 
 def _of_layers(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:
-    return {tag: size for tag, size in peak.by_tag.items() if tag[1] is not None and (tag[1] % every == 0) == multiples}
+    return {tag: size for tag, size in peak.items() if tag[1] is not None and (tag[1] % every == 0) == multiples}

@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,21 +35,13 @@ _UPDATES = ("first step", "optimizer")
 Tag = tuple[str, int | None]
 #: (phase of the step, layer number or None)
 PhaseKey = tuple[str, int | None]
+#: Live bytes by tag at the peak of one phase and layer.
+Peak = Counter[Tag]
 #: Arguments of an operator.
 Positional = tuple[Any, ...]
 Keywords = dict[str, Any]
 #: Replaces an operator that allocates differently on a GPU. Runs outside the tracker; enter `with tracker:` to track inside.
 Rule = Callable[["StorageTracker", Any, Positional, Keywords], Any]
-
-
-@dataclass
-class Peak:
-    """Peak of live bytes in one phase and layer, by tag."""
-
-    by_tag: dict[Tag, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.total_bytes = sum(self.by_tag.values())
 
 
 class StorageTracker(TorchDispatchMode):
@@ -74,9 +65,10 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.live: Counter[Tag] = Counter()
         self.peaks: dict[PhaseKey, Peak] = {}
+        self._peak_bytes: dict[PhaseKey, int] = {}
         #: Corrections of operators that allocate differently on a GPU.
         self._rules = rules or {}
-        self.host = Peak()
+        self.host: Peak = Counter()
         self._host_live: Counter[Tag] = Counter()
         self._sizes: dict[int, tuple[int, Tag]] = {}
 
@@ -132,17 +124,12 @@ class StorageTracker(TorchDispatchMode):
 
     def record(self, scratch_bytes: int = 0) -> None:
         """Update the peak of the current phase and layer, with the running kernel's scratch bytes."""
-        key = (self.phase, self.layer)
-        peak = self.peaks.get(key)
-        if peak is None:
-            peak = self.peaks[key] = Peak()
-        total = self.live_bytes + scratch_bytes
-        if total > peak.total_bytes:
-            peak.total_bytes = total
-            peak.by_tag = {tag: size for tag, size in self.live.items() if size}
+        key, total = (self._phase, self._layer), self.live_bytes + scratch_bytes
+        if total > self._peak_bytes.get(key, -1):
+            self._peak_bytes[key] = total
+            self.peaks[key] = +self.live
             if scratch_bytes:
-                tag = ("workspace", self.layer)
-                peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
+                self.peaks[key][("workspace", self._layer)] += scratch_bytes
 
     def scratch(self, *sizes: int) -> None:
         """Record temporary buffers of a running kernel, in bytes."""
@@ -195,8 +182,8 @@ class StorageTracker(TorchDispatchMode):
         if device.type == "meta":
             size = storage.nbytes() if self.part == OFFLOADED else pinned_bytes(storage.nbytes())
             self._host_live[tag] += size
-            if self._host_live.total() > self.host.total_bytes:
-                self.host = Peak({tag: size for tag, size in self._host_live.items() if size})
+            if self._host_live.total() > self.host.total():
+                self.host = +self._host_live
             self._sizes[key] = (-size, tag)
         else:
             size = rounded(storage.nbytes())

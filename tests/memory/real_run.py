@@ -115,7 +115,7 @@ def by_phase(tracked) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for (phase, _), peak in tracked.peaks.items():
         phase = {AUXILIARY: "loss", ADAPTERS: "load", CASTS: "load"}.get(phase, phase)  # in a real run these are one
-        peaks[phase] = max(peaks.get(phase, 0), peak.total_bytes)
+        peaks[phase] = max(peaks.get(phase, 0), peak.total())
     return peaks
 
 

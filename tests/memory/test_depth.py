@@ -25,7 +25,7 @@ FEW = [("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True)
 def phase_peaks(simulation):
     peaks = Counter()
     for (phase, _), peak in simulation.peaks.items():
-        peaks[phase] = max(peaks[phase], peak.total_bytes)
+        peaks[phase] = max(peaks[phase], peak.total())
     return dict(peaks)
 
 
@@ -68,7 +68,7 @@ def test_tensors_on_their_way_to_the_host_are_of_the_last_layers_only():
     more = {"activation_checkpointing": False, "activation_offloading": True, "lean_layers": True, "load_in_4bit": False}
     deep, full, method = both_ways("llama", 12, values={"intermediate_size": 8192}, **more)
     assert "of 12 layers" in method
-    assert deep.peaks[("forward", 10)].total_bytes == pytest.approx(full.peaks[("forward", 10)].total_bytes, rel=0.01)
+    assert deep.peaks[("forward", 10)].total() == pytest.approx(full.peaks[("forward", 10)].total(), rel=0.01)
 
 
 def test_layers_that_differ_are_seen_to_differ():
@@ -97,11 +97,11 @@ def test_every_phase_layer_and_part_is_as_in_the_full_model(checkpointing):
     deep, full, _ = both_ways("llama", 9, activation_checkpointing=checkpointing)
     assert_same_peaks(deep, full)
     assert deep.host == full.host
-    top = max(full.peaks, key=lambda phase: full.peaks[phase].total_bytes)
-    parts, all_parts = ({tag: size for tag, size in run.peaks[top].by_tag.items() if size > 512} for run in (deep, full))
+    top = max(full.peaks, key=lambda phase: full.peaks[phase].total())
+    parts, all_parts = ({tag: size for tag, size in run.peaks[top].items() if size > 512} for run in (deep, full))
     assert parts == all_parts
     assert {phase for phase, _ in deep.peaks} >= {"forward", "backward", "eval", "save"}
-    differences = {key: peak.total_bytes - full.peaks[key].total_bytes for key, peak in deep.peaks.items()}
+    differences = {key: peak.total() - full.peaks[key].total() for key, peak in deep.peaks.items()}
     assert {key: more for key, more in differences.items() if abs(more) > 9 * 1024} == {}  # a code book for each layer
 
 
@@ -144,7 +144,7 @@ def test_every_technique_few_layers_and_all(more):
     deep, full, method = both_ways("llama", 8, **more)
     assert "of 8 layers" in method
     assert_same_peaks(deep, full)
-    assert deep.host.total_bytes == full.host.total_bytes
+    assert deep.host.total() == full.host.total()
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def simulated(tokens, rows=1, **more):
 
 
 def highest(simulation):
-    return max(peak.total_bytes for peak in simulation.peaks.values())
+    return max(peak.total() for peak in simulation.peaks.values())
 
 
 @pytest.fixture

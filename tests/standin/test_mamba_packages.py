@@ -24,7 +24,7 @@ for name in ("ibm-granite/granite-4.0-h-micro", "tiiuae/Falcon-H1-3B-Instruct", 
     wanted = settings(attn_implementation="sdpa", activation_checkpointing=False)
     config = at_depth(config_from(catalogue()[name], wanted), 4)
     simulation = simulate(config, wanted, Batch(1, 2048, 2048), (8, 9))
-    print(max(peak.total_bytes for peak in simulation.peaks.values()), "reference" in " ".join(simulation.notes))
+    print(max(peak.total() for peak in simulation.peaks.values()), "reference" in " ".join(simulation.notes))
 """
 
 

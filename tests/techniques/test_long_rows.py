@@ -97,7 +97,7 @@ def test_a_step_does_not_need_the_mlp_of_the_whole_row():
         with tracker:
             model(input_ids=tokens(rows=20), labels=tokens(rows=20)).loss.backward()
         assert adapter_gradients(model).isfinite().all()
-        return max(peak.total_bytes for peak in tracker.peaks.values())
+        return max(peak.total() for peak in tracker.peaks.values())
 
     inner = 20 * 48 * 224 * 4  # gate or up of the whole batch in fp32
     assert most(0) - most(64) > 3 * inner
