@@ -37,11 +37,12 @@ class Replay:
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """Replay load, two steps, save and evaluation. Raises OutOfMemory beyond `limit` bytes."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
-    #: (allocated, reserved, segments) of each part of a phase
-    peaks: dict[str, list[tuple[int, int, int]]] = {}
+    allocated, reserved, segments = dict[str, int](), dict[str, int](), dict[str, int]()
 
     def end(phase: str) -> None:
-        peaks.setdefault(phase, []).append((allocator.peak_allocated, allocator.peak_reserved, allocator.peak_segments))
+        allocated[phase] = max(allocator.peak_allocated, allocated.get(phase, 0))
+        reserved[phase] = max(allocator.peak_reserved, reserved.get(phase, 0))
+        segments[phase] = max(allocator.peak_segments, segments.get(phase, 0))
         allocator.reset_peaks()
 
     _load(allocator, trace)
@@ -56,9 +57,6 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
         if phase in trace.parts:
             play(allocator, trace.persistent, trace.parts[phase])
             end(phase)
-    allocated, reserved, segments = (
-        {phase: max(part[index] for part in parts) for phase, parts in peaks.items()} for index in range(3)
-    )
     return Replay(allocated, reserved, {} if expandable else segments)
 
 

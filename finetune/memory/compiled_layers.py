@@ -45,9 +45,7 @@ class SplitLayers:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if not self.problem:
-            return ()
-        return (f"{UNCOMPILABLE} ({self.problem}); the forecast is for uncompiled layers",)
+        return (f"{UNCOMPILABLE} ({self.problem}); the forecast is for uncompiled layers",) if self.problem else ()
 
     def _run(self, layer: torch.nn.Module, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(layer).forward, layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Loading:
             if weight is None:
                 weight = self._uncast.pop(id(parameter), None)
                 if weight is None or weight.dtype != parameter.dtype:
-                    weight = _packer(module, name)(parameter, self._dtype)
+                    weight = _loaded(module, name, self._dtype)
                 self._materialised[id(parameter)] = weight
                 if part == "weights" and self._offloading is None:
                     self._tracker.recording.weights[self._tracker.layer] += weight.nbytes
@@ -178,17 +178,14 @@ def _fill_buffers(module: torch.nn.Module) -> None:
             setattr(module, name, torch.empty(value.shape, dtype=value.dtype))
 
 
-def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter, torch.dtype], torch.nn.Parameter]:
+def _loaded(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.nn.Parameter:
     from bitsandbytes.nn import Linear8bitLt, Params4bit
 
-    if isinstance(module._parameters[name], Params4bit):
-        return _packed_4bit
+    parameter: Any = module._parameters[name]
+    if isinstance(parameter, Params4bit):
+        return _packed_4bit(parameter, dtype)
     if name == "weight" and isinstance(module, Linear8bitLt):
-        return _packed_8bit
-    return _plain
-
-
-def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Parameter:
+        return _packed_8bit(parameter, dtype)
     rows = getattr(parameter, LOADED_ROWS, None)
     shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
     weight = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype), parameter.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -36,16 +36,15 @@ def fake_tensors(
     model: Any, capability: Capability | None, trained_tokens: int, packed: bool
 ) -> Iterator[CudaFunctions | None]:
     """Make tensors fake and run `model` as on a GPU of this compute capability, or on the CPU (None)."""
-    semantics = None
-    with ExitStack() as stack:
-        stack.enter_context(own_quantisation_maps())
-        stack.enter_context(fake_experts())
-        stack.enter_context(replaced_kernels(model, functools.partial(_forecast, capability)))
-        if capability is not None and sys.platform != "win32":
-            semantics = stack.enter_context(card_semantics(trained_tokens))
-        if not packed:
-            stack.enter_context(without_packing_detection())
-        stack.enter_context(fake_tensor_mode())
+    is_card = capability is not None and sys.platform != "win32"
+    with (
+        own_quantisation_maps(),
+        fake_experts(),
+        replaced_kernels(model, functools.partial(_forecast, capability)),
+        card_semantics(trained_tokens) if is_card else nullcontext() as semantics,
+        nullcontext() if packed else without_packing_detection(),
+        fake_tensor_mode(),
+    ):
         yield semantics
 
 
@@ -108,11 +107,9 @@ class SmallValues(TorchDispatchMode):
             if func.name().partition(".")[0] in _INDEXING:
                 args = (args[0], _as_positions(args[1]), *args[2:])
             return func(*args, **kwargs)
-        if not tensors and not _makes_integers(func, args, kwargs):
-            return func(*args, **kwargs)
-        if sum(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
-            return func(*args, **kwargs)
-        with unset_fake_temporarily():
+        is_small = sum(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
+        computes = is_small if tensors else _makes_integers(func, args, kwargs)
+        with unset_fake_temporarily() if computes else nullcontext():
             return func(*args, **kwargs)
 
 

@@ -6,9 +6,11 @@ Where the moment of a peak is uncertain, the higher figure counts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
@@ -42,12 +44,8 @@ class Parameter:
         return self.rows * self.row_bytes
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that are all-gathered together; `name` is `layers.0`, ..., or EMBEDDING, HEAD or REST."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
+#: Parameters that are all-gathered together, by name: `layers.0`, ..., or EMBEDDING, HEAD or REST.
+Units = dict[str, tuple[Parameter, ...]]
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,10 @@ class Sharded:
     starting: int = 0
 
 
-def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
+def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
     """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
     sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
-    full, shards = _full_bytes(units), sharded.resident
+    full, shards = _by_unit(units), sharded.resident
     saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
     # the dry run is the same for every strategy: take out sharded bytes, add gathered parameters and buffers
     parts = dict(run.parts)
@@ -108,80 +106,70 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
 
 
 # tests/standin/test_ranks_peaks.py compares these rules with torch's allocator on stand-in GPUs; none was measured on real GPUs
-def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
+def _fsdp(units: Units, settings: Settings) -> Sharded:
     cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
     # parameters and are not sharded (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param).
-    shards = {unit.name: _sums(unit, lambda parameter: _bytes_by_row(parameter, cards)) for unit in units}
+    shards = _by_unit(units, lambda parameter: _bytes_by_row(parameter, cards))
+    parameters = list(itertools.chain(*units.values()))
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing = 2 * max(cards * trained for _, trained in shards.values())
-    gathered = gathered_by_fsdp(units, cards) + reducing
-    layer, embedding, head, others = _whole_units(units, cards)
-    starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
+    starting, gathered = _gathered_by_fsdp(units, cards)
     # 4-bit weights are read row by row when the model is sharded (finetune/model/quantised_cache.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps the unsharded
     # parameters until all are sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
-    before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _full_bytes(units).values())
+    before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
-        loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
-        full = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
+        loading = max(before + sum(map(sum, shards.values())), _quantising(parameters) if own_rows else 0)
+        full = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
         share = min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
-        return Sharded(shards, share, 0, gathered, loading, 0, own_rows, starting)
+        return Sharded(shards, share, 0, gathered + reducing, loading, 0, own_rows, starting)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
     trained = sum(part for _, part in shards.values())
-    host = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for parameter in parameters)
     arriving = 2 * max(map(sum, shards.values()))
-    loading = max(before + trained, _quantising(units)) if own_rows else before
-    return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
+    loading = max(before + trained, _quantising(parameters)) if own_rows else before
+    gathered += reducing + arriving
+    return Sharded(nothing, 0.0, 0, gathered, loading, host + 3 * trained, own_rows, starting + arriving)
 
 
-def _full_bytes(units: tuple[Unit, ...]) -> dict[str, tuple[int, int]]:
-    return {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
-
-
-def _quantising(units: tuple[Unit, ...]) -> int:
+def _quantising(parameters: list[Parameter]) -> int:
     """Return the bytes of the largest 16-bit matrix beside its 4-bit codes."""
     # codes are stored as one column, a 16-bit element for 4 codes
-    codes = [p.size_bytes for unit in units for p in unit.parameters if p.row_bytes == p.item_bytes and not p.trained]
+    codes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
     return 5 * max(codes, default=0)
 
 
-def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
-    """Return the peak bytes of all-gathered parameters on a GPU, besides activations.
+def _gathered_by_fsdp(units: Units, cards: int) -> tuple[int, int]:
+    """Return the bytes of all-gathered parameters on a GPU at the start of the forward pass, and at the peak.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard, and
     accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
     """
-    layer, embedding, head, others = _whole_units(units, cards)
+    full = {name: sum(rounded(cards * _bytes_by_row(parameter, cards)) for parameter in unit) for name, unit in units.items()}
+    layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
+    embedding, head, others = (full.get(name, 0) for name in (EMBEDDING, HEAD, REST))
+    starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
     # Bytes of the largest unit of each kind: decoder layers, the embedding, the output layer, the rest. The last two stay
     # gathered from forward to backward, an embedding tied to the output layer from the start. At the peak: a unit, its
     # all-gather buffer and the next unit's buffer. Two exist at a time; the third counts because buffers belong to another
     # stream, whose blocks the first stream can't reuse.
     tied = head if not embedding else 0
-    moments = {
-        "layers": tied + 3 * layer,
-        "loss": layer + (head if tied else 2 * head),
-        "backward": head + layer + max(layer, embedding),
-    }
-    return max(moments.values()) + 2 * others
+    in_layers, at_loss = tied + 3 * layer, layer + (head if tied else 2 * head)
+    in_backward = head + layer + max(layer, embedding)
+    return starting, max(in_layers, at_loss, in_backward) + 2 * others
 
 
-def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
-    full = {unit.name: sum(rounded(cards * _bytes_by_row(parameter, cards)) for parameter in unit.parameters) for unit in units}
-    layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
-    return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
-
-
-def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
+def _deepspeed(units: Units, settings: Settings) -> Sharded:
     launch, item_bytes = settings.launch, 4 if settings.dtype == "float32" else 2
-    ends = [parameter for unit in units if unit.name in (EMBEDDING, HEAD) for parameter in unit.parameters]
+    ends = [parameter for name in (EMBEDDING, HEAD) for parameter in units.get(name, ())]
     hidden = max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
     cards, offloads = launch.num_processes, launch.offload != "none"
-    full_bytes = _full_bytes(units)
+    full_bytes = _by_unit(units)
     all_bytes = sum(map(sum, full_bytes.values()))
     adapter_bytes = sum(trained for _, trained in full_bytes.values())
     # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
@@ -195,13 +183,11 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     if launch.zero_stage == 2:
         return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, all_bytes, host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
-    shards = {unit.name: _sums(unit, lambda parameter: _bytes_by_element(parameter, cards)) for unit in units}
+    shards = _by_unit(units, lambda parameter: _bytes_by_element(parameter, cards))
+    parameters = list(itertools.chain(*units.values()))
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
-    persistent_bytes = sum(
-        rounded(parameter.size_bytes)
-        for unit in units for parameter in unit.parameters if parameter.size_bytes < 10 * hidden * parameter.item_bytes
-    )  # fmt: skip
+    persistent_bytes = sum(rounded(p.size_bytes) for p in parameters if p.size_bytes < 10 * hidden * p.item_bytes)
     # Gathered: up to MOST_LIVE elements, and the elements being fetched (stage3_prefetch_bucket_size;
     # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
     fetched_bytes = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
@@ -214,18 +200,20 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
         return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, loading_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
-    host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for unit in units for parameter in unit.parameters)
+    host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for parameter in parameters)
     host_bytes += NVME_BUFFERS * item_bytes if launch.offload == "nvme" else 0
     return Sharded(
         dict.fromkeys(shards, (0, 0)), optimizer_share, master_bytes, gathered_bytes + arriving_bytes, all_bytes, host_bytes
     )
 
 
-def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
-    sums = [0, 0]
-    for parameter in unit.parameters:
-        sums[parameter.trained] += rounded(size(parameter))
-    return sums[0], sums[1]
+def _by_unit(units: Units, size: Callable[[Parameter], int] = attrgetter("size_bytes")) -> dict[str, tuple[int, int]]:
+    """Return the (frozen, trained) bytes of each unit."""
+    sums = {name: [0, 0] for name in units}
+    for name, parameters in units.items():
+        for parameter in parameters:
+            sums[name][parameter.trained] += rounded(size(parameter))
+    return {name: (frozen, trained) for name, (frozen, trained) in sums.items()}
 
 
 # Bytes of the largest shard, whole rows or whole elements each.
@@ -237,7 +225,7 @@ def _bytes_by_element(parameter: Parameter, cards: int) -> int:
     return -(-parameter.size_bytes // parameter.item_bytes // cards) * parameter.item_bytes
 
 
-def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
+def units_of(config: dict[str, Any], settings: Settings) -> Units:
     """Return the units of the model in `config` with adapters; cached, so a repeated plan needs no torch.
 
     Raises RecipeError for a model that can't be built.
@@ -245,10 +233,10 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
     deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=deciding_settings)
-    return cache.cached(key, tuple[Unit, ...], lambda: _full_units(config, settings))
+    return cache.cached(key, Units, lambda: _full_units(config, settings))
 
 
-def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
+def _full_units(values: dict[str, Any], settings: Settings) -> Units:
     from finetune.memory.depth import at_depth, inspect_layers, plan_depth
     from finetune.model.transformers_config import config_from
 
@@ -256,11 +244,11 @@ def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     depth = plan_depth(inspect_layers(config)[0])
     shallow_units = _units(at_depth(config, depth.run), settings)
     # layers repeat, so a shallow model shows the units of all
-    layers = [Unit(f"layers.{index}", shallow_units[f"layers.{depth.shallow_index(index)}"]) for index in range(depth.full)]
-    return (*layers, *(Unit(name, shallow_units[name]) for name in (EMBEDDING, HEAD, REST) if name in shallow_units))
+    layers = {f"layers.{index}": shallow_units[f"layers.{depth.shallow_index(index)}"] for index in range(depth.full)}
+    return layers | {name: shallow_units[name] for name in (EMBEDDING, HEAD, REST) if name in shallow_units}
 
 
-def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
+def _units(config: Any, settings: Settings) -> Units:
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
     from finetune.compat.torch import fake_tensor_mode
     from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise

@@ -43,13 +43,6 @@ from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
 
 
-def _adapter_casts(settings: Settings) -> list[torch.dtype]:
-    own = getattr(torch, settings.adapter_dtype)
-    # TRL casts the fp32 adapters of quantised models to bf16
-    rounded = [torch.bfloat16] if requested_formats(settings) else []
-    return list(dict.fromkeys([*rounded, *([own] if rounded or own != torch.float32 else [])]))
-
-
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
     """Simulate a run on a GPU of this compute capability, or on the CPU when None."""
     with _quiet(), step_tracker(capability) as tracker, narrow_tiles(config, on_cpu=capability is None):
@@ -72,8 +65,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             tracker,
         ):
             materialise(model, tracker, dtype=model_dtype(settings))
-            if casts := _adapter_casts(settings):
-                cast_adapters_in_turn(model, tracker, casts)
+            # TRL casts the fp32 adapters of quantised models to bf16
+            rounded = [torch.bfloat16] if requested_formats(settings) else []
+            cast_adapters_in_turn(model, tracker, [*rounded, getattr(torch, settings.adapter_dtype)])
             if settings.offload_embeddings is True:
                 offload_table(model)
             if (offloading := offloading_of(model)) is not None:

@@ -7,7 +7,7 @@ from finetune.card import Card
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import DryRun, LargestStep
-from finetune.memory.sharding import Parameter, Unit, shard, units_of
+from finetune.memory.sharding import Parameter, shard, units_of
 from finetune.units import GIB, MIB
 
 CARD = Card("some card", 24 * GIB, 24 * GIB, (8, 9), context_bytes=300 * MIB, source="catalogue")
@@ -15,7 +15,7 @@ KIB = 1024
 #: Two layers of a frozen 16-bit matrix of 1,000 rows of 1 KiB and an fp32 adapter of 16 rows of 1 KiB; tables of 64 rows.
 LAYER = (Parameter(1000, KIB, 2, False), Parameter(16, KIB, 4, True))
 TABLE = (Parameter(64, KIB, 2, False),)
-MODEL = (Unit("layers.0", LAYER), Unit("layers.1", LAYER), Unit("embedding", TABLE), Unit("head", TABLE))
+MODEL = {"layers.0": LAYER, "layers.1": LAYER, "embedding": TABLE, "head": TABLE}
 #: A ledger for it, in KiB; 100 of the weights are no parameters, such as the quantisation states of 4-bit weights.
 LEDGER = {
     "weights": 2 * 1000 + 2 * 64 + 100, "adapters": 32, "gradients": 32, "optimizer": 64, "activations": 500, "recomputed": 50,
@@ -68,12 +68,12 @@ def test_of_4_bit_weights_each_card_loads_its_own_rows_beside_the_whole_adapters
 
 def test_the_first_start_has_one_matrix_in_16_bit_on_a_card():
     codes = Parameter(2**20, 2, 2, False)  # a column of four codes to an element
-    rank = on_cards(2, (Unit("layers.0", (codes,)), *MODEL[2:]), four_bit=True, strategy="fsdp", offload="cpu")
+    rank = on_cards(2, {"layers.0": (codes,), "embedding": TABLE, "head": TABLE}, four_bit=True, strategy="fsdp", offload="cpu")
     assert rank.peaks["load"] == (2 + 8) * MIB + hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
 
 
 def test_rows_that_do_not_divide_are_padded_on_every_card():
-    odd = (Unit("layers.0", (Parameter(10, KIB, 2, False),)), Unit("head", (Parameter(3, KIB, 2, False),)))
+    odd = {"layers.0": (Parameter(10, KIB, 2, False),), "head": (Parameter(3, KIB, 2, False),)}
     run = hand_run()
     rank = shard(run, odd, settings(launch={"num_processes": 4, "strategy": "fsdp"}))
     assert run.parts["weights"] - rank.parts["weights"] == (10 - 3 + 3 - 1) * KIB
@@ -140,10 +140,10 @@ def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(hom
 def test_units_have_every_parameter_once_and_are_cached(home):
     values, recipe = config_values(tie_word_embeddings=True), settings(launch={"num_processes": 2, "strategy": "fsdp"})
     units = units_of(values, recipe)
-    assert [unit.name for unit in units] == [*(f"layers.{number}" for number in range(8)), "head", "rest"]
+    assert list(units) == [*(f"layers.{number}" for number in range(8)), "head", "rest"]
     assert units == units_of(values, recipe)
-    adapters = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
+    adapters = sum(parameter.size_bytes for unit in units.values() for parameter in unit if parameter.trained)
     # rank 8 in fp32: q and o 256 x 256, k and v 256 x 128, gate, up and down 256 x 512, in each of 8 layers
     assert adapters == 8 * 8 * 4 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
-    table = next(unit for unit in units if unit.name == "head").parameters
+    table = units["head"]
     assert [parameter.size_bytes for parameter in table] == [1024 * 256 * 2]
