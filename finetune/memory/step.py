@@ -110,9 +110,7 @@ def tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> 
 
 def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
     def observed(*recompute_inputs: Any) -> Any:
-        if tracker.phase != "backward":
-            return function(*recompute_inputs)
-        with tracker.tagging("recomputed"):
+        with tracker.tagging("recomputed" if tracker.phase == "backward" else tracker.part):
             return function(*recompute_inputs)
 
     return checkpoint(observed, *inputs)

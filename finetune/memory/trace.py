@@ -69,17 +69,14 @@ class Recording:
         self._persistent: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._layers: list[int] = []
-        self._section, self._running, self._layer = 0, False, -1
+        self._section, self._running, self.running_layer = 0, False, -1
 
     def begin(self, part: str) -> None:
-        self._section, self._layer = self._section + 1, -1
+        self._section, self.running_layer = self._section + 1, -1
         self._parts.append((part, self._section))
 
     def begin_phase(self, phase: str) -> None:
-        self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
-
-    def enter(self, layer: int) -> None:
-        self._layer = layer
+        self._section, self._running, self.running_layer = self._section + 1, phase in _RUNNING, -1
 
     def allocate(self, storage: int, size: int, layer: int | None) -> None:
         self._numbers[storage] = self._add(size, layer)
@@ -110,12 +107,12 @@ class Recording:
 
     def _add(self, size: int, layer: int | None) -> int:
         number = len(self._layers)
-        self._layers.append(layer if layer is not None else self._layer if self._running else -1)
+        self._layers.append(layer if layer is not None else self.running_layer if self._running else -1)
         self._note(number, size)
         return number
 
     def _note(self, number: int, size: int) -> None:
-        self.events.append((number, size, self._section, self._layer if self._running else self._layers[number]))
+        self.events.append((number, size, self._section, self.running_layer if self._running else self._layers[number]))
 
     def trace(self, depth: Depth | None = None) -> Trace:
         """Return the events by part, repeated to `depth`. Raises NotRepeated."""

@@ -91,7 +91,7 @@ class StorageTracker(TorchDispatchMode):
     def layer(self, layer: int | None) -> None:
         self._layer = layer
         if layer is not None:
-            self.recording.enter(layer)
+            self.recording.running_layer = layer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

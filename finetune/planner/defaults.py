@@ -191,9 +191,7 @@ def float16_risk(config: dict[str, Any]) -> tuple[bool, str]:
 def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     if not choices.value("lean_layers"):
         return 0, "only lean layers have them"
-    longest = choices.value("max_length")
-    if data is not None and data.longest and not choices.value("packing"):
-        longest = min(longest, data.longest)
+    longest = Batches(choices.value("max_length"), choices.value("packing"), data).longest
     if longest <= LONG_ROW:
         return 0, f"only rows of more than {LONG_ROW:,} tokens need tiles"
     return TILE, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
@@ -355,7 +353,7 @@ def with_open_lengths(choices: Choices, data: DataStatistics | None) -> Iterator
 
 def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
     """Return the cost of other values of max_length."""
-    lengths = batches.data.lengths if batches.data else ()
+    lengths = batches.lengths
     if not lengths:
         return ()
     at = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]

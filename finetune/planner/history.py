@@ -125,13 +125,12 @@ def _rows() -> list[dict[str, Any]]:
         for line in (cache_dir() / FILE).read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # a damaged line is skipped
                 row = parse_checked(line)
-                if isinstance(row, dict) and isinstance(row.get("card"), str) and all(map(_is_figure, row.items())):
+                if isinstance(row, dict) and isinstance(row.get("card"), str) and all(map(_is_valid, row, row.values())):
                     rows.append(row)
     return rows
 
 
-def _is_figure(entry: tuple[str, Any]) -> bool:
-    name, value = entry
+def _is_valid(name: str, value: Any) -> bool:
     is_measured = name.startswith(("measured_", "forecast_", "modelled_")) or name in _WHOLE_RUN
     return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
 

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +129,6 @@ class DataStatistics:
         if packed or not self.most_trained:
             return self.densest_trained_share if self.lengths else 1.0
         return _share(self.most_trained, self.rows, rows, tokens)
-
-    @cached_property
-    def cumulative_lengths(self) -> list[tuple[int, int]]:
-        """Each length with the number of rows up to this length."""
-        counts = sorted(Counter(self.lengths).items())
-        return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
 
 
 def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:

@@ -238,10 +238,6 @@ class VisionWork:
     def flops(self, rank: int) -> float:
         return self.forward_flops + self.backward_flops + rank * self.adapter_flops
 
-    @property
-    def passes(self) -> int:
-        return 2 if self.backward_flops else 1
-
 
 def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork | None:
     """Count the work on a row with these images. Raises RecipeError for an unknown processor."""

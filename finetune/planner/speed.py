@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import DataStatistics, LayerCopies
@@ -60,27 +62,30 @@ class Batches:
     _widths: dict[tuple[int, int | None], float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.data.lengths if self.data else ()
+
+    @property
     def longest(self) -> int:
-        if self.packed or self.data is None or not self.data.longest:
-            return self.max_length
-        return min(self.data.longest, self.max_length)
+        return self.max_length if self.packed or not self.lengths else min(self.lengths[-1], self.max_length)
 
     def mean_width(self, rows: int, batch: int | None = None) -> float:
         """Return the mean padded width of a micro-batch, in a step of `batch` rows sorted by length."""
-        if self.packed or self.data is None or not self.data.lengths:
+        if self.packed or not self.lengths:
             return float(self.max_length)
         if (rows, batch) not in self._widths:  # hundreds of strategies share a few widths
-            self._widths[rows, batch] = self._expected_width(self.data, rows, batch)
+            self._widths[rows, batch] = self._expected_width(rows, batch)
         return self._widths[rows, batch]
 
-    def _expected_width(self, data: DataStatistics, rows: int, batch: int | None) -> float:
-        lengths, count = data.lengths, len(data.lengths)
+    def _expected_width(self, rows: int, batch: int | None) -> float:
+        count = len(self.lengths)
         every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
-        quantiles = ((lengths[n_rows - 1], n_rows) for n_rows in (*range(every, count, every), count))
+        # each length's last row, or quantiles
+        ends = accumulate(Counter(self.lengths).values()) if every == 1 else (*range(every, count, every), count)
         total, below = 0.0, 0.0
-        for length, n_rows in data.cumulative_lengths if every == 1 else quantiles:
+        for n_rows in ends:
             upto = _longest_below(n_rows / count, rows, batch or rows)
-            total += min(length, self.max_length) * (upto - below)
+            total += min(self.lengths[n_rows - 1], self.max_length) * (upto - below)
             below = upto
         return total
 
@@ -92,16 +97,16 @@ class Batches:
     @property
     def attended_tokens(self) -> float:
         """Mean tokens that a token of a packed row attends over."""
-        if not self.packed or self.data is None or not self.data.lengths:
+        if not self.packed or not self.data or not self.lengths:
             return float(self.max_length)
-        return sum(length * length for length in self.data.lengths) / max(1, self.data.total_tokens)
+        return sum(length * length for length in self.lengths) / max(1, self.data.total_tokens)
 
     @property
     def trained_share(self) -> float:
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
 
     def dropped_above(self, limit: int) -> tuple[int, int]:
-        over = [length for length in (self.data.lengths if self.data else ()) if length > limit]
+        over = [length for length in self.lengths if length > limit]
         return len(over), sum(over) - limit * len(over)
 
 
@@ -281,7 +286,7 @@ def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> f
     moved = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
     moved += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
     computing_s = work.flops(job.rank) / flops + moved / bandwidth
-    dequantised = work.passes * work.weights * strategy.base.dequantise_bytes
+    dequantised = (2 if work.backward_flops else 1) * work.weights * strategy.base.dequantise_bytes
     return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
 
 
