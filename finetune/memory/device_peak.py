@@ -15,7 +15,7 @@ from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, LargestStep
 from finetune.memory.sharding import shard, units_of
-from finetune.settings.compatibility import BUFFERS
+from finetune.settings.compatibility import BUFFERS, is_sharded
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -68,21 +68,18 @@ def make_forecast(
     """
     step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
     one_gpu = step.dry_run()
-    is_sharded = settings.launch.strategy != "ddp"
+    sharded = is_sharded(settings.launch)
     # DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)
-    buckets = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not is_sharded else 0
-    run = one_gpu
-    if is_sharded:
-        run = shard(run, units_of(config, settings), settings)
+    buckets = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not sharded else 0
+    run = shard(one_gpu, units_of(config, settings), settings) if sharded else one_gpu
     run = dataclasses.replace(
         run, peaks={phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()},
         parts={**run.parts, "gathered": run.parts["gathered"] + buckets},
     )  # fmt: skip
     highest = max(run.peaks.values())
     # A replay can't help a run that does not fit anyway, nor show when several processes allocate their gradient copies.
-    is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
-    can_replay = is_alone and highest <= card.total_bytes
-    replay = step.replayed(expandable=expandable_segments()) if can_replay else None
+    is_alone = not (card.is_cpu or sharded) and settings.launch.num_processes == 1
+    replay = step.replayed(expandable=expandable_segments()) if is_alone and highest <= card.total_bytes else None
     if replay is not None and replay.segments:  # empty where segments can expand
         # torch counts whole blocks as allocated, which are larger than their tensors there
         peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
@@ -90,7 +87,7 @@ def make_forecast(
         run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
         highest = max(run.peaks.values())
     even, uncertain = settings.packing is True, 0
-    if is_sharded:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
+    if sharded:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
         least_peaks = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
         uncertain = highest - max({**least_peaks, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
     forecast, pinned = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain), _pinned_bytes(run, card, settings)
@@ -206,7 +203,7 @@ def _with_replay_error(reserved: int) -> int:
 
 def _host_bytes(run: DryRun, training: int, settings: Settings) -> int:
     launch = settings.launch
-    if launch.strategy == "ddp":
+    if not is_sharded(launch):
         # offloaded tensors and a merge into 16-bit weights don't overlap
         return PROCESS_BYTES + max(training, 2 * run.parameters)
     # all local ranks; local rank 0 gathers the model to save it

@@ -107,9 +107,7 @@ class StorageTracker(TorchDispatchMode):
             self._source = next((layer for value in tensors if (layer := self.layer_of(value)) is not None), None)
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
-        if isinstance(out, torch.Tensor):
-            self.track(out)
-        elif isinstance(out, list) and func.__name__.startswith("_foreach"):
+        if isinstance(out, list) and func.__name__.startswith("_foreach"):
             for leaf, source in zip(out, args[0], strict=True):  # one per parameter, tagged with its layer
                 self._set_source(source)
                 self.track(leaf, layer=self.layer_of(source))

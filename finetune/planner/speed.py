@@ -245,7 +245,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
     micro = {
         "matmul": max(
-            _layer_flops(shape, strategy, tokens, job) / flops
+            _layer_flops(job, recomputed_share, tokens) / flops
             + _attention_flops(job, strategy, tokens, width) / attention_flops,
             passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
         ),
@@ -301,16 +301,14 @@ def _dispatch_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
     return seconds * (card.launch_s / (CPU_LAUNCH_S if card.is_cpu else LAUNCH_S)) if card.launch_s else seconds
 
 
-def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job) -> float:
-    recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
+    shape = job.decoder
     # FLOPs per weight and token: frozen layers 4 (no weight gradient), recomputed 6, adapters 6 and 8, a reference pass 2
     # without adapters
     frozen = 4 + 2 * recomputed_share + 2 * job.method.reference_passes
     weights = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
-    empty = (
-        shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2 * shape.layers * 3 * shape.hidden * shape.expert_inner
-    )
-    return weights * tokens + frozen * empty
+    empty_rows = shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2
+    return weights * tokens + frozen * (empty_rows * shape.layers * 3 * shape.hidden * shape.expert_inner)
 
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
@@ -318,14 +316,11 @@ def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) 
     recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(shape.layers) / shape.layers
     # causal attention: 2 x layers x width of the heads x attended tokens per token forward, and 2.5 times as many backward
     passes = 1 + 2.5 + recomputed + job.method.reference_passes
-    full, windowed = (
-        2 * layers * shape.attention_width * tokens_attended * passes * tokens
-        for layers, tokens_attended in (
-            (shape.attended - shape.windowed, attended),
-            (shape.windowed, _attended_in_window(job, attended)),
-        )
-    )
-    return full + windowed
+
+    def flops(layers: int, tokens_attended: float) -> float:
+        return 2 * layers * shape.attention_width * tokens_attended * passes * tokens
+
+    return flops(shape.attended - shape.windowed, attended) + flops(shape.windowed, _attended_in_window(job, attended))
 
 
 def _attended_in_window(job: Job, attended: float) -> float:
