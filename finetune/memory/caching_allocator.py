@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from enum import Enum
 from importlib.metadata import version
+from typing import Any
 
 from packaging.version import Version
 
@@ -81,19 +82,16 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
-        if block.mapped:
-            insort(self.free, (block.size, self._tie(block), block))
-        else:
-            insort(self.unmapped, (block.address, block))
+        insort(*self._entry(block))
 
     def remove(self, block: Block) -> None:
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, self._tie(block)))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+        entries, entry = self._entry(block)
+        del entries[bisect_left(entries, entry)]
 
-    def _tie(self, block: Block) -> int:
-        return block.number if self.ties is Ties.BLOCK_AGE else block.address
+    def _entry(self, block: Block) -> tuple[list[Any], tuple[Any, ...]]:
+        if not block.mapped:
+            return self.unmapped, (block.address, block)
+        return self.free, (block.size, block.number if self.ties is Ties.BLOCK_AGE else block.address, block)
 
 
 # Frees take effect immediately, as for tensors used on one stream. tests/memory replays random and recorded requests on the

@@ -64,8 +64,6 @@ class Sharded:
     loading: int
     #: Host memory of each rank.
     host: int
-    #: While loading, each rank reads only its share of the rows.
-    own_rows: bool = False
     #: All-gathered parameters at the start of the forward pass, before anything is saved for the backward pass.
     starting: int = 0
 
@@ -89,7 +87,7 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
         peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
     # tables of 4-bit weights are no parameters, so not sharded
     tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
-    loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
+    loaded = sharded.loading + tables if reads_own_rows(settings) else max(run.peaks["load"], sharded.loading)
     layers = {
         name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
     }
@@ -125,7 +123,7 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
         loading = max(before + sum(map(sum, shards.values())), _quantising(parameters) if own_rows else 0)
         full = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
         share = min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
-        return Sharded(shards, share, 0, gathered + reducing, loading, 0, own_rows, starting)
+        return Sharded(shards, share, 0, gathered + reducing, loading, 0, starting)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     nothing = dict.fromkeys(shards, (0, 0))
@@ -134,7 +132,7 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     arriving = 2 * max(map(sum, shards.values()))
     loading = max(before + trained, _quantising(parameters)) if own_rows else before
     gathered += reducing + arriving
-    return Sharded(nothing, 0.0, 0, gathered, loading, host + 3 * trained, own_rows, starting + arriving)
+    return Sharded(nothing, 0.0, 0, gathered, loading, host + 3 * trained, starting + arriving)
 
 
 def _quantising(parameters: list[Parameter]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -180,15 +180,14 @@ class _Deepening:
         # some operators (int8's saved activations) hold tensors of all layers until the whole graph is freed: events of one
         # layer, which is not copied, release them
         released = {number for number, size, _ in self.events if size == RELEASED}
-        unreleased: dict[int, list[int]] = {}
+        unreleased = defaultdict[int, list[int]](list)
         for copy, key in self._original_of.items():
-            first = self._numbers_by_key[key]
-            if copy not in released and first in released:
-                unreleased.setdefault(first, []).append(copy)
+            if copy not in released:
+                unreleased[self._numbers_by_key[key]].append(copy)
         events, self.events = self.events, []
         for number, size, section in events:
             self.events.append((number, size, section))
-            if size == RELEASED and number in unreleased:
+            if size == RELEASED:
                 self.events += [(copy, RELEASED, section) for copy in unreleased[number]]
 
     def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:

@@ -173,7 +173,7 @@ class _Planner:
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
-        forecast = self._forecast(self.config, settings, candidate.width, lengths=self.data.lengths)
+        forecast = self._forecast(settings, candidate.width, lengths=self.data.lengths)
         raised = dataclasses.replace(candidate, forecast=forecast)
         search.evaluated[search.evaluated.index(candidate)] = raised
         return raised
@@ -192,7 +192,7 @@ class _Planner:
         job = dataclasses.replace(job, compiled=True, lean=False) if attempt.compiled else job
         settings = self._settings_of(attempt.choices, chosen.strategy)
         sft = resolved(settings, method="sft", precompute_ref_log_probs=False, **dict.fromkeys(method.settings))
-        memory = chosen.forecast.peak_bytes / self._forecast(self.config, sft, attempt.search.width).peak_bytes
+        memory = chosen.forecast.peak_bytes / self._forecast(sft, attempt.search.width).peak_bytes
         price = f"{memory:.1f} x the memory"
         if knows_rates(self.card):
             sft_s = time_step(dataclasses.replace(job, method=METHODS["sft"]), chosen.strategy).step_s
@@ -206,7 +206,7 @@ class _Planner:
         self.report_progress("forecasting compiled layers")
         settings = self._settings_of(compiled, chosen.strategy)
         try:
-            forecast = self._forecast(self.config, settings, search.job.batches.longest)
+            forecast = self._forecast(settings, search.job.batches.longest)
             reason = why_not_compiled(forecast)
         except RecipeError as error:
             reason = error.problems[0]
@@ -329,7 +329,7 @@ class _Planner:
     def _forecast_strategy(self, choices: Choices, job: Job, strategy: Strategy) -> Forecast:
         width = job.batches.longest
         self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
-        return self._forecast(self.config, self._settings_of(choices, strategy), width)
+        return self._forecast(self._settings_of(choices, strategy), width)
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
@@ -337,9 +337,9 @@ class _Planner:
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 
-    def _forecast(self, config: dict[str, Any], settings: Settings, width: int, **more: Any) -> Forecast:
+    def _forecast(self, settings: Settings, width: int, config: dict[str, Any] | None = None, **more: Any) -> Forecast:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
-        forecast = make_forecast(config, settings, self.card, rows=rows, budget_bytes=self.budget, **more)
+        forecast = make_forecast(config or self.config, settings, self.card, rows=rows, budget_bytes=self.budget, **more)
         # no dry run includes the worst excess of earlier runs here
         worst = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
         high = forecast.peak_high_bytes + round(worst * forecast.allocated_bytes)
@@ -354,7 +354,7 @@ class _Planner:
             return None
         self.report_progress("forecasting several GPUs")
         width = min(settings.max_length, attempt.search.job.batches.longest)
-        forecast = functools.partial(self._forecast, self.config, width=width)
+        forecast = functools.partial(self._forecast, width=width)
         return needs_of_each_card(self.recipe, settings, self.budget, forecast)
 
     def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
@@ -362,7 +362,7 @@ class _Planner:
 
         def forecast_of(changed: Settings, config: dict[str, Any] | None = None) -> Forecast:
             self.report_progress(f"forecasting {changed.model_name_or_path if config else 'a smaller setting'}")
-            return self._forecast(config or self.config, changed, min(changed.max_length, longest))
+            return self._forecast(changed, min(changed.max_length, longest), config)
 
         suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
         if attempt.verdict != Verdict.NO_FIT:

@@ -114,8 +114,7 @@ def largest_model(
         is_kind = "vision_config" in values if settings.vision else "text_config" not in values
         if not (is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
             continue
-        own_code = {"model_revision": None, "trust_remote_code": False}
-        other = resolved(settings, model_name_or_path=name, **own_code, **switches(NF4))
+        other = resolved(settings, model_name_or_path=name, model_revision=None, trust_remote_code=False, **switches(NF4))
         try:
             shape = shape_of(values, other)
             # a forecast costs up to a second: skip hopeless models
