@@ -110,9 +110,7 @@ def predicted_bytes(row: Row, *, full_depth: bool = False) -> int:
         simulation = simulate_row(row, config)
     else:
         simulation, _ = simulate_deep(config, lambda shallow: simulate_row(row, shallow), first_differs=not row.checkpointing)
-    return max(
-        peak.total() for (phase, _), peak in simulation.peaks.items() if phase != "first step"
-    ) + 2 * cublas_workspace_bytes(T4)
+    return max(peak.total() for peak in simulation.peaks.values()) + 2 * cublas_workspace_bytes(T4)
 
 
 @contextmanager
