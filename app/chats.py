@@ -201,20 +201,20 @@ class Conversation:
         self, work: Work, model: Model, text: str, pictures: Sequence[str], *, max_new_tokens: int, system: str = "",
         temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the fields of an `Answer`; reports pieces as text and whether the text is a thought."""
+        """Send pieces of the reply to `work` as (text, is a thought); return the fields of an `Answer`."""
         from finetune.model.generate import Sampling
 
         added = kept_pictures(self._folder, pictures)
         if len(added) < len(pictures):
             raise CommandError("an image of this message was removed or changed", "Add it again.")
-        earlier, shown = self.history(model)
+        earlier, images = self.history(model)
         messages = [*earlier, message_with_pictures(text, len(added))]
-        before = [{"role": "system", "content": system}] if system else []
-        if shown := [*shown, *added]:
+        system_messages = [{"role": "system", "content": system}] if system else []
+        if images := [*images, *added]:
             self._answerer.require_vision()
         with self._answerer.using(model):
             reply, answer = self._answerer.stream(
-                [*before, *messages], lambda *piece: work.send(piece), tools=(), pictures=shown,
+                [*system_messages, *messages], lambda *piece: work.send(piece), tools=(), pictures=images,
                 max_new_tokens=max_new_tokens, stopped=work.is_cancelled, sampling=Sampling(temperature, top_p, seed),
             )  # fmt: skip
         return {

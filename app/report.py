@@ -28,7 +28,7 @@ from .views.answers import answers, evaluations
 from .views.charts import curves, measured_peak
 from .views.markup import Safe, as_on_page, render
 from .views.new_run import answer as plan_answer
-from .views.run import BROKEN, about, chosen, explanation_of, figures, memory, messages, pill, progress
+from .views.run import BROKEN, about, explanation_of, figures, memory, messages, pill, progress, settings_table
 from .views.runs import arms, comparison, losses, sweep_sentence
 from .workspace import JOURNAL
 
@@ -90,7 +90,7 @@ def _of_run(live: LiveRun) -> str:
         checks=[event for event in every if isinstance(event, ForecastCheck) and event.measured_allocated_bytes],
         # a changed report.json must not be shown as fact
         data_changes=changes_in(run.data, required=False, only="report.json"), data=read_object(run.data / "report.json"),
-        was_edited=plan_was_edited(run.plan), verdict=Safe(plan_answer(plan, has_bar=False)), chosen=chosen(plan),
+        was_edited=plan_was_edited(run.plan), verdict=Safe(plan_answer(plan, has_bar=False)), chosen=settings_table(plan),
         messages=messages(digest), versions=sorted(start.versions.items()) if isinstance(start, Start) else (),
     )  # fmt: skip
 

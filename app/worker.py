@@ -37,8 +37,8 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the app's processes."""
-    # without the app's token: other processes must not leak the token
+    """Return the environment of the app's child processes."""
+    # without the app's token and its folder of uploads
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 

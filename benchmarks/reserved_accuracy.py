@@ -66,7 +66,7 @@ def _steps(row: Row, config: PretrainedConfig) -> Trace:
             materialise(model, tracker, dtype=torch.float16)
             optimizer = accuracy.optimizer_of(model)
             for number in range(2):
-                tracker.recording.begin(f"step {number}")
+                tracker.recording.begin_part(f"step {number}")
                 optimizer.zero_grad(set_to_none=True)
                 accuracy.step(row, model, optimizer, tracker)
         trace = tracker.recording.trace(depth)

@@ -22,8 +22,8 @@ _asked_s: float | None = None
 _switched_off_here = False
 
 
-def require_repo(repo: str) -> None:
-    """Raise CommandError for an invalid name."""
+def require_repo_id(repo: str) -> None:
+    """Raise CommandError unless `repo` is OWNER/NAME."""
     if not REPO_ID.fullmatch(repo):
         raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
 

@@ -26,7 +26,7 @@ from ..planning.draft import FIRST, Edited
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
-from ..views.run import chosen as reasons_of
+from ..views.run import settings_table as reasons_of
 from ..web.followed import Context, attempted
 from ..worker import SupersededError
 

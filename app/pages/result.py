@@ -11,7 +11,7 @@ from typing import Any
 from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations
 from finetune.export.targets import GGUF_TYPES
-from finetune.hub import require_repo
+from finetune.hub import require_repo_id
 from finetune.run.directory import RunDirectory
 
 from ..background import Task, task_of
@@ -114,7 +114,7 @@ def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> lis
         raise ValueError(how)
     if kind not in (*_KINDS, *_gguf_files(run)):
         raise CommandError(tr("Choose what to push."))
-    require_repo(repo)
+    require_repo_id(repo)
     # only files that the last dry run listed are pushed
     if how == "--yes":
         listed, named = task_of(context.workspace, run, "push").result() or {}, kind if kind in _KINDS else "gguf"

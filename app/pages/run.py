@@ -55,7 +55,7 @@ class RunPage:
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
         """Return the HTML of a tab's parts and the head's parts."""
-        texts = run_view.texts(self.context.lives.of(run), tab)
+        texts = run_view.html_parts(self.context.lives.of(run), tab)
         if tab in ("answers", "use"):
             texts |= result.parts(self.context, run, tab, order)
         return texts | chat.parts(self.context, run) if tab == "chat" else texts

@@ -58,14 +58,15 @@ def page(live: LiveRun, tab: str, forms: Mapping[str, str], parts: Mapping[str, 
         text = live.run.recipe.read_text(encoding="utf-8")
     return render(
         "run", name=name, tab=tab, parts=parts, forms={key: Safe(form) for key, form in forms.items()},
-        chart=chart_element([name]), chosen=chosen(live.plan()), recipe=Safe(inert(text, 100_000)),
+        chart=chart_element([name]), chosen=settings_table(live.plan()), recipe=Safe(inert(text, 100_000)),
         command=f"finetune run {shell_join([str(live.run.recipe)])}",
     )  # fmt: skip
 
 
-def texts(live: LiveRun, tab: str) -> dict[str, str]:
-    """Return the HTML of each part of the head and of a tab without forms."""
-    is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
+def html_parts(live: LiveRun, tab: str) -> dict[str, str]:
+    """Return the HTML of each part of the head, and of the open tab if it has no forms."""
+    is_read = live.refresh()  # before the values below
+    state, digest, plan = live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
     name = live.run.path.name
     shown = {
@@ -242,8 +243,8 @@ def parts_of(plan: Plan) -> tuple[dict[str, int], int]:
     return {key: size for key, size in parts.items() if size > 0}, max(0, used - budget)
 
 
-def chosen(plan: Plan) -> Safe:
-    """Return six settings with their reasons, then all settings."""
+def settings_table(plan: Plan) -> Safe:
+    """Return the HTML of the main settings with their reasons, then of all settings."""
     return render("choices", plan=plan, settings=plan.settings, as_set=AS_SET)
 
 

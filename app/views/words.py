@@ -83,7 +83,7 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     if name == "per_device_train_batch_size":
         return tr_n("{n} row at a time", "{n} rows at a time", int(value))
     if name == "activation_checkpointing" or (name == _EVERY_N and "activation_checkpointing" not in settings):
-        return capital(_recomputation(settings.get("activation_checkpointing", "true"), int(settings.get(_EVERY_N, 1))))
+        return capital(_checkpointing_phrase(settings.get("activation_checkpointing", "true"), int(settings.get(_EVERY_N, 1))))
     if name in SWITCHES and value == "false":
         return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
     if name in _NUMBERS:
@@ -96,7 +96,7 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 
 
-def _recomputation(kind: str, count: int) -> str:
+def _checkpointing_phrase(kind: str, count: int) -> str:
     if kind in _RECOMPUTATION:
         return tr(_RECOMPUTATION[kind])
     return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
@@ -104,7 +104,7 @@ def _recomputation(kind: str, count: int) -> str:
 
 def plan_in_words(settings: Settings) -> str:
     """Return `16-bit weights, no gradient checkpointing`."""
-    ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
+    ways = [tr("{precision} weights", precision=precision(settings)), gradient_checkpointing(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
         count, is_disk = settings.offloaded_layers, settings.layer_offloading == "nvme"
@@ -122,9 +122,10 @@ def precision(settings: Settings) -> str:
     return tr("{bits}-bit", bits=base_format_of(settings).bits)
 
 
-def recomputation(settings: Settings) -> str:
-    """Return which layers use gradient checkpointing."""
-    return _recomputation(str(settings.activation_checkpointing).lower(), settings.activation_checkpointing_every_n_layers)
+def gradient_checkpointing(settings: Settings) -> str:
+    """Return a phrase such as `gradient checkpointing in 1 layer of 2`."""
+    kind = str(settings.activation_checkpointing).lower()
+    return _checkpointing_phrase(kind, settings.activation_checkpointing_every_n_layers)
 
 
 def optimizer(settings: Settings) -> str:
@@ -134,7 +135,7 @@ def optimizer(settings: Settings) -> str:
 
 
 def loss_text(value: float) -> str:
-    """Return a loss with three decimals, below 0.1 with four."""
+    """Format a loss to three decimals, or to four below 0.1."""
     return f"{value:.{4 if abs(value) < 0.1 else 3}f}"
 
 

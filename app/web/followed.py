@@ -82,7 +82,7 @@ class FollowedPage(ABC):
 
 
 def changed_parts(parts: Mapping[str, str], shown: str) -> dict[str, tuple[str, str]]:
-    """Return stamp and HTML of each part whose stamp is not in `shown`."""
+    """Return stamp and HTML of each part that the browser lacks. `shown`: the stamps it has, separated by dots."""
     stamped = {name: (stamp_of(name, html), html) for name, html in parts.items()}
     return {name: pair for name, pair in stamped.items() if pair[0] not in shown.split(".")}
 

@@ -177,7 +177,7 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
     """Copy a model to fake tensors, tagged as weights or adapters."""
     # weights on meta are offloaded and stay there, unless all are on meta: then the model was built without weights
     copies = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
-    tracker.recording.begin("load")
+    tracker.recording.begin_part("load")
     has_adapters = any("lora_" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         part = "adapters" if has_adapters and parameter.requires_grad else "weights"

@@ -162,7 +162,6 @@ def _catalogue_name(typed: str) -> str | None:
 
 
 def _close_names(typed: str) -> list[str]:
-    """Return catalogue names with this memory, or similar to `typed`."""
     size = _SIZE.fullmatch(typed.strip().lower())
     if size:
         same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]

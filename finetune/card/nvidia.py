@@ -285,7 +285,7 @@ def _process(pid: int) -> str:
 
 
 def in_container() -> bool:
-    """Tell whether process ids differ from the machine's (container, WSL)."""
+    """Return whether process ids differ from the machine's, as in a container or WSL."""
     try:
         return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
     except OSError:  # not Linux

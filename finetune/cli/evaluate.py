@@ -38,7 +38,7 @@ def evaluate_run(
         }  # fmt: skip
         if others := ", ".join(name for name, value in of_rows.items() if value):
             raise CommandError(f"--tasks can't be combined with {others}", "Leave one of them out.")
-        _show_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
+        _evaluate_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
         return
     if quantisation:
         _show_quantisation(source, last=last, as_json=as_json)
@@ -167,9 +167,9 @@ def _one_line(text: str) -> str:
     return flat if len(flat) <= 160 else flat[:157] + "..."
 
 
-def _show_tasks(source: str, tasks: str, *, rows: int | None, last: bool, as_json: bool) -> None:
+def _evaluate_tasks(source: str, tasks: str, *, rows: int | None, last: bool, as_json: bool) -> None:
     run = open_run(source)
-    restrict_visible_devices(run)
+    restrict_visible_devices(run)  # before the imports, as above
     from finetune.evaluate.paired import format_difference
     from finetune.evaluate.tasks import measure_tasks
 

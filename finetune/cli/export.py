@@ -91,9 +91,9 @@ def push_run(
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
         raise CommandError("the push needs a confirmation from a terminal", "See the files with --dry-run, then add --yes.")
     from finetune.export.push import files_to_send, push
-    from finetune.hub import require_repo
+    from finetune.hub import require_repo_id
 
-    require_repo(repo)
+    require_repo_id(repo)
     run, kind = open_run(source), "merged" if merged else "gguf" if gguf else "adapter"
     files = files_to_send(run, kind, gguf)
     total, seen = sum(file.size for file in files), "public" if public else "private"

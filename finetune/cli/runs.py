@@ -122,7 +122,6 @@ def _show(source: str, *, as_json: bool) -> None:
 
 
 def _show_memory(source: str, *, as_json: bool) -> None:
-    """Print peaks, and files for PyTorch's memory viewer."""
     run = open_run(source)
     try:
         plan = adjusted_plan(run)

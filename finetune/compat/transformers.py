@@ -140,15 +140,15 @@ def fake_experts() -> AbstractContextManager[Any]:
 def keep_fsdp_wrap_policy() -> None:
     """Keep the FSDP wrap policy of Trainer for models with adapters."""
 
-    # PEFT's policy combines two, for which accelerate's FSDP2 would wrap no layer: every GPU would gather the whole model for
-    # the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy)
-    def updated(update: Callable[..., None], model: Any, accelerator: Any) -> None:
+    # PEFT's policy is made of two policies, which accelerate's FSDP2 does not recognise: it would wrap no layer, and every GPU
+    # would gather the whole model for the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy)
+    def update_and_restore(update: Callable[..., None], model: Any, accelerator: Any) -> None:
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.auto_wrap_policy
         update(model, accelerator)
         plugin.auto_wrap_policy = policy
 
-    wrap(_WRAP_POLICY, updated)
+    wrap(_WRAP_POLICY, update_and_restore)
 
 
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
@@ -203,10 +203,11 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
 
 
 def loading_with(quantiser: type | None) -> AbstractContextManager[Any]:
-    """Temporarily load 4-bit models by `quantiser`, if any."""
+    """Temporarily load 4-bit models with `quantiser`, if given."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    return _entries(AUTO_QUANTIZER_MAPPING, **({"bitsandbytes_4bit": quantiser} if quantiser else {}))
+    entries = {"bitsandbytes_4bit": quantiser} if quantiser else {}
+    return _entries(AUTO_QUANTIZER_MAPPING, **entries)
 
 
 def quantised_on(device: Any) -> AbstractContextManager[Any]:

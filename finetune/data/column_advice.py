@@ -56,10 +56,10 @@ def first_rows(dataset: DatasetRecipe) -> list[Row]:
 
 
 def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
-    """Map columns to fields of an alpaca row or `ignore`, and tell whether these are guesses."""
+    """Return the alpaca field of each column, or `ignore`, and whether these are guesses."""
     values = [row.values for row in rows]
     columns = list(dict.fromkeys(name for row in values for name in row))
-    # conversations have no roles
+    # nested values are conversations, which have no alpaca fields
     if any(not isinstance(value, str | int | float | None) for row in values for value in row.values()):
         return {}, False
     asked, fields = columns, dataset.columns
@@ -69,7 +69,7 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
             return {}, False
         asked = [*parser.parse([*rows]).unused.asked()]
         fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | parser.columns
-        # of unused columns only a context is read without asking
+        # a context is the only unused column that is read without asking
         suggestions = [item for item in _unused_columns(asked, parser, values) if "input" in item[1]["columns"]]
     except DataError:
         suggestions = [*_questions(_by_part(columns, values))]

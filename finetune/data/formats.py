@@ -81,7 +81,6 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
 
 
 def _messages(value: Any, field: str, role: str, reader: MessageReader | None = None) -> list[Message]:
-    """Read messages, a single message, or a text of this role."""
     if reader is None or isinstance(value, str):
         return [{"role": role, "content": required_text({field: value}, field)}]
     return reader.read([value] if isinstance(value, dict) else value, field)
@@ -120,7 +119,6 @@ _EQUAL = "and rejected are equal; there is nothing to prefer"
 
 
 def _from_preference(row: Values, reader: MessageReader) -> Values:
-    """Read a pair of answers. Raise BadRow."""
     # As TRL, LLaMA-Factory, Axolotl and ms-swift write pairs: the prompt in its own column (text, messages, instruction),
     # or each answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
     values = [_answer(row, field) for field in _ANSWERS]

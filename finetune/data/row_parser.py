@@ -281,7 +281,6 @@ class PreferenceData(DataError):
 
 
 def _check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
-    """Raise DataError for columns of data with another use."""
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
         if filled_columns.issuperset(columns):

@@ -271,7 +271,6 @@ def find_sources(
 
 
 def _split_files(paths: str | list[str]) -> list[DataFiles]:
-    """Return folders and patterns that name files by split."""
     folders = map(DataFiles.of, [paths] if isinstance(paths, str) else paths)
     return [files for files in folders if files is not None and files.is_split]
 

@@ -191,7 +191,6 @@ class LimitedSplit:
             yield table.cast(self._schema)
 
     def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
-        """Truncate a shard's sequences, or cut them into chunks."""
         selected = table.filter(mask)
         ends, chunks = self._ends[indices][mask], self._chunks[indices][mask]
         offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunks)))

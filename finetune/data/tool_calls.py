@@ -114,9 +114,9 @@ def _parse_literal(text: str, path: str) -> Any:
 
 
 def responses_in_text(text: str) -> list[str]:
-    """Return the replies in `<tool_response>` tags, or the whole text."""
-    responses = _TOOL_RESPONSE.findall(text)
-    return responses if responses and not _TOOL_RESPONSE.sub("", text).strip() else [text]
+    """Return the contents of `<tool_response>` tags, or the whole text if it has anything else."""
+    responses, has_other_text = _TOOL_RESPONSE.findall(text), _TOOL_RESPONSE.sub("", text).strip()
+    return responses if responses and not has_other_text else [text]
 
 
 def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[Values, ...]]:

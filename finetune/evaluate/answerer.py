@@ -100,17 +100,17 @@ class Answerer:
         return self.encoder.stops | (self.chat_format.call_stops if self.chat_format else set())
 
     def stream(
-        self, turns: list[dict[str, Any]], say: OnPiece, *, tools: tuple[dict[str, Any], ...] | None, max_new_tokens: int,
+        self, turns: list[dict[str, Any]], on_piece: OnPiece, *, tools: tuple[dict[str, Any], ...] | None, max_new_tokens: int,
         sampling: Sampling, stopped: Callable[[], bool], pictures: Sequence[PictureSource] = (),
     ) -> tuple[Streamed, Answer]:  # fmt: skip
-        """Answer `turns`, passing pieces to `say` until `stopped()`; with `tools=None` calls stay text."""
-        stream = AnswerStream(self.chat_format, tools, say) if self.chat_format else None
+        """Answer `turns`, passing pieces to `on_piece` until `stopped()`; with `tools=None` calls stay text."""
+        stream = AnswerStream(self.chat_format, tools, on_piece) if self.chat_format else None
         reply = streamed_answer(
             self.model, self.tokenizer, self.prompt_ids(turns, tools or (), pictures), stops=self._stops(),
             max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped, more_inputs=self.more_inputs([pictures]),
-            on_text=stream.add if stream else lambda piece: say(piece, False), with_special_tokens=stream is not None,
+            on_text=stream.add if stream else lambda piece: on_piece(piece, False), with_special_tokens=stream is not None,
         )  # fmt: skip
-        return reply, stream.finish(is_cut=not reply.ended) if stream else Answer(reply.text)
+        return reply, (stream.finish(is_cut=not reply.ended) if stream else Answer(reply.text))
 
     def prompt_ids(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()

@@ -32,7 +32,7 @@ _ANSWER_TOKENS = 256  # the harness's limit of an answer where a task has none
 def measure_tasks(
     run: RunDirectory, tasks: Sequence[str], *, rows: int | None = None, last: bool = False, progress: Progress = lambda _: None
 ) -> list[TaskScore]:
-    """Score tasks, groups or YAML files on their first `rows` rows. Raise PackagesError, CommandError or DataError."""
+    """Score tasks on their first `rows` rows, and save the scores. Raise PackagesError, CommandError or DataError."""
     if not importlib.util.find_spec("lm_eval"):
         problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
         raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
@@ -44,11 +44,12 @@ def measure_tasks(
     outputs = {}
     for model, adapter in (("base", None), ("tuned", folder)):
         with answerer.using(model):
-            # keeps every answer in the run, so an interrupted evaluation continues
+            # every answer is saved in the run, so an interrupted evaluation continues
             journal = answer_journal(run, f"tasks-{model}", adapter)
             outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
     scores = _compare(outputs["base"], outputs["tuned"])
-    others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
+    measured = {score.task for score in scores}
+    others = [score for score in read_tasks(run) if score.task not in measured]
     keep_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
     return scores
 

@@ -19,7 +19,7 @@ from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
 from finetune.export.targets import TARGETS
 from finetune.files import MAX_JSON_BYTES, parse_json, read_limited
-from finetune.hub import is_switched_off, require_repo
+from finetune.hub import is_switched_off, require_repo_id
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
@@ -92,7 +92,7 @@ def push(
 
     Raise CommandError for a user's error, HubError for the network.
     """
-    require_repo(repo)
+    require_repo_id(repo)
     if is_switched_off():
         raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.")
     if not get_token():
@@ -114,18 +114,19 @@ def push(
 
 
 def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
+    """Create the repository if needed, and return whether it is empty."""
     try:
         api.create_repo(repo, private=not public, repo_type="model", exist_ok=False)
         return True
     except HfHubHTTPError as error:
-        if error.response.status_code != 409:
+        if error.response.status_code != 409:  # it exists
             raise
     info = api.repo_info(repo)
     if not info.private and not public:
-        raise CommandError(f"{repo} exists and is public", "Give another name, or add --public.")
+        raise CommandError(f"{repo} exists and is public", "Choose another name, or add --public.")
     names = {file.rfilename for file in info.siblings or []} - {".gitattributes"}
     if names and not update:
-        raise CommandError(f"{repo} exists already, with {len(names)} files", "Give another name, or add --update.")
+        raise CommandError(f"{repo} already exists and has {len(names)} files", "Choose another name, or add --update.")
     return not names
 
 

@@ -159,5 +159,5 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def is_lean(module: torch.nn.Module) -> bool:
-    """Return whether `make_lean` has chosen the lean forward of these experts."""
+    """Return whether `make_lean` turned on the lean forward of these experts."""
     return "lean" in vars(module)

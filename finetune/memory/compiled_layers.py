@@ -39,7 +39,8 @@ class SplitLayers:
         self.selective, self.problem = selective, ""
         self._splits: dict[Any, _Call | None] = {}
 
-    def replace(self, layers: list[torch.nn.Module]) -> None:
+    def patch_forwards(self, layers: list[torch.nn.Module]) -> None:
+        """Run the split graph of each layer in place of its forward."""
         for layer in layers:
             layer.forward = functools.partial(self._run, layer)  # type: ignore[method-assign]
 

@@ -39,7 +39,7 @@ class _Loading:
         self._uncast: dict[int, torch.nn.Parameter] = {}
 
     def load_base(self) -> None:
-        self._tracker.recording.begin("load")
+        self._tracker.recording.begin_part("load")
         self._tracker.phase = "load"
         for path, module, names in _in_loading_order(self._model):
             self._tracker.layer = layer_number(path)
@@ -121,7 +121,6 @@ class _Loading:
 
 
 def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
-    """Sort parameters by checkpoint name, numbers by value."""
     # The weight loaded last decides the load peak of a quantised model: it is in 16 bit beside all packed weights.
     # Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     name_of = name_in_checkpoint(model.get_base_model())

@@ -114,7 +114,6 @@ class SmallValues(TorchDispatchMode):
 
 
 def _as_positions(indices: Any) -> list[Any]:
-    """Replace masks with values by the positions they select."""
     positions: list[Any] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and type(index) is not FakeTensor and index.dtype is torch.bool:

@@ -206,7 +206,6 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
 
 
 def _by_unit(units: Units, size: Callable[[Parameter], int] = attrgetter("size_bytes")) -> dict[str, tuple[int, int]]:
-    """Return the (frozen, trained) bytes of each unit."""
     sums = {name: [0, 0] for name in units}
     for name, parameters in units.items():
         for parameter in parameters:

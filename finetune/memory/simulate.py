@@ -55,7 +55,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         observe(model, tracker)
         split = SplitLayers(selective=settings.activation_checkpointing == "selective")
         if settings.torch_compile:
-            split.replace(decoder_layers(model))
+            split.patch_forwards(decoder_layers(model))
         with (
             forecast_for(capability),
             auxiliary_loss(functools.partial(tag_auxiliary_loss, tracker)),
@@ -130,7 +130,7 @@ def _run(
     save(model, tracker)
     tracker.record()
     if held_out := batch.held_out:
-        tracker.recording.begin("eval")
+        tracker.recording.begin_part("eval")
         model.eval()
         if semantics is not None:
             semantics.trained_tokens = held_out.trained_tokens

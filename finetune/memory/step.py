@@ -132,16 +132,16 @@ def take_step(
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
     if arguments.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
+    tracker.recording.begin_part("micro-batch")
     with context:
         value = loss()
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
         backward(value)
     del value
-    tracker.recording.begin("clipping")
+    tracker.recording.begin_part("clipping")
     tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
     torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
+    tracker.recording.begin_part("optimizer")
     with paged_states_on_host(on_cpu):
         optimizer.step()
     optimizer.zero_grad()
@@ -149,7 +149,7 @@ def take_step(
 
 def save(model: Any, tracker: StorageTracker) -> None:
     """Allocate the copies that saving a checkpoint makes."""
-    tracker.recording.begin("save")
+    tracker.recording.begin_part("save")
     gc.collect()
     tracker.phase, tracker.part = "save", "workspace"
     state_dict_copies(model, tracker)
@@ -164,7 +164,7 @@ def first_step(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
 ) -> None:
     """Allocate the optimizer states by a step with zero gradients."""
-    tracker.recording.begin("first step")
+    tracker.recording.begin_part("first step")
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
     zero_gradients(model, tracker)
     with paged_states_on_host(on_cpu):

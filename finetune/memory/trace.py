@@ -71,12 +71,14 @@ class Recording:
         self._layers: list[int] = []
         self._section, self._running, self.running_layer = 0, False, -1
 
-    def begin(self, part: str) -> None:
-        self._section, self.running_layer = self._section + 1, -1
+    def begin_part(self, part: str) -> None:
+        self._section += 1
+        self.running_layer = -1
         self._parts.append((part, self._section))
 
     def begin_phase(self, phase: str) -> None:
-        self._section, self._running, self.running_layer = self._section + 1, phase in _RUNNING, -1
+        self._section += 1
+        self._running, self.running_layer = phase in _RUNNING, -1
 
     def allocate(self, storage: int, size: int, layer: int | None) -> None:
         self._numbers[storage] = self._add(size, layer)
@@ -176,7 +178,6 @@ class _Deepening:
                     self._append(chunk, chunk.layer + time * depth.period, first=time == 0)
 
     def _release_copies(self) -> None:
-        """Release unreleased copies where their original is released."""
         # some operators (int8's saved activations) hold tensors of all layers until the whole graph is freed: events of one
         # layer, which is not copied, release them
         released = {number for number, size, _ in self.events if size == RELEASED}

@@ -13,7 +13,7 @@ from finetune.settings.methods import METHODS
 def trl_arguments(
     settings: Settings, *, output_dir: str, total_steps: int | None, evaluates: bool, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropping, NaN filter, fp32)."""
+    """Return fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropped rows, NaN filter, bf16)."""
     warmup_steps = settings.warmup_steps
     return dict(
         output_dir=output_dir,
@@ -41,7 +41,7 @@ def trl_arguments(
         save_on_each_node=settings.launch.num_machines > 1,  # each machine has its run directory
         logging_strategy="steps",
         logging_steps=1,
-        logging_nan_inf_filter=False,  # it would replace a NaN by the last finite loss
+        logging_nan_inf_filter=False,  # the filter would replace NaN with the last finite loss
         eval_strategy="steps" if settings.eval_steps and evaluates else "no",
         eval_steps=settings.eval_steps or None,
         prediction_loss_only=True,
@@ -52,7 +52,7 @@ def trl_arguments(
         disable_tqdm=True,
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,
-        accelerator_config={"non_blocking": not on_cpu},  # a batch is copied while the step before it still computes
+        accelerator_config={"non_blocking": not on_cpu},  # copy a batch while the step before it still runs
         remove_unused_columns=not METHODS[settings.method].has_own_format and settings.vision is not True,
         **training_arguments(settings),
     )

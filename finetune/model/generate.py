@@ -102,7 +102,6 @@ def streamed_answer(
 def _continued(
     model: Any, tokenizer: Any, questions: list[list[int]], stops: Collection[int], more_inputs: Any, **named: Any
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt."""
     # padded on the left, so that all prompts end together
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
@@ -154,6 +153,7 @@ class _Pieces:
         return str(self._tokenizer.decode(ids, skip_special_tokens=not self._with_special))
 
     def _emit(self, text: str) -> None:
+        # more tokens may rewrite the end of the emitted text: wait until the text begins with it again
         if text.startswith(self._emitted) and len(text) > len(self._emitted):
             self._on_text(text[len(self._emitted) :])
             self._emitted = text

@@ -64,8 +64,8 @@ def _config_of(config_class: type[PretrainedConfig], values: dict[str, Any]) -> 
     try:
         # The class is used directly: `from_pretrained` would ask the hub again.
         return config_class.from_dict(dict(values))
-    # Read-only properties are left out where the class does not convert them. Nemotron-H has properties for the older keys
-    # that its constructor reads: without these keys it would have four layers.
+    # The file sets read-only properties of the class: try again without them. Only then, as Nemotron-H's constructor reads such
+    # keys, and would build four layers without them.
     except AttributeError:
         return config_class.from_dict(
             {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}

@@ -79,8 +79,8 @@ def outcome(events: Sequence[Event]) -> tuple[str, bool]:
     return f"{'. '.join(sentences)}.", bool(outside)
 
 
-def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Return seconds of loading and of training; None for a resumed run."""
+def load_and_train_s(events: Sequence[Event]) -> tuple[float, float] | None:
+    """Return the seconds of loading and of training; None for a resumed run."""
     starts = [event for event in events if isinstance(event, Start)]
     began = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
     if len(starts) != 1 or starts[0].step or not (began and began.time_s and starts[0].time_s and events[-1].time_s):

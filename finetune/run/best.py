@@ -144,11 +144,12 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}{continued}"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
-        text += f"; since then held-out loss rose {_percent(rise)}"
+        text += f"; since then held-out loss rose {_rise_text(rise)}"
     return f"{text}. The adapter of the last step ({result.last_step}) is in {run.last_adapter}"
 
 
-def _percent(share: float) -> str:
-    if share >= 2:
-        return f"to {share + 1:.3g} times that" if math.isfinite(share) else "from zero"
-    return f"{share:.{0 if share >= 0.01 else 1}%}".replace("%", " %")
+def _rise_text(rise: float) -> str:
+    if rise >= 2:
+        return f"to {rise + 1:.3g} times its value there" if math.isfinite(rise) else "from zero"
+    digits = int(rise < 0.01)
+    return f"by {100 * rise:.{digits}f} %"

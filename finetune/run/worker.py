@@ -29,7 +29,7 @@ from finetune.model.hybrid import reference_notes
 from finetune.planner.plan import Plan, plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
-from finetune.run.accuracy import compare_with_forecast, record_measurements, whole_run_s
+from finetune.run.accuracy import compare_with_forecast, load_and_train_s, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
@@ -148,7 +148,7 @@ class Worker:
                 check = compare_with_forecast(self.plan, steps, at="end", step=steps[-1].step)
                 self.events.emit(check)
                 with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-                    record_measurements(self.plan, check, steps, whole_run_s(every))
+                    record_measurements(self.plan, check, steps, load_and_train_s(every))
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
 

@@ -11,7 +11,7 @@ from written_runs import append, make_run, step, steps
 from app.live import LiveRun
 from app.pages.run import RunPage
 from app.views.answers import answers, marked
-from app.views.run import failure, figures, memory, now, progress, texts, title
+from app.views.run import failure, figures, html_parts, memory, now, progress, title
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, Sample, State
@@ -152,7 +152,7 @@ def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(foll
     live = follow(
         OutOfMemory(phase="train", message="x"), Retry(attempt=2, reason="out of memory", changes=changes), *steps(1, 400)
     )
-    shown = texts(live, "overview")["now"]
+    shown = html_parts(live, "overview")["now"]
     assert "Out of memory during a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
     live.digest.newest.pop(Retry.kind)
     assert now(live, live.state()) == ""

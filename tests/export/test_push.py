@@ -126,7 +126,7 @@ def test_a_repository_with_files_is_left_alone_unless_it_is_to_be_updated(run, h
     files = files_to_send(run, "adapter")
     hub.repos[REPO] = {"private": True, "commits": []}
     push(REPO, files)  # it was empty
-    assert "exists already, with 6 files" in refused(REPO, files, CommandError)
+    assert "already exists and has 6 files" in refused(REPO, files, CommandError)
     push(REPO, files, update=True)
     assert len(hub.repos[REPO]["commits"]) == 2
     hub.repos[REPO]["private"] = False

@@ -184,7 +184,6 @@ def too_many_pixels(pixels: int | None) -> str:
 
 @contextmanager
 def _decoding() -> Iterator[None]:
-    """Raise BadPicture for an error of a decoder."""
     from PIL import Image, UnidentifiedImageError
 
     try:
