@@ -183,7 +183,7 @@ def _part_of(name: str, rows: list[Values]) -> str:
     if meaning or name_words & {*_QUESTIONS}:
         return "system" if "system" in name.lower() else "prompt"
     # T-1, T-2, T-3
-    if kinds == {"token"} and len({*values}) == len(values) > 2:
+    if kinds == {"token"} and len({*map(str, values)}) == len(values) > 2:
         return "other"
     return "transcript" if transcripts(rows, [name]) else ""
 

@@ -79,6 +79,7 @@ def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[R
             raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(lists)}", "Name one of them.")
         yield from _rows_of(lists[split], name)
         return
+    del content, lists  # the file is read again, and both would not fit
     for row in READERS[file_type(path)](path, name):
         if isinstance(row, Refused):
             yield row

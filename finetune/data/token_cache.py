@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import itertools
@@ -14,14 +13,13 @@ import signal
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import pyarrow as pa
 from finetune.checksum import with_checksum
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
-from finetune.data.pictures.source import FileStat, disk_errors, file_stat
+from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
@@ -62,8 +60,6 @@ _ENCODE_ROWS = 256
 #: Threads that verify hashes.
 _HASH_THREADS = 4
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
-#: Set in a fork.
-_work: Callable[..., Any]
 
 
 class SourceReader:
@@ -162,38 +158,38 @@ def cache_folder() -> Path:
 
 def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> SourcePart:
     part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
-    results: list[Any] = []
-    picture_files: dict[str, FileStat] = {}
+    batches: dict[int, tuple[ParsedBatch, pa.Table | str]] = {}
     work = partial(_tokenise_batch, folder, reader.parser, encoder)
     tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
-    with contextlib.closing(results_in_forks(work, tasks)) as batches:
-        for row_count, parsed, result in batches:
-            results.append(result)
+    with contextlib.closing(results_in_forks(work, tasks)) as results:
+        for index, row_count, parsed, tokens in results:
+            batches[index] = parsed, tokens
             part.rows_read += row_count
-            part.refused += parsed.refused
-            picture_files |= parsed.picture_files
             reader.unused.merge(parsed.unused)
             progress(part.rows_read)
     part.unused_columns = reader.finish()
+    in_order = sorted(batches.items())
+    part.refused = [row for _, (parsed, _) in in_order for row in parsed.refused]
     if folder is None:
-        part.tables = results
+        part.tables = [tokens for _, (_, tokens) in in_order]
     else:
         values = {
-            "sha256": results, "read": part.rows_read, "format": part.format, "columns": part.columns,
-            "unused_columns": part.unused_columns, "refused": [(row.row, row.field, row.reason) for row in part.refused],
-            "pictures": picture_files,
+            "sha256": [sha256 for _, (_, sha256) in in_order], "read": part.rows_read, "format": part.format,
+            "columns": part.columns, "unused_columns": part.unused_columns,
+            "refused": [(row.row, row.field, row.reason) for row in part.refused],
+            "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
         }  # fmt: skip
         # the last file: a folder without it is unfinished
         with disk_errors(folder, "tokenised rows"):
-            part.tables = [_mapped(_shard(folder, index)) for index in range(len(results))]
+            part.tables = [_mapped(_shard(folder, index)) for index, _ in in_order]
             write_text(folder / "source.json", with_checksum(json.dumps(values)))
     return part
 
 
 def _tokenise_batch(
     folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
-) -> tuple[int, ParsedBatch, pa.Table | str]:
-    """Return the number of rows, the batch without examples, and its table; the hash of a table in the folder."""
+) -> tuple[int, int, ParsedBatch, pa.Table | str]:
+    """Return the batch's index, number of rows, and table; the hash of a table in the folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
@@ -201,14 +197,14 @@ def _tokenise_batch(
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
     table, parsed = table_of(examples, results), replace(parsed, examples=[])
     if folder is None:
-        return len(rows), parsed, table
+        return index, len(rows), parsed, table
     path = _shard(folder, index)
     with disk_errors(folder, "tokenised rows"):
         # a process may have a damaged one mapped
         path.unlink(missing_ok=True)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-        return len(rows), parsed, sha256_of(path)
+        return index, len(rows), parsed, sha256_of(path)
 
 
 def _read(folder: Path, name: str) -> SourcePart | None:
@@ -265,48 +261,67 @@ _MAX_PROCESSES = 8
 
 
 def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
-    """Yield `work(*task)` of each task, in order. Closing ends the forks."""
+    """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
     # macOS and Windows can't fork safely
     count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1
     # the first task runs here, so that an error of all tasks comes before the forks
     remaining = iter(tasks)
     yield from itertools.starmap(work, itertools.islice(remaining, 1 if count > 1 else None))
-    if not (second := [*itertools.islice(remaining, 1)]):
-        return
-    remaining, running = itertools.chain(second, remaining), deque[Future[Any]]()
-    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_fork, (work,))
+    second = [*itertools.islice(remaining, 1)]
+    processes: dict[Connection, Any] = {}
     try:
-        while True:
-            # the forks lack other threads, such as the status line's, and don't need them
+        for _ in range(count if second else 0):
+            parent_end, child_end = get_context("fork").Pipe()
+            arguments = (child_end, [*processes, parent_end], work)
+            process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
+            # the fork lacks other threads, such as the status line's, and doesn't need them
             with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                running += (pool.submit(_work_in_fork, task) for task in itertools.islice(remaining, count + 1 - len(running)))
-            if not running:
+                process.start()
+            child_end.close()
+            processes[parent_end] = process
+        idle, remaining = [*processes], itertools.chain(second, remaining)
+        while True:
+            for task in itertools.islice(remaining, len(idle)):
+                idle.pop().send(task)
+            busy = [connection for connection in processes if connection not in idle]
+            if not busy:
                 return
-            yield running.popleft().result()
-    except BrokenProcessPool:
-        raise OutOfMemory(
-            "a process that tokenises rows was killed; the machine may be out of memory",
-            "Close other programs, and run the command again.",
-        ) from None
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                try:
+                    result = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise OutOfMemory(
+                        "a process that tokenises rows was killed; the machine may be out of memory",
+                        "Close other programs, and run the command again.",
+                    ) from None
+                if isinstance(result, Exception):
+                    raise result
+                idle.append(connection)
+                yield result
     finally:
-        # else they would finish their tasks first
-        for process in pool._processes.values():
+        for process in processes.values():
             process.kill()
-        pool.shutdown()
+            process.join()
 
 
-def _begin_fork(work: Callable[..., Any]) -> None:
-    global _work
-    _work = work
-    # Ctrl-C reaches the parent, which ends the forks; 1 is PR_SET_PDEATHSIG, so that they also end when it is killed
+def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
+    # a fork exits when its pipe closes, so it must not hold the parent's ends
+    for connection in inherited:
+        connection.close()
+    # Ctrl-C reaches the parent, which ends the forks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     # collecting would copy the pages that forks share
     gc.freeze()
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _work_in_fork(task: tuple[Any, ...]) -> Any:
-    return _work(*task)
+    # until the parent is gone
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            task = tasks.recv()
+            try:
+                result = work(*task)
+            except Exception as error:  # noqa: BLE001 - raised again in the parent
+                result = error
+            tasks.send(result)

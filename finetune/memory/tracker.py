@@ -123,7 +123,7 @@ class StorageTracker(TorchDispatchMode):
     def record(self, scratch_bytes: int = 0) -> None:
         """Update the peak of the current phase and layer, with the running kernel's scratch bytes."""
         key, total = (self._phase, self._layer), self.live_bytes + scratch_bytes
-        if total > self._peak_bytes.get(key, -1):
+        if key not in self.peaks or total > self._peak_bytes[key]:
             self._peak_bytes[key] = total
             self.peaks[key] = +self.live
             if scratch_bytes:

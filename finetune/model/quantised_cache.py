@@ -20,7 +20,6 @@ import torch
 from bitsandbytes.nn import Params4bit
 from filelock import FileLock
 from huggingface_hub import snapshot_download
-from torch.distributed.tensor import DTensor, Shard
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finetune.compat.accelerate import shard_with
@@ -326,6 +325,8 @@ def _shard(
 
 
 def _own_rows(store: Store, name: str, empty: Any, device: Device, home: Device) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
     if not isinstance(empty, DTensor):
         return store.rows(name).to(device)
     mesh, rows = empty.device_mesh, store.tensors[name].shape[0]

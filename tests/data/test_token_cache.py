@@ -168,6 +168,13 @@ def test_a_killed_fork_is_reported_and_the_rows_are_tokenised_next_time(write, m
     assert prepare(data_recipe, build_tokenizer(), max_length=None).report.rows_used == 22
 
 
+def test_forks_that_send_large_results_end_when_nobody_reads_on(monkeypatch):
+    monkeypatch.setattr(token_cache, "usable_cpus", lambda: 2)
+    results = token_cache.results_in_forks(bytes, [(2**23,)] * 6)
+    assert len(next(results)) == len(next(results)) == 2**23
+    results.close()
+
+
 def test_progress_messages_have_count_rate_and_time_left(monkeypatch):
     now, messages = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

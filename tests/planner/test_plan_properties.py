@@ -16,7 +16,7 @@ from finetune.units import GIB
 
 MODELS = ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "google/gemma-2-2b-it"]
 SETTINGS = {
-    "load_in_4bit": st.booleans(), "lora_r": st.sampled_from([8, 16, 64, 256]), 
+    "load_in_4bit": st.booleans(), "lora_r": st.sampled_from([8, 16, 64, 256]),
     "max_length": st.sampled_from([256, 1024, 4096]),
     "activation_checkpointing": st.sampled_from([True, False, "selective", "offload"]),
     "activation_checkpointing_every_n_layers": st.sampled_from([1, 2, 5]),
@@ -40,7 +40,6 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(arithmetic, case):
