@@ -213,8 +213,8 @@ class LaunchRecipe(_Strict):
 class Recipe(_Strict):
     """The user's choices. `auto` leaves a setting to the planner, which gives a reason for its choice."""
 
-    # Settings of training reach the trainer in methods/trl_arguments.py. Settings of this machine are also in `_LOCAL_SETTINGS`
-    # of export/model_card.py, what TRL alone can't train is in `_NOT_IN_PLAIN_TRL` of api/plans.py.
+    # Settings of training reach the trainer in methods/trl_arguments.py, an optimizer's also in model/techniques.py.
+    # Settings of this machine: `_LOCAL_SETTINGS` of export/model_card.py; those TRL lacks: `_NOT_IN_PLAIN_TRL` of api/plans.py.
     # -- model
     model_name_or_path: str = _model(
         ..., TOKENS | PARAMETERS | COST | RESULT, "Model folder, hub id, or `tiny` for the bundled base model.", min_length=1
