@@ -143,7 +143,7 @@ DELTA_KERNELS, DELTA_CHUNK_KERNELS, SCAN_KERNELS, LAYER_KERNELS = (86, 141), (9,
 SAVED_BYTES = 45.4
 #: Host seconds of a decoder layer's forward pass with adapters (a backward pass counts double), and passes per recomputation:
 #: ordinary, lean and compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a CPU.
-DISPATCH, LEAN_DISPATCH, COMPILED_DISPATCH, CPU_DISPATCH = (1.7e-3, 1.9), (1.1e-3, 2.5), (0.75e-3, 0.35), (1.05e-3, 1.0)
+DISPATCH, LEAN_DISPATCH, COMPILED_DISPATCH, CPU_DISPATCH = (1.8e-3, 2.7), (1.5e-3, 1.6), (1.0e-3, 0.9), (1.05e-3, 1.0)
 #: Host seconds of a torch operator on the machines that measured DISPATCH, which scales with `Card.launch_s`. On a GPU 2.5 us
 #: on the stand-in, whose driver does nothing, and 2 us assumed for a driver's launch.
 LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
