@@ -262,7 +262,7 @@ def picture_types() -> str:
 
 def families() -> str:
     """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
-    from finetune.planner.defaults import KEPT_APART
+    from finetune.planner.defaults import SEPARATES_PACKED_ROWS
 
     with (ROOT / "benchmarks" / "reference" / "families.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -270,7 +270,7 @@ def families() -> str:
     for row in rows:
         error = f"{float(row['worst_error']):+.2%} ({row['worst_phase']})"
         worst.setdefault(row["family"], {})[row["bits"]] = error
-    table = [(f"`{name}`", errors["16"], errors["4"], "yes" if name in KEPT_APART else "no") for name, errors in worst.items()]
+    table = [(f"`{name}`", errors["16"], errors["4"], "yes" if name in SEPARATES_PACKED_ROWS else "no") for name, errors in worst.items()]
     most = max(abs(float(row["worst_error"])) for row in rows)
     shown = markdown(("family", ">16 bit, worst phase", ">4 bit, worst phase", "packed by the planner"), table)
     return f"{len(worst)} families, at most {most:.2%} off in any phase.\n\n{shown}"

@@ -1,4 +1,4 @@
-"""Settings that don't depend on memory."""
+"""Choose the settings that don't depend on memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ USUAL_BATCH = 16
 LENGTH_STEP = 64
 #: max_length when neither the recipe nor the data gives one.
 USUAL_LENGTH = 2048
-#: Tokens of text beside images, when the rows have not been read.
-TEXT_BESIDE = 512
-#: Tokens per MLP tile, and the longest row computed without tiles: two tiles.
-TILE, LONG_ROW = 4096, 8192
-#: Evaluations and checkpoints of a run, roughly.
-CADENCE = 10
-#: The planner never chooses a limit below this.
+#: Text tokens assumed beside the images of a row, when the rows have not been read.
+TEXT_TOKENS_BESIDE_IMAGES = 512
+#: Tokens per MLP tile; rows of up to two tiles are computed without tiles.
+TILE_TOKENS, MOST_UNTILED_TOKENS = 4096, 8192
+#: Approximate number of evaluations in a run, and of checkpoints.
+EVALUATIONS = 10
+#: Lowest max_length that the planner chooses.
 LEAST_LENGTH = 256
 #: Model types (also `<type>_text`) whose activations or gradients exceed float16's 65,504, each with its source.
 EXCEEDS_FLOAT16 = {
@@ -47,13 +47,13 @@ EXCEEDS_FLOAT16 = {
 
 #: Length in tokens of a packed sequence when the recipe doesn't say.
 PACKED_LENGTH = 2048
-#: Packing pays when at least this many rows fit into a sequence.
-ROWS_PER_SEQUENCE = 2.0
+#: Packing pays off when at least this many rows fit into a sequence.
+LEAST_ROWS_PER_SEQUENCE = 2.0
 VARLEN = "torch_varlen"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-#: Model types whose packed rows have, with VARLEN, the same hidden states as single rows. Some missing types attend across rows
-#: or keep a state from row to row (bloom, doge, falcon, jamba, minimax), the rest have not been tried.
-KEPT_APART = {
+#: Model types whose packed rows have, with VARLEN, the same hidden states as single rows. Of the other types, bloom, doge,
+#: falcon, jamba and minimax attend across rows or pass on a state; the rest have not been tried.
+SEPARATES_PACKED_ROWS = {
     "afmoe", "apertus", "arcee", "aria", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v3",
     "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "fuyu", "gemma", "gemma3", "gemma3_text", "gemma4",
     "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode",
@@ -72,63 +72,66 @@ FAMILY_POWER = {"llama": 0.781, "qwen2": 0.0775, "qwen3": 0.0775}
 #: QLoRA (Dettmers et al., 2023), table of hyperparameters: 2e-4 for 7B and 13B, 1e-4 for 33B and 65B.
 QLORA_RATE, QLORA_LARGE_RATE, QLORA_LARGE = 2e-4, 1e-4, 20e9
 RANKS = (16, 32, 64, 128, 256)
-#: Capacity of an adapter parameter and information of a trained token, in bits ("LoRA Without Regret").
+#: Bits that an adapter parameter can store, and bits of information in a trained token ("LoRA Without Regret").
 BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
 
 
 def choose_basics(
-    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
+    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, avoid_packing: bool
 ) -> Choices:
     """Resolve every setting that does not depend on memory."""
-    choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has an image")
-    pixels = "images keep their size" if choices.value("vision") else "no row has an image"
-    choices = choices.choose("max_pixels", None, pixels)
-    choices = choose_packing(choices, card, config, data, unpacked, shape.stateful)
+    choices = choices.choose("dtype", *_advise_dtype(card, config)).choose("vision", False, "no row has an image")
+    pixels_reason = "images keep their size" if choices.value("vision") else "no row has an image"
+    choices = choices.choose("max_pixels", None, pixels_reason)
+    choices = choose_packing(choices, card, config, data, avoid_packing, shape.stateful)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
-    choices = choices.choose("effective_batch_size", *_batch(choices, data))
-    why = lean_layers_conflict(choices.recipe)
-    saved = "about half the saved activations, for the same computation up to rounding"
-    choices = choices.choose("lean_layers", not why, f"not with {why}" if why else saved)
-    choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
-    # the search decides later, by forecasts of compiled layers
+    choices = choices.choose("effective_batch_size", *_advise_batch_size(choices, data))
+    conflict = lean_layers_conflict(choices.recipe)
+    benefit = "about half the saved activations, for the same computation up to rounding"
+    choices = choices.choose("lean_layers", not conflict, f"not with {conflict}" if conflict else benefit)
+    choices = choices.choose("mlp_tile_tokens", *_advise_tile(choices, data))
+    # the planner forecasts compiled layers later, once a strategy fits without them
     choices = choices.choose("torch_compile", False, "not tried")
     if choices.recipe.precompute_ref_log_probs == AUTO:
-        choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
+        choices = choices.choose("precompute_ref_log_probs", *_advise_precomputing(choices, data))
+    # the card's reason also where the recipe sets `gpu`
     choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
-    name = choices.recipe.model_name_or_path.rstrip("/").rpartition("/")[2]
-    model = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+    model_name = choices.recipe.model_name_or_path.rstrip("/").rpartition("/")[2]
+    folder_name = re.sub(r"[^A-Za-z0-9._-]+", "-", model_name).strip("-.") or "model"
     # a digest and no date: the same recipe gives the same plan
     digest = hashlib.sha256(json.dumps(write_recipe(choices.recipe)).encode()).hexdigest()[:8]
     why = "model name and digest of the recipe, and a number if that exists"
-    return choices.choose("output_dir", f"runs/{model}-{digest}", why)
+    return choices.choose("output_dir", f"runs/{folder_name}-{digest}", why)
 
 
 def choose_packing(
-    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool, stateful: int
+    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, avoid_packing: bool, stateful_layers: int
 ) -> Choices:
     """Resolve packing and attn_implementation. Raises RecipeError."""
     kind = str(config.get("model_type"))
-    state = f"{stateful} layers of this {kind} model pass a state from one packed row to the next" if stateful else None
+    leak = None  # why a row would depend on the rows packed before it
     if kind in DROPS_BOUNDARIES:
-        state = f"transformers' code of {kind} models drops the boundaries of packed rows, so each row sees those before it"
-    if state and choices.recipe.packing is True:
-        raise RecipeError(f"packing: {state}", "Set packing=false.")
-    # `unpacked`: an earlier attempt found that packed sequences don't fit
-    problem = state or _varlen_conflict(config)
-    packed, why = _packing(choices, card, problem, data)
-    if packed and unpacked:
-        packed, why = False, "packed sequences do not fit on this GPU; single rows do"
-    choices = choices.choose("packing", packed, why)
+        leak = f"transformers' code of {kind} models drops the boundaries of packed rows, so each row sees those before it"
+    elif stateful_layers:
+        leak = f"{stateful_layers} layers of this {kind} model pass a state from one packed row to the next"
+    if leak and choices.recipe.packing is True:
+        raise RecipeError(f"packing: {leak}", "Set packing=false.")
+    problem = leak or _varlen_conflict(config)
+    packs, why = _advise_packing(choices, card, problem, data)
+    if packs and avoid_packing:
+        packs, why = False, "packed sequences do not fit on this GPU; single rows do"
+    choices = choices.choose("packing", packs, why)
     if choices.value("packing") and problem is None:
         return choices.choose("attn_implementation", VARLEN, "torch's varlen kernel: each packed row attends only to itself")
     attention = default_attention(config)
-    dense = f"; packed rows need a dense mask: {problem}" if choices.value("packing") else ""
-    kernels = "torch's own kernels, nothing to install" if attention == "sdpa" else "the only one this model supports"
-    return choices.choose("attn_implementation", attention, f"{kernels}{dense}")
+    why = "torch's own kernels, nothing to install" if attention == "sdpa" else "the only one this model supports"
+    if choices.value("packing"):
+        why += f"; packed rows need a dense mask: {problem}"
+    return choices.choose("attn_implementation", attention, why)
 
 
-def _packing(choices: Choices, card: Card, problem: str | None, data: DataStatistics | None) -> tuple[bool, str]:
+def _advise_packing(choices: Choices, card: Card, problem: str | None, data: DataStatistics | None) -> tuple[bool, str]:
     if not METHODS[choices.recipe.method].packs:
         return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
@@ -143,29 +146,30 @@ def _packing(choices: Choices, card: Card, problem: str | None, data: DataStatis
         return False, "the rows have not been read"
     length = choices.recipe.max_length if choices.is_set("max_length") else max(PACKED_LENGTH, data.lengths[-1])
     rows = length * len(data.lengths) / data.total_tokens
-    if rows < ROWS_PER_SEQUENCE:
+    if rows < LEAST_ROWS_PER_SEQUENCE:
         return False, f"rows are long: only {rows:.1f} fit into {length:,} tokens"
     return True, f"rows are short: about {rows:.1f} fit into {length:,} tokens, without padding"
 
 
 def _varlen_conflict(config: dict[str, Any]) -> str | None:
-    text = config.get("text_config") or config
-    heads = text.get("num_attention_heads") or text.get("n_head") or 1
-    head = text.get("head_dim") or (text.get("hidden_size") or text.get("n_embd") or 8 * heads) // heads
-    if text.get("attn_logit_softcapping"):
+    text_config = config.get("text_config") or config
+    heads = text_config.get("num_attention_heads") or text_config.get("n_head") or 1
+    hidden = text_config.get("hidden_size") or text_config.get("n_embd") or 8 * heads
+    head_dim = text_config.get("head_dim") or hidden // heads
+    if text_config.get("attn_logit_softcapping"):
         return "the model uses attention softcapping"
-    if text.get("attention_dropout"):
+    if text_config.get("attention_dropout"):
         return "the model has attention dropout"
-    if not set(text.get("layer_types") or ()) <= _ATTENTION_LAYERS:
+    if not set(text_config.get("layer_types") or ()) <= _ATTENTION_LAYERS:
         return "the model has layers other than full and sliding-window attention"
-    if config.get("model_type") not in KEPT_APART:
+    if config.get("model_type") not in SEPARATES_PACKED_ROWS:
         return f"it is not known to keep rows of {config.get('model_type')} models apart"
-    if head > 256 or head % 8:
-        return f"its head dimension is {head}; the kernel takes multiples of 8 up to 256"
+    if head_dim > 256 or head_dim % 8:
+        return f"its head dimension is {head_dim}; the kernel takes multiples of 8 up to 256"
     return None
 
 
-def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
+def _advise_dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
     if card.is_cpu:
         return "float32", "16-bit arithmetic is slow or missing on most CPUs"
     if card.supports_bf16:
@@ -178,38 +182,38 @@ def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def float16_risk(config: dict[str, Any]) -> tuple[bool, str]:
-    """Return whether the model exceeds float16's range, and how."""
-    parts = (config, config.get("text_config") or {})
-    for part in parts:
+    """Return whether the model is known to exceed float16's range, and the risk."""
+    configs = (config, config.get("text_config") or {})
+    for part in configs:
         if source := EXCEEDS_FLOAT16.get(str(part.get("model_type")).removesuffix("_text")):
             return True, f"{part['model_type']} exceeds its range ({source})"
-    dtypes = {part.get(key) for part in parts for key in ("dtype", "torch_dtype")} - {None}  # none in the catalogue
-    # no text for models published in float16 or float32
+    dtypes = {part.get(key) for part in configs for key in ("dtype", "torch_dtype")} - {None}
+    # the catalogue's configurations name no dtype: they count as bfloat16
     return False, "models published in bfloat16 may exceed its range" if dtypes <= {"bfloat16"} else ""
 
 
-def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+def _advise_tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     if not choices.value("lean_layers"):
         return 0, "only lean layers have them"
     longest = Batches(choices.value("max_length"), choices.value("packing"), data).longest
-    if longest <= LONG_ROW:
-        return 0, f"only rows of more than {LONG_ROW:,} tokens need tiles"
-    return TILE, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
+    if longest <= MOST_UNTILED_TOKENS:
+        return 0, f"only rows of more than {MOST_UNTILED_TOKENS:,} tokens need tiles"
+    return TILE_TOKENS, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
 
 
-def _precomputes(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
+def _advise_precomputing(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
     recipe = choices.recipe
     if not METHODS[recipe.method].precomputes or recipe.launch.num_processes > 1:
         methods = " or ".join(name for name, method in METHODS.items() if method.precomputes)
         return False, f"only method {methods} in one process can precompute its reference"
-    passes = recipe.num_train_epochs
+    epochs = recipe.num_train_epochs
     if recipe.max_steps is not None:
         if data is None:
             return False, "the rows have not been read"
-        passes = recipe.max_steps * choices.value("effective_batch_size") / data.rows
-    if passes <= 1:
+        epochs = recipe.max_steps * choices.value("effective_batch_size") / data.rows
+    if epochs <= 1:
         return False, "no row is trained twice, so each reference is computed once anyway"
-    return True, f"rows are trained {passes:.3g} times, but their reference is computed once"
+    return True, f"rows are trained {epochs:.3g} times, but their reference is computed once"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
@@ -246,7 +250,7 @@ def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
 
 def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FUSED) -> tuple[float, str]:
     """Return the rate for this method and optimizer, to two significant digits."""
-    power, of_method, of_optimizer, reasons = FAMILY_POWER.get(shape.family), METHODS[method], OPTIMIZERS[optim], []
+    power = FAMILY_POWER.get(shape.family)
     if power is None:  # the paper did not fit this family
         rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE
         why = f"{rate:.0e} for {shape.billions} (QLoRA's table: 2e-4 up to 13B, 1e-4 from 33B)".replace("e-0", "e-")
@@ -254,13 +258,12 @@ def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FU
         rate = _two_digits(BASE_RATE * LORA_FACTOR * (HIDDEN_UNIT / shape.hidden) ** power)
         formula = f"5e-5 x 10 x (2000 / {shape.hidden})^{power} for {shape.family} (LoRA Without Regret)"
         why = f"10 x full fine-tuning's rate: {formula}"
-    if of_optimizer.rate_source:
-        reasons.append(f"{of_optimizer.rate_factor:g} x AdamW's rate ({of_optimizer.rate_source})")
-    if of_method.rate_source:
-        reasons.append(f"{of_method.rate_factor:g} x SFT's rate ({of_method.rate_source})")
-        why = f"SFT's: {why}"
-    rate *= of_method.rate_factor * of_optimizer.rate_factor
-    return _two_digits(rate), "; ".join([*reasons, why])
+    # the rates above are for SFT with AdamW
+    if METHODS[method].rate_source:
+        why = f"{METHODS[method].rate_factor:g} x SFT's rate ({METHODS[method].rate_source}); SFT's: {why}"
+    if OPTIMIZERS[optim].rate_source:
+        why = f"{OPTIMIZERS[optim].rate_factor:g} x AdamW's rate ({OPTIMIZERS[optim].rate_source}); {why}"
+    return _two_digits(rate * (METHODS[method].rate_factor * OPTIMIZERS[optim].rate_factor)), why
 
 
 def _two_digits(value: float) -> float:
@@ -268,36 +271,42 @@ def _two_digits(value: float) -> float:
 
 
 def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
-    limit = shape.max_positions
+    limit = shape.max_positions or math.inf
     if data is not None and data.longest:
-        rounded = -(-data.longest // LENGTH_STEP) * LENGTH_STEP
-        length = max(data.longest, min(rounded, limit or rounded), 8)
+        # the schema's minimum is 8
+        length = max(data.longest, min(_rounded_up(data.longest), limit), 8)
         if choices.value("packing"):
-            length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
+            length = max(length, min(PACKED_LENGTH, limit))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
-        beside_pictures = sum(data.picture_tokens) + TEXT_BESIDE if data is not None else 0
-        usual = max(USUAL_LENGTH, -(-beside_pictures // LENGTH_STEP) * LENGTH_STEP)
-        length = min(usual, limit or usual)
-        why = "the images and their text" if usual > USUAL_LENGTH else "the default length"
-        why = "the model's limit" if length < usual else why
+        image_row_tokens = sum(data.picture_tokens) + TEXT_TOKENS_BESIDE_IMAGES if data is not None else 0
+        wanted = max(USUAL_LENGTH, _rounded_up(image_row_tokens))
+        length = min(wanted, limit)
+        why = "the images and their text" if wanted > USUAL_LENGTH else "the default length"
+        why = "the model's limit" if length < wanted else why
         why += "; rows have not been read, so all are assumed this long"
     choices = choices.choose("max_length", length, why)
-    if limit and choices.value("max_length") > limit:
+    if choices.value("max_length") > limit:
         above = f"; above the {limit:,} positions the model was trained for"
         choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
     return choices
 
 
-def _batch(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+def _rounded_up(tokens: int) -> int:
+    return math.ceil(tokens / LENGTH_STEP) * LENGTH_STEP
+
+
+def _advise_batch_size(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     recipe = choices.recipe
-    parts = [part for part in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if part != AUTO]
-    unit = recipe.launch.num_processes * math.prod(parts)
-    if len(parts) == 2:
+    set_factors = [size for size in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if size != AUTO]
+    # the effective batch must be a multiple of what the recipe sets
+    unit = recipe.launch.num_processes * math.prod(set_factors)
+    if len(set_factors) == 2:
         return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
     if data is not None and 0 < data.rows < USUAL_BATCH:
-        batch = max(unit, 2 ** int(math.log2(max(1, data.rows))))
-        return math.ceil(batch / unit) * unit, f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
+        power_of_two = 2 ** int(math.log2(data.rows))
+        why = f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
+        return math.ceil(power_of_two / unit) * unit, why
     if choices.value("packing") and data is not None:
         rows = max(1.0, choices.value("max_length") * data.rows / data.total_tokens)
         batch = math.ceil(max(1, round(USUAL_BATCH / rows)) / unit) * unit
@@ -307,16 +316,16 @@ def _batch(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
 
 
 def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | None) -> Choices:
-    """Resolve evaluation and checkpoint steps."""
-    every = max(1, math.ceil(steps / CADENCE)) if steps else 100
-    about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
-    evaluates = data is None or not data.rows or data.eval_rows > 0
-    if choices.recipe.early_stopping_patience and not evaluates:
+    """Resolve eval_steps and save_steps. Raises RecipeError."""
+    every = max(1, math.ceil(steps / EVALUATIONS)) if steps else 100
+    why = f"about {EVALUATIONS} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
+    may_evaluate = data is None or not data.rows or data.eval_rows > 0
+    if choices.recipe.early_stopping_patience and not may_evaluate:
         raise RecipeError(
             "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
         )
-    choices = choices.choose("eval_steps", *((every, about) if evaluates else (0, "no held-out rows")))
-    return choices.choose("save_steps", every, about)
+    choices = choices.choose("eval_steps", *((every, why) if may_evaluate else (0, "no held-out rows")))
+    return choices.choose("save_steps", every, why)
 
 
 def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> int | None:
@@ -330,25 +339,26 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     processes = recipe.launch.num_processes
     accumulation = choices.value("effective_batch_size") // (processes * micro)
     # the last, smaller batch of an epoch counts as a step
-    return math.ceil(recipe.num_train_epochs * math.ceil(math.ceil(math.ceil(sequences / processes) / micro) / accumulation))
+    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)
+    return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
 
 
-def with_open_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
-    """Yield the chosen max_length, then shorter limits if rows may be lost."""
+def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
+    """Yield the choices, then with shorter max_lengths unless a longer row is an error."""
     yield choices
-    first: int = choices.value("max_length")
+    longest: int = choices.value("max_length")
     lengths_known = data is not None and bool(data.lengths)
     if choices.is_set("max_length") or (lengths_known and choices.recipe.excess_length == "raise"):
         return
     least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
-    for length in (first // part for part in (2, 4, 8) if first // part >= least):
-        rows, tokens = Batches(first, choices.value("packing"), data).dropped_above(length)
-        cost = (
-            f"{rows:,} rows are longer, by {tokens:,} tokens in all"
-            if lengths_known
-            else "longer rows are dropped or truncated"
-        )
-        yield choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this GPU; {cost}")
+    for length in (longest // 2, longest // 4, longest // 8):
+        if length < least:
+            return
+        cost = "longer rows are dropped or truncated"
+        if lengths_known:
+            rows, tokens = Batches(longest, choices.value("packing"), data).dropped_above(length)
+            cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all"
+        yield choices.choose("max_length", length, f"rows of {longest:,} tokens do not fit on this GPU; {cost}")
 
 
 def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
@@ -356,6 +366,6 @@ def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
     lengths = batches.lengths
     if not lengths:
         return ()
-    at = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]
-    limits = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in at} | {batches.max_length, 2 * batches.max_length})
+    quantiles = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]
+    limits = sorted({*map(_rounded_up, quantiles), batches.max_length, 2 * batches.max_length})
     return tuple(LengthCost(limit, *batches.dropped_above(limit)) for limit in limits)

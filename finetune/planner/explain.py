@@ -24,7 +24,7 @@ OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
 
 
 class Comparison:
-    """The chosen strategy against strategies with one setting changed."""
+    """Comparison of the chosen strategy with strategies that differ in one setting."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
         self.search, self.chosen = search, chosen
@@ -34,11 +34,14 @@ class Comparison:
     def against(self, **change: Any) -> str:
         """Compare with a changed strategy: `saves 4.2 GiB and costs 31% of time`."""
         other = dataclasses.replace(self.strategy, **change)
-        saved = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
-        slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
-        memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
-        time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
-        return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} at the same speed"
+        saved_bytes = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
+        slowdown = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
+        memory = f"saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"takes {format_bytes(-saved_bytes)} more"
+        if abs(slowdown) < 0.005:  # would be printed as 0 %
+            return f"{memory} at the same speed"
+        if slowdown > 0:
+            return f"{memory} and costs {slowdown:.0%} of time"
+        return f"{memory} and {'saves' if saved_bytes < 0 else 'also'} {-slowdown:.0%} of time"
 
     def fits(self, **change: Any) -> bool:
         return self.high_bytes(**change) <= self.search.budget_bytes
@@ -54,25 +57,28 @@ def explain_strategy(
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
-    reason = _explain_format(compare, job.card.is_cpu)
-    table = "needed only if little else fits" if job.shape.table else "the output layer shares the embedding"
+    base_reason = _explain_format(compare, job.card.is_cpu)
+    embedding_reason = "needed only if little else fits" if job.shape.table else "the output layer shares the embedding"
+    if strategy.host_table:
+        embedding_reason = f"{compare.against(host_table=False)} vs keeping it on the GPU"
     reasons = {
-        **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
+        **{base.setting: base_reason if base is strategy.base else base.reason_against or base_reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
         "activation_checkpointing": _explain_checkpointing(compare),
         "activation_checkpointing_every_n_layers": strategy.checkpointing_summary,
-        "offload_embeddings": f"{compare.against(host_table=False)} vs keeping it on the GPU" if strategy.host_table else table,
-        "layer_offloading": _explain_layers(compare, choices.recipe), "offloaded_layers": _explain_count(compare),
-        "per_device_train_batch_size": _explain_micro(compare),
+        "offload_embeddings": embedding_reason,
+        "layer_offloading": _explain_offloading(compare, choices.recipe), "offloaded_layers": _explain_offloaded_count(compare),
+        "per_device_train_batch_size": _explain_micro_batch(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
     if fastest:
-        name, price = _price_of_preference(compare, fastest.strategy)
-        reasons[name] += f"; {price}"
+        name, preference = _explain_preference(compare, fastest.strategy)
+        reasons[name] += f"; {preference}"
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
+    base = strategy.base
     # formats of linear layers leave fused experts in 16 bit
-    if (base := strategy.base).setting and job.shape.experts and not base.experts:
+    if base.setting and job.shape.experts and not base.experts:
         experts = f"; experts stay 16-bit: {base.label} is for linear layers; {NF4.setting} quantises experts, too"
         choices = choices.with_reason(base.setting, choices.reasons[base.setting] + experts)
     samples: tuple[int, str] = USUAL_SAMPLES, "shows how answers change during training"
@@ -94,16 +100,17 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
     return f"{base.label} {compare.against(base=plain)} vs {plain.title} weights{why}"
 
 
-def _price_of_preference(compare: Comparison, fastest: Strategy) -> tuple[str, str]:
+def _explain_preference(compare: Comparison, fastest: Strategy) -> tuple[str, str]:
+    # the setting whose preference rules out the fastest strategy, and the reason
     chosen, timing = compare.strategy, compare.search.timing
     saved = 1 - timing(fastest).step_s / timing(chosen).step_s
     faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"
     if fastest.offloaded and not chosen.offloaded:
         return "layer_offloading", f"{faster}, but weights stay on the GPU if they fit"
-    least = f"chosen only if it saves {1 - chosen.price / fastest.price:.1%} or more"
+    threshold = f"chosen only if it saves {1 - chosen.price / fastest.price:.1%} or more"
     if fastest.base is not chosen.base:
-        return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {least}"
-    return "activation_checkpointing", f"{faster}, but takes more memory or more kinds of kernels: {least}"
+        return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {threshold}"
+    return "activation_checkpointing", f"{faster}, but takes more memory or more kinds of kernels: {threshold}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
@@ -111,8 +118,8 @@ def _explain_optimizer(compare: Comparison) -> str:
     if optim == "adamw_torch":
         return "torch's AdamW"
     if optim == FUSED:
-        saved = compare.high_bytes() - compare.high_bytes(optim=EIGHT_BIT)
-        return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
+        saved_bytes = compare.high_bytes() - compare.high_bytes(optim=EIGHT_BIT)
+        return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved_bytes))}"
     return f"{compare.against(optim=FUSED)} vs fused AdamW"
 
 
@@ -126,7 +133,7 @@ def _explain_checkpointing(compare: Comparison) -> str:
     return f"{strategy.checkpointing_summary}: {compare.against(checkpointing=False, every_n=1)} vs recomputing nothing{misfit}"
 
 
-def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
+def _explain_offloading(compare: Comparison, recipe: Recipe) -> str:
     strategy, copies = compare.strategy, compare.copies
     if copies is None:
         if compare.search.job.card.is_cpu:
@@ -134,13 +141,13 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
         forecast = compare.chosen.forecast
         if forecast.at_limit or verdict_of(forecast, compare.search.budget_bytes).fits:
             return "the weights of all layers fit on the GPU"
-        why = layer_offloading_conflict(recipe)
-        return f"does not work with {why}" if why else "it would not free enough memory either"
+        conflict = layer_offloading_conflict(recipe)
+        return f"does not work with {conflict}" if conflict else "it would not free enough memory either"
     where = "host memory" if strategy.offload_target == "cpu" else "a file"
     return f"the weights of all layers do not fit on the GPU; from {where} it {copies.summary}"
 
 
-def _explain_count(compare: Comparison) -> str:
+def _explain_offloaded_count(compare: Comparison) -> str:
     strategy, layers = compare.strategy, compare.search.job.shape.layers
     if not strategy.offloaded:
         return "layer_offloading is false"
@@ -149,7 +156,7 @@ def _explain_count(compare: Comparison) -> str:
     return f"the other {layers - strategy.offloaded} layers fit on the GPU: {compare.against(offloaded=layers)} vs all {layers}"
 
 
-def _explain_micro(compare: Comparison) -> str:
+def _explain_micro_batch(compare: Comparison) -> str:
     micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
     larger = next((size for size in range(micro + 1, batch // world + 1) if batch % (size * world) == 0), None)
     if larger is None:
@@ -164,26 +171,27 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """Return every forecast strategy, the chosen first, by step time."""
     times_known = knows_rates(search.job.card)
-    chosen_values = _values_of(chosen, chosen, search.job, choices)
+    chosen_overrides = _overrides_of(chosen, chosen, search.job, choices)
     rows = []
     # the chosen forecast may be of compiled layers, while the search's is not
-    of_chosen = search.lookup(chosen.strategy)
-    for candidate in (chosen if other is of_chosen else other for other in search.evaluated):
-        timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
-        differing = {name: value for name, value in values.items() if chosen_values.get(name) != value}
+    searched_chosen = search.lookup(chosen.strategy)
+    for candidate in (chosen if evaluated is searched_chosen else evaluated for evaluated in search.evaluated):
+        timing, overrides = search.timing(candidate.strategy), _overrides_of(candidate, chosen, search.job, choices)
+        differing = {name: value for name, value in overrides.items() if chosen_overrides.get(name) != value}
         row = Alternative(
             plan=describe(candidate.strategy, search.job), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
             step_s=timing.step_s * step_time_factor if times_known else None,
             tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes, candidate.strategy.offload_target),
-            overrides=as_overrides(values), differs=as_overrides(differing),
+            overrides=as_overrides(overrides), differs=as_overrides(differing),
         )  # fmt: skip
         rows.append((not row.chosen, timing.step_s, row.overrides, row))
-    return tuple(row for *_, row in sorted(rows, key=lambda sorted_by: sorted_by[:3]))
+    return tuple(row for *_, row in sorted(rows, key=lambda entry: entry[:3]))
 
 
-def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
+def _overrides_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
+    # settings that reproduce the candidate, without those that do nothing in both plans
     values = candidate.strategy.settings(job.batch, job.world) | {"lora_r": candidate.rank}
     values["max_length"] = choices.value("max_length") if candidate.width == chosen.width else candidate.width
     if candidate.strategy.checkpointing is not True:
@@ -194,13 +202,13 @@ def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job
         del values["layer_offloading"]
     if not candidate.strategy.offloaded:
         del values["offloaded_layers"]
-    return choices.open(values)
+    return choices.only_auto(values)
 
 
 def describe(strategy: Strategy, job: Job) -> str:
-    """Summarise a strategy."""
+    """Summarise a strategy, e.g. `NF4, every layer recomputed, 2 x 8`."""
     steps = job.batch // (job.world * strategy.micro)
     optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
-    table = ", input embedding offloaded" if strategy.host_table else ""
+    embedding = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
-    return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
+    return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{embedding}{layers}"

@@ -1,4 +1,4 @@
-"""Measurements of earlier runs, kept in the cache, and the time and cost that they let expect."""
+"""Cached measurements of earlier runs, and the time and cost that they predict."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from finetune.planner.plan import Plan, RunTime
 from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
-#: Newest runs kept per GPU.
-KEPT = 20
-#: Clamp of the speed factor: beyond these bounds the cause is elsewhere, such as a shared GPU.
+#: Runs stored per GPU, the newest.
+MOST_RUNS = 20
+#: Bounds of the speed factor: a factor beyond them has another cause, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
-#: Figures of a row as forecast and as measured.
-_COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Columns of an uninterrupted run; `workload_s` in seconds of the speed model.
-_WHOLE_RUN = ("workload_s", "train_s", "load_s")
+#: Each has a column of the forecast and one of the measurement.
+_FIGURES = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
+#: Seconds that only an uninterrupted run has; `workload_s` by the speed model.
+_WHOLE_RUN_COLUMNS = ("workload_s", "train_s", "load_s")
 #: Columns that may leave this machine: no name of a model, file or person.
-_SHARED = (
+_SHARED_COLUMNS = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
-    *(f"{kind}_{name}" for name in _COMPARED for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
+    *(f"{kind}_{name}" for name in _FIGURES for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class History:
     """Measurements of earlier runs on one GPU, oldest first."""
 
     rows: Sequence[dict[str, Any]]
-    #: Of these, the rows modelled with today's rates: only their times count.
+    #: Rows modelled with the GPU's current rates, whose times are comparable.
     timed: Sequence[dict[str, Any]]
 
     def errors(self, name: str) -> list[float]:
@@ -53,8 +53,8 @@ class History:
 
     def run_time(self, workload_s: float | None, model: str) -> RunTime | None:
         """Return the expected time of a run, None before the first uninterrupted run."""
-        whole_runs = [row for row in self.timed if all(map(row.get, _WHOLE_RUN))]
-        # other models' runs are better than none: workloads scale
+        whole_runs = [row for row in self.timed if all(map(row.get, _WHOLE_RUN_COLUMNS))]
+        # other models' runs are better than none: time scales with the workload
         runs = [row for row in whole_runs if row.get("model") == model] or whole_runs
         if not workload_s or not runs:
             return None
@@ -71,8 +71,9 @@ class History:
         return "; ".join(notes)
 
 
-def _ratios(rows: Sequence[dict[str, Any]], measured: str, expected: str) -> list[float]:
-    return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
+def _ratios(rows: Sequence[dict[str, Any]], measured_column: str, expected_column: str) -> list[float]:
+    columns = (measured_column, expected_column)
+    return [row[measured_column] / row[expected_column] for row in rows if all(map(row.get, columns))]
 
 
 def record_run(
@@ -92,58 +93,58 @@ def record_run(
         "rows": settings.per_device_train_batch_size, "max_length": settings.max_length,
         # the median without the first steps, which warm up
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
-        **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _COMPARED},
-        **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _COMPARED},
+        **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _FIGURES},
+        **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _FIGURES},
         "forecast_process_bytes": check.predicted_peak_bytes if plan.card.is_cpu else None,
         "measured_process_bytes": check.measured_peak_bytes,
         "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "rates_measured_at": plan.card.rates_measured_at,
     }  # fmt: skip
-    rows = _rows()
-    mine = [old for old in rows if old["card"] == plan.card.name]
-    forgotten = mine[: max(0, len(mine) - KEPT + 1)]
+    earlier_rows = _read_rows()
+    of_this_card = [earlier for earlier in earlier_rows if earlier["card"] == plan.card.name]
+    dropped = of_this_card[: max(0, len(of_this_card) - MOST_RUNS + 1)]
+    rows = [*(earlier for earlier in earlier_rows if earlier not in dropped), row]
     path = cache_dir() / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    retained = [*(old for old in rows if old not in forgotten), row]
-    write_text(path, "".join(with_checksum(json.dumps(old)) + "\n" for old in retained))
+    write_text(path, "".join(with_checksum(json.dumps(stored)) + "\n" for stored in rows))
 
 
 def read_history(card_name: str, rates_measured_at: str = "") -> History:
     """Return earlier runs' measurements on this GPU."""
-    rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
+    rows = [row for row in _read_rows() if row["card"] == card_name][-MOST_RUNS:]
     return History(rows, [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at])
 
 
 def shared_rows() -> list[dict[str, Any]]:
     """Return figures of the newest run per GPU and model, without model names and paths."""
-    newest = {(row["card"], str(row.get("model"))): row for row in _rows() if row["card"] != "cpu"}
-    return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED}} for row in newest.values()]
+    newest = {(row["card"], str(row.get("model"))): row for row in _read_rows() if row["card"] != "cpu"}
+    return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED_COLUMNS}} for row in newest.values()]
 
 
-def _rows() -> list[dict[str, Any]]:
+def _read_rows() -> list[dict[str, Any]]:
     rows = []
     with contextlib.suppress(OSError):
         for line in (cache_dir() / FILE).read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # a damaged line is skipped
                 row = parse_checked(line)
-                if isinstance(row, dict) and isinstance(row.get("card"), str) and all(map(_is_valid, row, row.values())):
+                if isinstance(row, dict) and isinstance(row.get("card"), str) and all(map(_is_valid_cell, row, row.values())):
                     rows.append(row)
     return rows
 
 
-def _is_valid(name: str, value: Any) -> bool:
-    is_measured = name.startswith(("measured_", "forecast_", "modelled_")) or name in _WHOLE_RUN
-    return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
+def _is_valid_cell(column: str, value: Any) -> bool:
+    is_figure = column.startswith(("measured_", "forecast_", "modelled_")) or column in _WHOLE_RUN_COLUMNS
+    return not is_figure or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
 
 
 def cost_of(seconds: float | None, price_per_hour: float | None) -> float | None:
-    """Multiply by the price."""
+    """Return the cost; None if time or price is unknown."""
     return None if seconds is None or price_per_hour is None else seconds / 3600 * price_per_hour
 
 
 def seconds_spent(events: Sequence[Event]) -> float:
-    """Sum all attempts of a run, without pauses; repeated steps count again."""
+    """Return the seconds of all attempts of a run, without pauses; repeated steps count again."""
     seconds = 0.0
-    last_s: float | None = None  # between attempts
+    last_s: float | None = None  # time of the attempt's last event; None between attempts
     for event in events:
         if event.time_s is None or isinstance(event, RunWarning):  # the next attempt's warning precedes its start
             continue

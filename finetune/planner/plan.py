@@ -42,6 +42,7 @@ class Verdict(StrEnum):
 
     @property
     def level(self) -> str:
+        """Severity: `ok`, `warn`, `bad` or `unknown`."""
         return {Verdict.FITS: "ok", Verdict.NO_FIT: "bad", Verdict.UNKNOWN: "unknown"}.get(self, "warn")
 
 
@@ -54,14 +55,15 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def verdict_of(forecast: Forecast, budget_bytes: int, target: object = None) -> Verdict:
+def verdict_of(forecast: Forecast, budget_bytes: int, offload_target: object = None) -> Verdict:
     """Judge by the upper end, then by the likely peak or a replay of the allocator."""
     if forecast.peak_high_bytes <= budget_bytes:
-        return Verdict.SLOW if target == "cpu" else Verdict.VERY_SLOW if target == "nvme" else Verdict.FITS
+        slow_verdicts: dict[object, Verdict] = {"cpu": Verdict.SLOW, "nvme": Verdict.VERY_SLOW}
+        return slow_verdicts.get(offload_target, Verdict.FITS)
     return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 
-#: Rows whose trained tokens DataStatistics knows; no micro-batch of one GPU has more.
+#: Length of `DataStatistics.most_trained`: no micro-batch of one GPU has more rows.
 MOST_ROWS = 256
 
 
@@ -74,7 +76,7 @@ class DataStatistics:
     total_tokens: int
     trained_tokens: int
     lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
-    most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with the most, descending
+    most_trained: tuple[int, ...] = ()  # the MOST_ROWS largest numbers of trained tokens in a row, descending
     densest_trained_share: float = 1.0  # largest share of trained tokens in a row
     eval_total_tokens: int = 0
     eval_longest: int = 0  # tokens of the longest held-out row
@@ -83,7 +85,7 @@ class DataStatistics:
     pictures: Sizes = ()  # width and height, of the row with most pixels, after max_pixels
     eval_pictures: Sizes = ()  # of the held-out row with most pixels
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
-    most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
+    most_pixels: int = 0  # of the largest image of all rows, before max_pixels
     usual_pictures: Sizes = ()  # of the row closest to the mean pixel values of rows with images
     picture_share: float = 1.0  # mean pixel values of all rows, relative to the row of `usual_pictures`
 
@@ -94,15 +96,16 @@ class DataStatistics:
     @property
     def pictures_summary(self) -> str:
         """E.g. `2 images of 1,024 x 1,024, 1,024 tokens each`."""
-        kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))
-        parts = []
-        for ((width, height), tokens), count in kinds.items():
-            several = (f"{count} images", " each") if count > 1 else ("1 image", "")
-            parts.append(f"{several[0]} of {width:,} x {height:,}, {tokens:,} tokens{several[1]}")
-        return " and ".join(parts)
+        counts = Counter(zip(self.pictures, self.picture_tokens, strict=True))
+        summaries = []
+        for ((width, height), tokens), count in counts.items():
+            images, suffix = (f"{count} images", " each") if count > 1 else ("1 image", "")
+            summaries.append(f"{images} of {width:,} x {height:,}, {tokens:,} tokens{suffix}")
+        return " and ".join(summaries)
 
     @property
     def only_pictures(self) -> DataStatistics | None:
+        # without lengths, rows of max_length are assumed
         if not self.pictures:
             return None
         return DataStatistics(
@@ -119,7 +122,7 @@ class DataStatistics:
             eval_tokens = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
             if self.eval_most_trained and not packed:
                 rows = min(settings.per_device_eval_batch_size, self.eval_rows)
-                eval_share = _share(self.eval_most_trained, self.eval_rows, rows, eval_tokens)
+                eval_share = _trained_share(self.eval_most_trained, self.eval_rows, rows, eval_tokens)
         held_out = RowShape(eval_tokens, eval_share, pictures=self.pictures and (self.eval_pictures or self.pictures))
         mismatched = min(settings.max_length, self.longest_mismatched or 2 * tokens)
         return RowShape(tokens, share, mismatched, self.pictures, held_out)
@@ -128,11 +131,12 @@ class DataStatistics:
         """Return the largest share of `rows` x (`tokens` - 1) positions that count in the loss."""
         if packed or not self.most_trained:
             return self.densest_trained_share if self.lengths else 1.0
-        return _share(self.most_trained, self.rows, rows, tokens)
+        return _trained_share(self.most_trained, self.rows, rows, tokens)
 
 
-def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:
-    if rows > len(most_trained) < of_rows or tokens < 2:  # noqa: PLR2004 - the first token is never predicted
+def _trained_share(most_trained: tuple[int, ...], all_rows: int, rows: int, tokens: int) -> float:
+    # unknown for more rows than are listed; the first token is never predicted
+    if len(most_trained) < min(rows, all_rows) or tokens < 2:
         return 1.0
     return sum(min(count, tokens - 1) for count in most_trained[:rows]) / (rows * (tokens - 1))
 
@@ -147,7 +151,7 @@ class DataProblem:
 
 @dataclass(frozen=True)
 class Choices:
-    """A recipe whose `auto` settings are filled in one by one. Immutable, so attempts can't mix."""
+    """A recipe and the values chosen for its `auto` settings, with reasons. Immutable, so attempts can't mix."""
 
     recipe: Recipe
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -168,11 +172,11 @@ class Choices:
     def with_reason(self, name: str, reason: str) -> Choices:
         return replace(self, reasons={**self.reasons, name: reason})
 
-    def open(self, values: dict[str, Any]) -> dict[str, Any]:
+    def only_auto(self, values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if not self.is_set(name)}
 
     def settings(self, **more: Any) -> Settings:
-        """Fill in the choices. Raises ValueError for conflicting or missing values."""
+        """Return the complete settings. Raises ValueError for conflicting or missing values."""
         return resolve(self.recipe, **{**self.values, **more})
 
 
@@ -254,12 +258,12 @@ class LayerCopies:
     waiting_s: float | None = None
 
     def at(self, bytes_per_s: float) -> LayerCopies:
-        copying = self.moved_bytes_per_step / 2 / bytes_per_s
-        seen = replace(self, copied_bytes_per_s=bytes_per_s)
+        copies = replace(self, copied_bytes_per_s=bytes_per_s)
         if self.forward_computing_s is None or self.backward_computing_s is None:
-            return seen
-        waiting = max(0.0, copying - self.forward_computing_s) + max(0.0, copying - self.backward_computing_s)
-        return replace(seen, forward_copying_s=copying, backward_copying_s=copying, waiting_s=waiting)
+            return copies
+        pass_s = self.moved_bytes_per_step / 2 / bytes_per_s  # the forward and the backward pass each move half
+        waiting_s = max(0.0, pass_s - self.forward_computing_s) + max(0.0, pass_s - self.backward_computing_s)
+        return replace(copies, forward_copying_s=pass_s, backward_copying_s=pass_s, waiting_s=waiting_s)
 
     @property
     def computing_s(self) -> float | None:
@@ -373,9 +377,8 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = to_json(self)
-        # one entry per row of the data
         settings = values.pop("settings")
-        if values["data"]:
+        if values["data"]:  # without the fields that have an entry per row
             for name in ("lengths", "most_trained", "eval_most_trained"):
                 del values["data"][name]
         return {"version": VERSION, "verdict": values["verdict"], "plan": settings, **values}
@@ -424,16 +427,16 @@ def read_plan(path: Path) -> Plan:
         ) from None
     if plan.base_folder is None:
         return plan
-    last_path, run_path = Path(plan.base_folder), path.parent.absolute()
+    recorded_path, run_path = Path(plan.base_folder), path.parent.absolute()
     as_given = Path(os.path.expanduser(plan.settings.model_name_or_path))  # noqa: PTH111 - keeps ~ of an unknown user
     # a local base model may have moved with its project
-    folders = (last_path, as_given, *(folder / as_given for folder in (run_path, *run_path.parents)))
+    folders = (recorded_path, as_given, *(folder / as_given for folder in (run_path, *run_path.parents)))
     base_path = next((folder.absolute() for folder in folders if (folder / "config.json").is_file()), None)
     if base_path == as_given.absolute():
         return plan
-    return replace(plan, settings=plan.settings.model_copy(update={"model_name_or_path": str(base_path or last_path)}))
+    return replace(plan, settings=plan.settings.model_copy(update={"model_name_or_path": str(base_path or recorded_path)}))
 
 
 def as_overrides(values: dict[str, Any]) -> str:
-    """Format settings as key=value."""
+    """Format settings as `key=value` overrides, separated by spaces."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

@@ -32,8 +32,8 @@ from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import METHODS, method_of
 
-#: A strategy is faster if its step takes less than this share of the time; at most this many are forecast to find the fastest.
-MATTERS, MOST_FASTER = 0.995, 3
+#: A faster strategy is named if its step takes less than this share of the time; most forecasts to find it.
+NOTABLE_SHARE, MOST_FASTER = 0.995, 3
 #: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
@@ -41,25 +41,20 @@ AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing 
 
 
 def make_plan(
-    recipe: Recipe,
-    card: Card,
-    data: DataStatistics | None,
-    *,
-    progress: Progress = lambda _: None,
-    # also forecast neighbours, with one setting changed; `show` gets a plan that fits before that
-    compare: bool = False,
+    recipe: Recipe, card: Card, data: DataStatistics | None, *, progress: Progress = lambda _: None, compare: bool = False,
     show: Callable[[Plan], None] | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Resolve every `auto` of the recipe for this GPU and data. Raises RecipeError."""
-    # the same inputs, including earlier measurements on the GPU, give the same settings
+    # The same inputs, including earlier measurements on the GPU, give the same settings. `compare` also forecasts strategies
+    # that differ in one setting; `show` gets a plan that fits before those forecasts.
     planner = _Planner(recipe, card, data, progress)
     attempt = planner.with_fastest(planner.best())
     if not compare:
         return planner.plan(attempt)
-    price_note = planner.method_price(attempt)
+    price_note = planner.method_price_note(attempt)
     if show and attempt.verdict.fits:
         show(planner.plan(attempt).with_note(price_note))
-    planner.compare(attempt)
+    planner.forecast_neighbours(attempt)
     return planner.plan(attempt).with_note(price_note)
 
 
@@ -78,7 +73,7 @@ class _Attempt:
     search: Search
     chosen: EvaluatedStrategy | None = None
     offload_target: OffloadTarget = False
-    #: With compiled layers, if the chosen strategy has them; the search forecasts without.
+    #: The choices with compiled layers, if the chosen strategy has them; the search forecasts without.
     compiled: Choices | None = None
     #: A faster strategy that fits, if preferences chose another.
     fastest: EvaluatedStrategy | None = None
@@ -108,101 +103,104 @@ class _Planner:
         if self.recipe.torch_compile is True and self.shape.experts:
             raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
         self.history = read_history(self.card.name, self.card.rates_measured_at)
-        # forecasts are shared between max_lengths and ranks, but not between packed and single rows
-        self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}  # by whether rows are unpacked
+        # by avoid_packing: forecasts are shared between max_lengths and ranks, but not between packed and single rows
+        self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}
         self.stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
         self.vision = vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
-        package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
-        self.fused_mixers = not self.card.is_cpu and kernel_problem(package, self.card.capability) is None
+        kernels_package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
+        self.fused_mixers = not self.card.is_cpu and kernel_problem(kernels_package, self.card.capability) is None
         free = resources.free_host_bytes(self.recipe, self.card)
-        self.host_free = None if free is None else free - PROCESS_BYTES
+        self.host_free_bytes = None if free is None else free - PROCESS_BYTES
 
     def best(self) -> _Attempt:
         """Return the fastest strategy that fits, else the smallest."""
         target: OffloadTarget = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
         attempt = self.solve(False, target)
         # a packed sequence fills max_length, so single rows may fit where it does not
-        ways = (False, True) if self.recipe.packing == AUTO and attempt.choices.value("packing") else (False,)
-        if not attempt.verdict.fits and True in ways:
+        may_unpack = self.recipe.packing == AUTO and attempt.choices.value("packing")
+        if not attempt.verdict.fits and may_unpack:
             single_rows = self.solve(True, target)
             attempt = single_rows if single_rows.verdict.fits else attempt
         may_offload = self.recipe.layer_offloading == AUTO and not self.card.is_cpu
         if attempt.verdict.fits or attempt.evaluated.forecast.at_limit or not may_offload:
             return attempt
         # a file is for machines whose host memory can't hold the layers even in NF4
-        least = self.shape.layers * self.shape.layer_bytes(NF4)
-        targets = OFFLOAD_TARGETS if self.host_free is not None and self.host_free < least else OFFLOAD_TARGETS[:1]
-        attempts = (self._attempts(unpacked, target) for target, unpacked in itertools.product(targets, ways))
-        return next(filter(None, map(self._first_fitting, attempts)), attempt)
+        least_bytes = self.shape.layers * self.shape.layer_bytes(NF4)
+        needs_file = self.host_free_bytes is not None and self.host_free_bytes < least_bytes
+        targets = OFFLOAD_TARGETS if needs_file else OFFLOAD_TARGETS[:1]
+        for target, avoid_packing in itertools.product(targets, (False, True) if may_unpack else (False,)):
+            if fitting := self._first_fitting(self._attempts(avoid_packing, target)):
+                return fitting
+        return attempt
 
-    def solve(self, unpacked: bool, target: OffloadTarget) -> _Attempt:
+    def solve(self, avoid_packing: bool, target: OffloadTarget) -> _Attempt:
         """Search with a shorter max_length or lower rank if needed; else return the smallest strategy."""
-        attempts = list(self._attempts(unpacked, target))
-        first = attempts[0]
-        if target and not self._open_strategies(first):
-            raise resources.offloading_error(self.recipe, self.shape, self.host_free)
-        return self._first_fitting(attempts) or dataclasses.replace(
-            first, chosen=first.search.smallest(self._open_strategies(first))
-        )
+        attempts = list(self._attempts(avoid_packing, target))
+        preferred = attempts[0]
+        if target and not self._open_strategies(preferred):
+            raise resources.offloading_error(self.recipe, self.shape, self.host_free_bytes)
+        if fitting := self._first_fitting(attempts):
+            return fitting
+        return dataclasses.replace(preferred, chosen=preferred.search.smallest(self._open_strategies(preferred)))
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
-        """Return the first attempt that fits, also over steps of uneven rows."""
+        """Return the first attempt that fits, also with rows of uneven length."""
         for attempt in attempts:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
-            raised, failed = list[EvaluatedStrategy](), 0
+            replayed, compiled_misfits = list[EvaluatedStrategy](), 0
             while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
-                if candidate not in raised:
-                    candidate = self._with_uneven_rows(attempt.choices, search, candidate)
-                    raised.append(candidate)
+                if candidate not in replayed:
+                    candidate = self._replay_uneven_rows(attempt.choices, search, candidate)
+                    replayed.append(candidate)
                 if not search.fits(candidate):
                     continue
                 fitting = dataclasses.replace(attempt, chosen=candidate)
                 if search.lean_because(candidate.strategy):
                     return fitting
-                if compiled := self._compiled(fitting, options):
+                if compiled := self._with_compiled_layers(fitting, options):
                     return compiled
-                failed += 1
-                if failed == MOST_COMPILED:
+                compiled_misfits += 1
+                if compiled_misfits == MOST_COMPILED:
                     search.rule_out_compiling(options, f"{MOST_COMPILED} plans with compiled layers did not fit")
         return None
 
-    def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
+    def _replay_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
         if self.card.is_cpu or not (self.data and self.data.lengths):
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
         forecast = self._forecast(settings, candidate.width, lengths=self.data.lengths)
-        raised = dataclasses.replace(candidate, forecast=forecast)
-        search.evaluated[search.evaluated.index(candidate)] = raised
-        return raised
+        replayed = dataclasses.replace(candidate, forecast=forecast)
+        search.evaluated[search.evaluated.index(candidate)] = replayed
+        return replayed
 
-    def compare(self, attempt: _Attempt) -> None:
+    def forecast_neighbours(self, attempt: _Attempt) -> None:
         if attempt.verdict != Verdict.NO_FIT:
             options = attempt.search.within_budget(self._open_strategies(attempt))
             for strategy in neighbours(attempt.evaluated.strategy, options):
                 attempt.search.forecast(strategy)
 
-    def method_price(self, attempt: _Attempt) -> str:
-        """Return a method's price relative to SFT; empty for methods on SFT's rows."""
+    def method_price_note(self, attempt: _Attempt) -> str:
+        """Return a note on the method's memory and time relative to SFT; empty for methods on SFT's rows."""
         chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
         job = dataclasses.replace(job, compiled=True, lean=False) if attempt.compiled else job
         settings = self._settings_of(attempt.choices, chosen.strategy)
         sft = resolved(settings, method="sft", precompute_ref_log_probs=False, **dict.fromkeys(method.settings))
-        memory = chosen.forecast.peak_bytes / self._forecast(sft, attempt.search.width).peak_bytes
-        price = f"{memory:.1f} x the memory"
+        memory_ratio = chosen.forecast.peak_bytes / self._forecast(sft, attempt.search.width).peak_bytes
+        price = f"{memory_ratio:.1f} x the memory"
         if knows_rates(self.card):
             sft_s = time_step(dataclasses.replace(job, method=METHODS["sft"]), chosen.strategy).step_s
             price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
         return f"method {settings.method} takes {price} of method sft on the same number of equally long rows"
 
-    def _compiled(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
+    def _with_compiled_layers(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
         values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
-        compiled = dataclasses.replace(choices, values={**choices.values, **choices.open(values)})
+        compiled = dataclasses.replace(choices, values={**choices.values, **choices.only_auto(values)})
         self.report_progress("forecasting compiled layers")
         settings = self._settings_of(compiled, chosen.strategy)
         try:
@@ -213,9 +211,10 @@ class _Planner:
         if reason:
             search.rule_out_compiling(options, reason)
             return None
-        # compiled layers are not replayed over rows of uneven length: the margin is at least that of lean layers
-        least = forecast.allocated_bytes + chosen.forecast.peak_high_bytes - chosen.forecast.allocated_bytes
-        forecast = dataclasses.replace(forecast, peak_high_bytes=max(forecast.peak_high_bytes, least))
+        # compiled layers are not replayed over rows of uneven length: take at least the margin of lean layers
+        margin_bytes = chosen.forecast.peak_high_bytes - chosen.forecast.allocated_bytes
+        high_bytes = max(forecast.peak_high_bytes, forecast.allocated_bytes + margin_bytes)
+        forecast = dataclasses.replace(forecast, peak_high_bytes=high_bytes)
         search.note_compiled(chosen, forecast)
         if forecast.peak_high_bytes > self.budget:
             return None
@@ -225,32 +224,32 @@ class _Planner:
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
-        factor, steps = self.history.speed_factor or 1.0, defaults.total_steps(choices, chosen.strategy.micro, self.data)
-        if not attempt.compiled:
+        time_factor, steps = self.history.speed_factor or 1.0, defaults.total_steps(choices, chosen.strategy.micro, self.data)
+        if not attempt.compiled:  # keeps an earlier reason
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")
-        why = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
-        choices = explain_strategy(choices.with_reason("torch_compile", why), search, chosen, attempt.fastest)
+        why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
+        choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen, attempt.fastest)
         choices = defaults.choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,
-            step_s=timing.step_s * factor if rates_known else None,
-            tokens_per_s=timing.tokens_per_s / factor if rates_known else None,
+            step_s=timing.step_s * time_factor if rates_known else None,
+            tokens_per_s=timing.tokens_per_s / time_factor if rates_known else None,
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         workload = workload_s(timing.step_s, steps, settings, self.data)
-        length = self.history.run_time(workload, settings.model_name_or_path)
+        run_time = self.history.run_time(workload, settings.model_name_or_path)
         modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
-            forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
-            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes, run_time=length,
+            forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
+            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes, run_time=run_time,
             modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
             checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
             model_type=self.shape.family, parameters=self.shape.parameters,
-            cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
+            cost=cost_of(run_time.load_s + run_time.train_s if run_time else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),
         )  # fmt: skip
 
@@ -261,16 +260,17 @@ class _Planner:
             return attempt
         if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
             options += self._open_strategies(dataclasses.replace(attempt, offload_target="cpu"))
-        options, most_s = search.within_budget(options), MATTERS * search.timing(attempt.evaluated.strategy).step_s
+        options, chosen = search.within_budget(options), attempt.evaluated.strategy
+        most_s = NOTABLE_SHARE * search.timing(chosen).step_s
         for _ in range(MOST_FASTER):
             fitting = [option for option in options if search.high_bytes(option) <= self.budget]
-            fastest = min(fitting, key=lambda option: search.timing(option).step_s, default=attempt.evaluated.strategy)
+            fastest = min(fitting, key=lambda option: search.timing(option).step_s, default=chosen)
             if search.timing(fastest).step_s >= most_s:
                 break
             search.forecast(fastest)
             if (evaluated := search.lookup(fastest)) and search.fits(evaluated):
                 other = dataclasses.replace(attempt, chosen=evaluated)
-                if search.lean_because(fastest) or self._compiled(other, [fastest]):
+                if search.lean_because(fastest) or self._with_compiled_layers(other, [fastest]):
                     return dataclasses.replace(attempt, fastest=evaluated)
         return attempt
 
@@ -283,20 +283,20 @@ class _Planner:
             notes.append(self.history.summary(self.card.name))
         if attempt.evaluated.forecast.at_limit:
             notes.append(AT_LIMIT)
-        if not attempt.verdict.fits and (note := resources.pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
-            notes.append(note)
+        if not attempt.verdict.fits:
+            notes.append(resources.pinned_inputs_note(strategy, job, self.recipe, self.host_free_bytes))
         if attempt.choices.value("dtype") == "float16" and (risk := defaults.float16_risk(self.config)[1]):
             fix = "leave dtype out" if self.card.supports_bf16 else "set dtype=float32"
             notes.append(f"float16 is a risk: {risk}; if the loss becomes NaN, {fix}")
-        return (*notes, *stored_notes(self.stored))
+        return (*filter(None, notes), *stored_notes(self.stored))
 
-    def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
+    def _attempts(self, avoid_packing: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         """Yield every open max_length with every open rank, preferred first."""
-        basics = defaults.choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
-        shared = self.evaluated.setdefault(unpacked, [])
-        advised, is_set = basics.value("lora_r"), basics.is_set("lora_r")
-        ranks = [advised, *(rank for rank in reversed(defaults.RANKS) if rank < advised and not is_set)]
-        for choices, rank in itertools.product(defaults.with_open_lengths(basics, self.data), ranks):
+        basics = defaults.choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, avoid_packing)
+        shared = self.evaluated.setdefault(avoid_packing, [])
+        advised = basics.value("lora_r")
+        lower = [] if basics.is_set("lora_r") else [rank for rank in reversed(defaults.RANKS) if rank < advised]
+        for choices, rank in itertools.product(defaults.with_shorter_lengths(basics, self.data), [advised, *lower]):
             if rank != advised:
                 choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
                 choices = choices.choose("lora_alpha", *defaults.advise_alpha(self.recipe, rank))
@@ -316,13 +316,13 @@ class _Planner:
             yield _Attempt(choices, search, offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
-        table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
+        has_table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
         options = strategies(
-            attempt.choices, self.card, self.shape.layers, attempt.offload_target, trainable_formats(self.stored), table
+            attempt.choices, self.card, self.shape.layers, attempt.offload_target, trainable_formats(self.stored), has_table
         )
-        if self.host_free is None:
+        if self.host_free_bytes is None:
             return options
-        holdable = [option for option in options if resources.pinned_bytes(option, attempt.search.job) <= self.host_free]
+        holdable = [option for option in options if resources.pinned_bytes(option, attempt.search.job) <= self.host_free_bytes]
         # plan what the recipe sets, even if host memory is too small: the plan says so
         return holdable if attempt.offload_target else holdable or options
 
@@ -335,22 +335,22 @@ class _Planner:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
         every = max(1, (defaults.total_steps(choices, strategy.micro, self.data) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
-        return choices.settings(**choices.open({**values, **more}))
+        return choices.settings(**choices.only_auto({**values, **more}))
 
     def _forecast(self, settings: Settings, width: int, config: dict[str, Any] | None = None, **more: Any) -> Forecast:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
         forecast = make_forecast(config or self.config, settings, self.card, rows=rows, budget_bytes=self.budget, **more)
-        # no dry run includes the worst excess of earlier runs here
-        worst = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
-        high = forecast.peak_high_bytes + round(worst * forecast.allocated_bytes)
-        if self.card.is_cpu:  # the interval has malloc's share, and the process was measured with it
-            high = max(forecast.peak_high_bytes, round(forecast.peak_bytes * (1 + worst)))
-        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not worst)
+        # raise the upper end by the largest excess over the forecast in earlier runs here
+        worst_error = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
+        high_bytes = forecast.peak_high_bytes + round(worst_error * forecast.allocated_bytes)
+        if self.card.is_cpu:  # malloc's overhead is in the interval and in the measured process: don't add it twice
+            high_bytes = max(forecast.peak_high_bytes, round(forecast.peak_bytes * (1 + worst_error)))
+        return dataclasses.replace(forecast, peak_high_bytes=high_bytes, at_limit=forecast.at_limit and not worst_error)
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         launch, verdict = settings.launch, attempt.verdict
-        wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
-        if self.card.is_cpu or not wanted or settings.vision:
+        is_useful = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
+        if self.card.is_cpu or not is_useful or settings.vision:
             return None
         self.report_progress("forecasting several GPUs")
         width = min(settings.max_length, attempt.search.job.batches.longest)
@@ -367,7 +367,7 @@ class _Planner:
         suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
         if attempt.verdict != Verdict.NO_FIT:
             return {"suggestions": suggestions}
-        largest = largest_model(self.recipe, settings, self.budget, forecast_of)
+        model = largest_model(self.recipe, settings, self.budget, forecast_of)
         part = max(forecast.parts, key=lambda name: forecast.parts[name])
-        shortfall = Shortfall(forecast.peak_high_bytes - self.budget, part, forecast.parts[part], largest)
+        shortfall = Shortfall(forecast.peak_high_bytes - self.budget, part, forecast.parts[part], model)
         return {"suggestions": suggestions, "shortfall": shortfall}

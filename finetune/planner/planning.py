@@ -52,7 +52,7 @@ RANGES: dict[str, tuple[int, Callable[[ModelShape], int], str]] = {
     "lora_r": (8, lambda shape: shape.hidden, "the model's width"),
     "per_device_train_batch_size": (1, lambda _: 512, "the largest that is tried"),
 }
-#: Least bytes of CUDA context and activations.
+#: Least memory besides the weights: CUDA context and activations.
 LEAST_OTHER_BYTES = 2**29
 
 
@@ -65,7 +65,7 @@ class RowsRead:
     notes: tuple[str, ...] = ()
     #: Training and held-out rows.
     splits: Sequence[LimitedSplit] = ()
-    #: First and end.
+    #: First and end of the embedding rows of new tokens.
     trained_embedding_rows: Sequence[int] = ()
 
     @property
@@ -73,8 +73,11 @@ class RowsRead:
         return bool(self.statistics and self.statistics.pictures)
 
 
+RowReader = Callable[[Recipe], RowsRead]
+
+
 class RowProgress:
-    """Reporter of count, rate and time left."""
+    """Report tokenised rows: their count, rate and time left."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report_text = report
@@ -93,46 +96,47 @@ class RowProgress:
 
 
 def plan_recipe(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress = lambda _: None,
-    compare: bool = False, show: Callable[[Plan], None] | None = None,
+    recipe: Recipe, card: Card, reader: RowReader, *, progress: Progress = lambda _: None, compare: bool = False,
+    show: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a recipe for a GPU. Raises PackagesError and RecipeError."""
-    recipe, renamed, reasons = _completed(recipe)
-    read = rows(recipe)  # after the cheaper checks
-    recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
-    reasons |= more_reasons
+    recipe, model_note, reasons = _complete_recipe(recipe)
+    rows = reader(recipe)  # after the cheaper checks
+    recipe, row_reasons = complete_for_rows(recipe, rows.trained_embedding_rows, has_pictures=rows.has_pictures)
+    reasons |= row_reasons
 
-    def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
-        def completed(plan: Plan) -> Plan:
-            plan = plan.with_note(*read.notes, _picture_note(plan), renamed)  # a summary shows the last notes first
-            plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
-            return with_measured_cost(plan, read.splits)
+    def plan_for(recipe: Recipe, rows: RowsRead, reasons: dict[str, str]) -> Plan:
+        def with_facts_of_rows(plan: Plan) -> Plan:
+            plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)  # a summary shows the last notes first
+            plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
+            return with_measured_cost(plan, rows.splits)
 
-        shown = (lambda plan: show(completed(plan))) if show else None
-        return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
+        show_early = (lambda plan: show(with_facts_of_rows(plan))) if show else None
+        plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare, show=show_early)
+        return with_facts_of_rows(plan)
 
-    plan, statistics = planned(recipe, read, reasons), read.statistics
+    plan, statistics = plan_for(recipe, rows, reasons), rows.statistics
     if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
         return plan
-    largest = max(width * height for width, height in statistics.pictures)
+    largest_pixels = max(width * height for width, height in statistics.pictures)
     # smaller images have fewer tokens, so they may fit where the full size does not
-    for pixels in (largest // part for part in (2, 4, 8, 16)):
+    for pixels in (largest_pixels // divisor for divisor in (2, 4, 8, 16)):
         if pixels < LEAST_PIXELS:
             break
         smaller = resolved(recipe, max_pixels=pixels)
-        smaller_read = rows(smaller)
-        tokens = smaller_read.statistics and smaller_read.statistics.picture_tokens
+        smaller_rows = reader(smaller)
+        tokens = smaller_rows.statistics and smaller_rows.statistics.picture_tokens
         if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every image to one size
             break
-        if plan_if_fits(smaller, card, smaller_read.statistics):
+        if plan_if_fits(smaller, card, smaller_rows.statistics):
             cost = f"{max(statistics.picture_tokens):,} tokens per image -> {max(tokens):,}, with less detail"
             reason = f"{cost}: full-size images do not fit here"
-            return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
-    rows(recipe)  # callers use the rows that were read last
+            return plan_for(smaller, smaller_rows, reasons | {"max_pixels": reason})
+    reader(recipe)  # callers use the rows that were read last
     return plan
 
 
-def _completed(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
+def _complete_recipe(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     refuse_other_versions(LIBRARIES)
     if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
         raise RecipeError("launch.main_process_ip is 127.0.0.1, which other machines can't reach; set the address of machine 0")
@@ -149,9 +153,10 @@ def _picture_note(plan: Plan) -> str:
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """Forecast a plan with changed settings for these rows. Raises RecipeError."""
-    settings, budget = plan.settings, plan.budget_bytes
+    settings = plan.settings
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
-    return make_forecast(read_config(settings), settings, plan.card, rows=rows, budget_bytes=budget, lengths=data.lengths)
+    config, budget_bytes = read_config(settings), plan.budget_bytes
+    return make_forecast(config, settings, plan.card, rows=rows, budget_bytes=budget_bytes, lengths=data.lengths)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:
@@ -159,7 +164,7 @@ def without_rows(_recipe: Recipe) -> RowsRead:
     return RowsRead()
 
 
-def rows_with_pictures(pictures: Sizes) -> Callable[[Recipe], RowsRead]:
+def rows_with_pictures(pictures: Sizes) -> RowReader:
     """Assume rows of max_length with images of these sizes."""
 
     def read(recipe: Recipe) -> RowsRead:
@@ -177,7 +182,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     """Read the recipe's rows if they are on this machine; refused rows become `problem`."""
     from finetune.data.sources import is_local, require_path_or_id
 
-    # `downloaded`: also read a hub dataset's rows
+    # `downloaded`: a hub dataset is on this machine, too
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
     missing = [path for path in paths if not downloaded and not is_local(path)]
     try:
@@ -209,16 +214,17 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     from finetune.data.tokenizer import load_tokenizer, rows_of_tokens
 
     sources = sources_of(recipe.dataset)
-    with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
+    with ThreadPoolExecutor(1) as pool:
+        # `info` hashes large files, here while load_tokenizer imports libraries
         pool.map(attrgetter("info"), itertools.chain(*sources))
         tokenizer = load_tokenizer(recipe)
     rows = encode(recipe, tokenizer, sources=sources, progress=RowProgress(say))
     try:
-        size = vocabulary_size(recipe)
+        vocabulary = vocabulary_size(recipe)
     except ModelError:  # rows can be read without a model; the plan reports the error
-        size = None
-    highest = max(split.stored.highest_token() for split in rows.splits)
-    rows.trained_embedding_rows = rows_of_tokens(rows.encoder.tokenizer, recipe, size, highest)
+        vocabulary = None
+    highest_token = max(split.stored.highest_token() for split in rows.splits)
+    rows.trained_embedding_rows = rows_of_tokens(rows.encoder.tokenizer, recipe, vocabulary, highest_token)
     return rows
 
 
@@ -230,8 +236,10 @@ def limit_of(recipe: Recipe) -> int | None:
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """Summarise the rows for the planner."""
     training, *held_out = selected.splits
-    splits = [training, *(split for split in held_out if len(split.lengths))]
-    statistics = statistics_of_lengths(*(counts for split in splits for counts in (split.lengths, split.trained_lengths)))
+    counts = [training.lengths, training.trained_lengths]
+    for split in held_out:
+        counts += [split.lengths, split.trained_lengths] if len(split.lengths) else []
+    statistics = statistics_of_lengths(*counts)
     return dataclasses.replace(
         statistics, total_tokens=training.total_tokens, trained_tokens=training.trained_tokens,  # a row may have two sequences
         longest_mismatched=max(split.longest_mismatched() for split in selected.splits), **_picture_statistics(selected),
@@ -256,18 +264,18 @@ def statistics_of_lengths(
     """Summarise rows with these token counts for the planner."""
     import numpy as np
 
-    tokens, counts, eval_tokens, eval_counts = (
-        np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
+    tokens, trained_tokens, eval_tokens, eval_trained_tokens = (
+        np.asarray(counts, dtype=np.int64) for counts in (lengths, trained, eval_lengths, eval_trained)
     )
     return DataStatistics(
-        len(tokens), len(eval_tokens), int(tokens.sum()), int(counts.sum()), tuple(np.sort(tokens).tolist()),
-        most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
+        len(tokens), len(eval_tokens), int(tokens.sum()), int(trained_tokens.sum()), tuple(np.sort(tokens).tolist()),
+        most_trained=_largest_counts(trained_tokens), densest_trained_share=float((trained_tokens / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
-        eval_most_trained=_largest(eval_counts),
+        eval_most_trained=_largest_counts(eval_trained_tokens),
     )  # fmt: skip
 
 
-def _largest(counts: np.ndarray) -> tuple[int, ...]:
+def _largest_counts(counts: np.ndarray) -> tuple[int, ...]:
     return tuple(sorted(counts.tolist(), reverse=True)[:MOST_ROWS])
 
 
@@ -281,46 +289,49 @@ class Largest:
     #: The next value, which may not fit; None where `value` is the `limit`.
     too_large: int | str | None
     limit: str
-    #: Set the value.
+    #: `key=value` texts that set the value.
     overrides: tuple[str, ...]
     plan: Plan
 
     @property
     def sentence(self) -> str:
-        value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (self.value, self.too_large))
+        value, too_large = (f"{size:,}" if isinstance(size, int) else size for size in (self.value, self.too_large))
         if not self.value:
             return f"{self.setting}: {too_large} does not fit either"
-        more = self.limit if too_large is None else f"{too_large} may not fit"
-        return f"{self.setting}: {value} at most ({more})"
+        bound = self.limit if too_large is None else f"{too_large} may not fit"
+        return f"{self.setting}: {value} at most ({bound})"
 
 
-def plan_largest(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
-) -> Largest:
+def plan_largest(recipe: Recipe, card: Card, reader: RowReader, setting: str, progress: Progress = lambda _: None) -> Largest:
     """Bisect for the largest value of a setting that fits. Raises PackagesError and RecipeError."""
-    recipe, renamed, reasons = _completed(recipe)
-    read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
+    recipe, model_note, reasons = _complete_recipe(recipe)
+    # max_length and model ignore the rows, except for their images
+    rows = reader(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
-        if read.has_pictures:
+        if rows.has_pictures:
             raise RecipeError(
                 "--largest model searches text models, but the rows have images",
                 "Plan image-text models one by one: finetune plan MODEL --images WIDTHxHEIGHT",
             )
-        return _largest_model(recipe, card, progress)
-    recipe, more_reasons = complete_for_rows(recipe, read.trained_embedding_rows, has_pictures=read.has_pictures)
+        return _plan_largest_model(recipe, card, progress)
+    recipe, row_reasons = complete_for_rows(recipe, rows.trained_embedding_rows, has_pictures=rows.has_pictures)
     if setting not in RANGES:
         raise RecipeError(f"--largest {setting}: not searchable; choose {', '.join(RANGES)} or model", "Name one of these.")
-    step, most_of, limit = RANGES[setting]
-    # max_length is planned for rows of max_length tokens, with the images of the data
-    data = read.statistics and read.statistics.only_pictures if setting == "max_length" else read.statistics
+    step, limit_of_shape, limit = RANGES[setting]
+    data = rows.statistics
+    if setting == "max_length" and data:  # planned for rows of max_length tokens
+        data = data.only_pictures
 
     def changes(value: int) -> dict[str, Any]:
-        one_step = {"gradient_accumulation_steps": 1, "effective_batch_size": value * recipe.launch.num_processes}
-        return {setting: value, **(one_step if setting == "per_device_train_batch_size" else {})}
+        if setting != "per_device_train_batch_size":
+            return {setting: value}
+        batch = value * recipe.launch.num_processes
+        return {setting: value, "gradient_accumulation_steps": 1, "effective_batch_size": batch}
 
-    # a larger value never takes less memory
-    plan, fitting, failing = None, 0, most_of(shape_of(read_config(recipe), recipe)) // step + 1
-    most = tried = failing - 1  # where the limit itself fits, one plan is the answer
+    # bisect multiples of `step`: a larger value never takes less memory
+    most = limit_of_shape(shape_of(read_config(recipe), recipe)) // step
+    plan, fitting, failing = None, 0, most + 1
+    tried = most  # where the limit itself fits, one plan is the answer
     while failing - fitting > 1:
         progress(f"planning {setting}={tried * step:,}")
         if larger := plan_if_fits(resolved(recipe, **changes(tried * step)), card, data):
@@ -328,11 +339,12 @@ def plan_largest(
         else:
             failing = tried
         tried = (fitting + failing) // 2
-    least = changes(fitting * step or step)
-    plan = (plan or make_plan(resolved(recipe, **least), card, data)).with_note(*read.notes, renamed)
-    plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **more_reasons})
+    overrides = changes(fitting * step or step)
+    plan = (plan or make_plan(resolved(recipe, **overrides), card, data)).with_note(*rows.notes, model_note)
+    plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **row_reasons})
     too_large = failing * step if failing <= most else None
-    return Largest(setting, fitting * step, too_large, limit, tuple(f"{name}={number}" for name, number in least.items()), plan)
+    texts = tuple(f"{name}={number}" for name, number in overrides.items())
+    return Largest(setting, fitting * step, too_large, limit, texts, plan)
 
 
 def _may_have_pictures(recipe: Recipe) -> bool:
@@ -342,19 +354,19 @@ def _may_have_pictures(recipe: Recipe) -> bool:
         return False
 
 
-def _largest_model(recipe: Recipe, card: Card, progress: Progress) -> Largest:
-    # offload layers only if the recipe says so
+def _plan_largest_model(recipe: Recipe, card: Card, progress: Progress) -> Largest:
+    # auto would offload layers of ever larger models: offload only if the recipe says so
     changes = {"layer_offloading": False} if recipe.layer_offloading == AUTO else {}
-    _, budget = choose_budget(Choices(recipe), card)
+    weights_budget = choose_budget(Choices(recipe), card)[1] - LEAST_OTHER_BYTES
     may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
     smallest_format = NF4 if may_be_quantised else BITS_16
     too_large = None
-    for name, _ in models_by_size((budget - LEAST_OTHER_BYTES) / (0.9 * smallest_format.weight_bytes)):
+    for name, _ in models_by_size(weights_budget / (0.9 * smallest_format.weight_bytes)):
         try:
             other = resolved(
                 recipe, model_name_or_path=name, model_revision=None, trust_remote_code=False, chat_template=None, **changes
             )
-            if changes and shape_of(read_config(other), other).weight_bytes(smallest_format) > budget - LEAST_OTHER_BYTES:
+            if changes and shape_of(read_config(other), other).weight_bytes(smallest_format) > weights_budget:
                 continue
             progress(f"planning {name}")
             # no rows: another model has another tokenizer

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Most held-out sequences that finetune/evaluate/quantisation.py measures, evenly spaced: losses are paired, so few suffice.
 MOST_ROWS = 1_000
-#: `input_ids` and `labels` (-100: not trained) of sequences.
+#: Columns `input_ids` and `labels` (-100: not trained), each with a list per sequence.
 Rows = dict[str, list[list[int]]]
 
 
@@ -43,6 +43,7 @@ class FormatLoss:
         """E.g. `NF4 costs 0.012 of loss (0.008 to 0.016)`."""
         if self.cost is None or self.cost_low is None or self.cost_high is None:
             return f"{self.label} has a loss of {self.loss:.4f}"
+        # four decimals, or more if a small cost would have fewer than two significant digits
         digits = max(4, 1 - math.floor(math.log10(abs(self.cost)))) if self.cost else 4
         interval = f"95 % interval {self.cost_low:.{digits}f} to {self.cost_high:.{digits}f}"
         if self.cost_low <= 0 <= self.cost_high:
@@ -62,25 +63,25 @@ class QuantisationCost:
     tokens: int
     #: Without int8 where int8 neither fits nor can be offloaded.
     formats: tuple[FormatLoss, ...]
-    #: With a run's adapter.
+    #: The model has a run's adapter.
     tuned: bool = False
 
     @property
     def sentence(self) -> str:
-        plain, *others = self.formats
-        who = "the tuned model" if self.tuned else "the base model"
-        measured = f"on {self.rows:,} held-out rows {who} has a loss of {plain.loss:.4f} in {plain.label}"
-        parts = [measured, *(entry.summary for entry in others)]
-        if INT8.label not in (entry.label for entry in others):
-            parts.append("int8 was not measured: it does not fit, and its layers can't be offloaded")
-        return "; ".join(parts)
+        plain, *quantised = self.formats
+        model = "the tuned model" if self.tuned else "the base model"
+        clauses = [f"on {self.rows:,} held-out rows {model} has a loss of {plain.loss:.4f} in {plain.label}"]
+        clauses += [entry.summary for entry in quantised]
+        if INT8.label not in (entry.label for entry in quantised):
+            clauses.append("int8 was not measured: it does not fit, and its layers can't be offloaded")
+        return "; ".join(clauses)
 
     def quote(self, label: str) -> str:
-        """Return the end of a reason for this format."""
-        plain, *others = self.formats
-        quoted = NF4.label if label == plain.label else label
-        for entry in others:
-            if entry.label == quoted:
+        """Return the measured cost of this format, or for the plain format what NF4 would cost."""
+        plain, *quantised = self.formats
+        quoted_label = NF4.label if label == plain.label else label
+        for entry in quantised:
+            if entry.label == quoted_label:
                 return f"measured on {self.rows:,} of your held-out rows: {entry.summary} against {plain.label}"
         return ""
 
@@ -89,7 +90,7 @@ class QuantisationCost:
 
 
 def held_out_rows(splits: Sequence[LimitedSplit]) -> Rows:
-    """Return the held-out rows to measure; the chosen answers of pairs."""
+    """Return the held-out rows to measure, of preference pairs the chosen answers."""
     return chosen_rows(table for split in splits[1:] for table in split.tables())
 
 
@@ -102,11 +103,12 @@ def chosen_rows(tables: Iterable[Any]) -> Rows:
     if not selected:
         return {column: [] for column in columns}
     rows = pa.concat_tables(selected)
-    return rows.take(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(np.int64)).to_pydict()
+    indices = np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(np.int64)
+    return rows.take(indices).to_pydict()
 
 
 def cost_path(settings: Settings, rows: Rows, *, on_cpu: bool, adapter: Path | None = None) -> Path:
-    """Return the file of a measurement."""
+    """Return the cache file of a measurement of these rows."""
     facts = [weights_fingerprint(settings), configuration_fingerprint(settings), settings.dtype, settings.attn_implementation]
     adapter_hashes = [sha256_of(file) for file in sorted(adapter.glob("adapter_*"))] if adapter else []
     return _folder(settings) / f"{key_of(facts=[*facts, on_cpu, adapter_hashes, rows])}.json"
@@ -121,8 +123,11 @@ def with_measured_cost(plan: Plan, splits: Sequence[LimitedSplit]) -> Plan:
         path = cost_path(settings, held_out_rows(splits), on_cpu=plan.card.is_cpu)
     except (OSError, ValueError):  # rows or weights are gone: the plan lacks only the quote
         return plan
-    cost, base = read_own(path, QuantisationCost), base_format_of(settings)
-    setting, quote = base.setting or NF4.setting, cost.quote(base.label) if cost else ""
+    cost = read_own(path, QuantisationCost)
+    if cost is None:
+        return plan
+    base = base_format_of(settings)
+    setting, quote = base.setting or NF4.setting, cost.quote(base.label)
     reason = plan.reasons.get(setting, quote)
     return plan if quote in reason else replace(plan, reasons={**plan.reasons, setting: f"{reason}; {quote}"})
 

@@ -23,50 +23,52 @@ from finetune.units import GIB, format_bytes, parse_bytes
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
     """Compare needed with free host memory and disk."""
-    # a catalogue card is in another machine, whose free memory is unknown
-    disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
-    resources = (("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk))
+    # a catalogue card is in another machine, whose free disk is unknown
+    free_disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
+    resources = (
+        ("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, free_disk),
+    )  # fmt: skip
     return tuple(ResourceCheck(what, needs, free, None if free is None else needs <= free) for what, needs, free in resources)
 
 
 def free_host_bytes(recipe: Recipe, card: Card) -> int | None:
-    """Return the host memory of a run; None if unknown."""
-    # the card's memory is host memory
-    if card.is_cpu:
+    """Return the host memory that a run may use; None if unknown."""
+    if card.is_cpu:  # host memory is already the card's memory
         return None
-    free = host_card().free_bytes if card.source != "catalogue" else None
-    allowed = parse_bytes(recipe.host_memory) if recipe.host_memory else None
-    return min((size for size in (free, allowed) if size is not None), default=None)
+    limits = [parse_bytes(recipe.host_memory)] if recipe.host_memory else []
+    if card.source != "catalogue":
+        limits.append(host_card().free_bytes)
+    return min(limits, default=None)
 
 
 def pinned_bytes(strategy: Strategy, job: Job) -> int:
     """Return the pinned host memory of a strategy."""
-    weights = strategy.offloaded * job.shape.layer_bytes(strategy.base) if strategy.offload_target == "cpu" else 0
+    weight_bytes = strategy.offloaded * job.shape.layer_bytes(strategy.base) if strategy.offload_target == "cpu" else 0
     if strategy.checkpointing != "offload":
-        return weights
-    # torch rounds pinned memory up to powers of two
+        return weight_bytes
+    # a layer's input in 16 bit; torch rounds pinned memory up to powers of two
     input_bytes = 2 * job.shape.hidden * job.micro_batch_tokens(strategy, job.batches.longest)
-    return weights + strategy.recomputed_layers(job.shape.layers) * (1 << math.ceil(math.log2(input_bytes)))
+    return weight_bytes + strategy.recomputed_layers(job.shape.layers) * 2 ** math.ceil(math.log2(input_bytes))
 
 
-def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> str:
-    """Note that host memory is too small to offload the layers' inputs."""
+def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free_bytes: int | None) -> str:
+    """Return a note if host memory is too small to offload the layers' inputs, else an empty text."""
     offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
     needed_bytes = pinned_bytes(offloading_strategy, job)
-    if recipe.activation_checkpointing != AUTO or host_free is None or needed_bytes <= host_free:
+    if recipe.activation_checkpointing != AUTO or host_free_bytes is None or needed_bytes <= host_free_bytes:
         return ""
     return (
         f"activation_checkpointing=offload was not tried: it pins {format_bytes(needed_bytes)} of host memory, "
-        f"{format_bytes(max(0, host_free))} are free for it"
+        f"{format_bytes(max(0, host_free_bytes))} are free for it"
     )
 
 
-def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
+def offloading_error(recipe: Recipe, shape: ModelShape, host_free_bytes: int | None) -> FinetuneError:
     """Return why this model's layers can't be offloaded."""
-    least = shape.layer_bytes(NF4 if recipe.load_in_4bit is not False else BITS_16)
+    layer_bytes = shape.layer_bytes(NF4 if recipe.load_in_4bit is not False else BITS_16)
     count = shape.layers if recipe.offloaded_layers == AUTO else recipe.offloaded_layers
-    if host_free is not None and count * least > host_free:
-        return too_little_host_memory("cpu", count, count * least, host_free)
+    if host_free_bytes is not None and count * layer_bytes > host_free_bytes:
+        return too_little_host_memory("cpu", count, count * layer_bytes, host_free_bytes)
     return RecipeError(
         f"layer_offloading {recipe.layer_offloading}: the weights of {recipe.model_name_or_path} are stored in int8, "
         "and int8 layers keep copies outside the buffers",
@@ -74,33 +76,33 @@ def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -
     )
 
 
-def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> MachineError:
-    """Return the error of a machine that can't hold the offloaded layers."""
-    instead = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
+def too_little_host_memory(target: str, layers: int, needed_bytes: int, free_bytes: int) -> MachineError:
+    """Return the error for a machine whose host memory can't hold the offloaded layers."""
+    close = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
     return MachineError(
-        f"layer_offloading {target}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
-        f"{format_bytes(max(0, free))} are free for it",
-        f"{instead} programs, give a container or WSL more memory, or take a smaller model.",
+        f"layer_offloading {target}: {layers} layers need {format_bytes(needed_bytes)} of pinned host memory, "
+        f"{format_bytes(max(0, free_bytes))} are free for it",
+        f"{close} programs, give a container or WSL more memory, or take a smaller model.",
     )
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
-    """Resolve memory_budget. Raises RecipeError when the CUDA context exceeds the budget."""
-    # round down, so that the text never exceeds the free memory
-    free = math.floor(card.free_bytes / GIB * 100)
-    text = f"{free / 100:.2f}GiB"
-    budget, named = parse_bytes(text), f"{format_bytes(card.free_bytes)} free"
-    choices = choices.choose("memory_budget", text, f"free of the {format_bytes(card.total_bytes)} on {card.name}")
+    """Resolve memory_budget, and return its bytes. Raises RecipeError when the CUDA context exceeds the budget."""
+    # rounded down to hundredths, so that the text never exceeds the free memory
+    free_text = f"{math.floor(card.free_bytes / GIB * 100) / 100:.2f}GiB"
+    budget_bytes, budget_text = parse_bytes(free_text), f"{format_bytes(card.free_bytes)} free"
+    choices = choices.choose("memory_budget", free_text, f"free of the {format_bytes(card.total_bytes)} on {card.name}")
     if choices.is_set("memory_budget"):
-        wanted = parse_bytes(choices.recipe.memory_budget)
-        if wanted > card.free_bytes:
+        wanted_bytes = parse_bytes(choices.recipe.memory_budget)
+        if wanted_bytes > card.free_bytes:
             only = f", but only {format_bytes(card.free_bytes)} are free"
             choices = choices.with_reason("memory_budget", choices.reasons["memory_budget"] + only)
-        budget, named = min(wanted, card.free_bytes), f"memory_budget {choices.recipe.memory_budget}"
-    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
-    if budget <= context:
+        budget_bytes = min(wanted_bytes, card.free_bytes)
+        budget_text = f"memory_budget {choices.recipe.memory_budget}"
+    context_bytes = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    if budget_bytes <= context_bytes:
         raise RecipeError(
-            f"{named} on {card.name}, but the CUDA context alone may take {format_bytes(context)}",
+            f"{budget_text} on {card.name}, but the CUDA context alone may take {format_bytes(context_bytes)}",
             "Raise memory_budget, or free GPU memory.",
         )
-    return choices, budget
+    return choices, budget_bytes

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 
-# Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its
-# published rates that a GPU reaches, where published steps show the share. `benchmarks/speed_accuracy.py` compares the model
+# Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090. cards.json has the share of the
+# published rates that a GPU reaches, where published step times show it. `benchmarks/speed_accuracy.py` compares this model
 # with 60 published measurements (docs/accuracy.md); earlier runs on a GPU correct it (history.py). Nothing here
 # decides whether a plan fits.
 
-#: Quantiles that stand for all rows in the expected longest row of sorted micro-batches.
+#: Lengths of rows that stand for all rows in the expected width of sorted micro-batches.
 _QUANTILES = 200
 
 
@@ -43,13 +43,13 @@ def _longest_below(share: float, rows: int, batch: int) -> float:
         return share**rows
     if rows == 1:
         return share
-    expected_batches = 0.0
-    for below in range(rows, batch + 1):
-        log_ways = math.lgamma(batch + 1) - math.lgamma(below + 1) - math.lgamma(batch - below + 1)
-        chance = math.exp(log_ways + below * math.log(share) + (batch - below) * math.log1p(-share))
-        # `below` of the rows are short: they fill the first below // rows micro-batches
-        expected_batches += chance * (below // rows)
-    return expected_batches * rows / batch
+    expected_micro_batches = 0.0
+    for n_short in range(rows, batch + 1):
+        # binomial probability that `n_short` of the rows are short: they fill the first n_short // rows micro-batches
+        log_ways = math.lgamma(batch + 1) - math.lgamma(n_short + 1) - math.lgamma(batch - n_short + 1)
+        probability = math.exp(log_ways + n_short * math.log(share) + (batch - n_short) * math.log1p(-share))
+        expected_micro_batches += probability * (n_short // rows)
+    return expected_micro_batches * rows / batch
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Batches:
 
     def _expected_width(self, rows: int, batch: int | None) -> float:
         count = len(self.lengths)
-        every = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
-        # each length's last row, or quantiles
-        ends = accumulate(Counter(self.lengths).values()) if every == 1 else (*range(every, count, every), count)
-        total, below = 0.0, 0.0
+        stride = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
+        # numbers of rows up to each length's last row, or up to each quantile
+        ends = accumulate(Counter(self.lengths).values()) if stride == 1 else (*range(stride, count, stride), count)
+        width, probability_before = 0.0, 0.0
         for n_rows in ends:
-            upto = _longest_below(n_rows / count, rows, batch or rows)
-            total += min(self.lengths[n_rows - 1], self.max_length) * (upto - below)
-            below = upto
-        return total
+            probability = _longest_below(n_rows / count, rows, batch or rows)
+            width += min(self.lengths[n_rows - 1], self.max_length) * (probability - probability_before)
+            probability_before = probability
+        return width
 
     @property
     def tokens_per_row(self) -> float:
@@ -106,8 +106,9 @@ class Batches:
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
 
     def dropped_above(self, limit: int) -> tuple[int, int]:
-        over = [length for length in self.lengths if length > limit]
-        return len(over), sum(over) - limit * len(over)
+        """Return the number of longer rows, and their tokens beyond the limit."""
+        longer = [length for length in self.lengths if length > limit]
+        return len(longer), sum(longer) - limit * len(longer)
 
 
 #: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
@@ -116,9 +117,9 @@ ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.
 #: Bytes moved by eager attention for each element of its scores, forward and backward: product, scaling, mask, softmax in fp32
 #: and the cast back, each read and written. Other attention kernels keep no scores.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
-#: Bytes moved besides the grouped products, for each hidden element of an expert's row. Forward: gathered by expert,
-#: times its score, back in the tokens' order, added up, each read and written in 16 bit; backward: the gradients gathered, put
-#: back and added up. The router's scores of a token, for each expert: softmax and top-k in fp32.
+#: Bytes moved besides the grouped products, for each hidden element of an expert's row. Forward: gathered by expert, scaled
+#: by its score, put back in the tokens' order and added up, each read and written in 16 bit; backward: gradients gathered, put
+#: back and added up. `SCORED_BYTES`: softmax and top-k in fp32, for each expert and token.
 ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
 #: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
 GROUPED_TILE_ROWS = 128
@@ -129,9 +130,9 @@ EXPERTS_DISPATCH, EAGER_DISPATCH = 1.3, 1.06
 #: in torch (its profiler, transformers 5.23), with fla 0.6.0 (274 and 460 KiB for a block of Qwen3.5-4B on the stand-in GPU,
 #: less 202 and 332 of its other parts, which `ELEMENTWISE_BYTES` covers). Each is written once and read about once.
 DELTA_RULE, FUSED_DELTA_RULE, DELTA_CHUNK = (36.3, 57.0), (4.5, 8.0), 64
-#: In torch's backward a chunk's gradient is as large as the whole tensor: per value head three as wide as keys, two as values
-#: and one as a chunk. 88 KiB a token and chunk for the 4B, confirmed on the stand-in GPU.
-DELTA_CUT = (3, 2, 1)
+#: In torch's backward pass each chunk allocates gradients as large as the whole tensors: per value head, three of a key's
+#: width, two of a value's and one of a chunk's. 88 KiB per token and chunk for the 4B, confirmed on the stand-in GPU.
+DELTA_CHUNK_GRADIENTS = (3, 2, 1)
 #: fp32 elements that the Mamba-2 scan in torch allocates for a token, forward and backward, per head, for each element of a
 #: head, of its state and of a chunk (the profiler at seven sizes). With mamba-ssm a mixer saves as much as an ordinary layer
 #: (49 MiB instead of 1,046), so nothing is added.
@@ -141,14 +142,14 @@ SCAN = ((15.5, 10.5, 5.0), (15.5, 12.4, 8.0))
 DELTA_KERNELS, DELTA_CHUNK_KERNELS, SCAN_KERNELS, LAYER_KERNELS = (86, 141), (9, 32), (63, 80), 237
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
-#: Host seconds of a decoder layer's forward pass with adapters (a backward pass counts double), and passes per recomputation:
+#: Host seconds of a decoder layer's forward pass with adapters (a backward pass takes two), and a recomputation in such passes:
 #: ordinary, lean and compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a CPU.
 DISPATCH, LEAN_DISPATCH, COMPILED_DISPATCH, CPU_DISPATCH = (1.8e-3, 2.7), (1.5e-3, 1.6), (1.0e-3, 0.9), (1.05e-3, 1.0)
 #: Host seconds of a torch operator on the machines that measured DISPATCH, which scales with `Card.launch_s`. On a GPU 2.5 us
 #: on the stand-in, whose driver does nothing, and 2 us assumed for a driver's launch.
 LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
 #: Host time of selective checkpointing, which decides in Python for each operator whether to save, relative to plain
-#: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
+#: recomputation (1.65 and 1.73 measured on a CPU with layers too small for computation to count).
 SELECTIVE_DISPATCH = 1.7
 #: Share of a GPU's fp32 rate that a step's large products reach (benchmarks/speed_accuracy.py).
 FP32_SHARE = 0.6
@@ -158,8 +159,8 @@ EVALUATION_SHARE = 1 / 3
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
 ASSUMED_DRIVE = 3e9
-#: Assumed for a CPU, which computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a token and 16 ms
-#: a micro-batch).
+#: Assumed for a CPU, which does not compute while it launches (the bundled model in fp32 on one core: 0.2 ms per token and
+#: 16 ms per micro-batch).
 CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 
@@ -180,7 +181,7 @@ class Job:
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
     attention: str = "sdpa"
-    #: A package computes delta rules and scans.
+    #: Kernels of a package compute delta rules and scans, not torch.
     fused_mixers: bool = True
     #: Work on the images of a usual row; the mean over all rows is `picture_share` times as much.
     vision: VisionWork | None = None
@@ -188,6 +189,7 @@ class Job:
 
     @property
     def decoder(self) -> ModelShape:
+        """The shape without the vision tower, which is timed separately."""
         if self.vision is None:
             return self.shape
         return replace(
@@ -222,11 +224,11 @@ def saved_bytes(base: BaseFormat, lean: bool) -> float:
 
 def time_step(job: Job, strategy: Strategy) -> Timing:
     """Time one optimizer step, before correction by measured runs."""
-    shape, card, batches, rank = job.decoder, job.card, job.batches, job.rank
-    overhead = COMPILED_SHARE if job.compiled else 1.0
-    usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
-    flops = (card.bf16_flops or usual_flops) * card.flops_share
-    bandwidth = (card.bandwidth_bytes_s or usual_bandwidth) * card.bandwidth_share
+    shape, card, batches = job.decoder, job.card, job.batches
+    unfused_share = COMPILED_SHARE if job.compiled else 1.0
+    assumed_flops, assumed_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
+    flops = (card.bf16_flops or assumed_flops) * card.flops_share
+    bandwidth = (card.bandwidth_bytes_s or assumed_bandwidth) * card.bandwidth_share
     pcie = card.pcie_bytes_s or ASSUMED_PCIE
     mixer_bandwidth = bandwidth  # rules and scans compute in fp32 in every dtype
     if job.float32 and card.fp32_flops:  # no tensor cores, and twice the bytes
@@ -238,42 +240,44 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     passes = 2 + recomputed_share + references
     repeated = recomputed_share + references  # forward passes beyond the first
     attention_flops = flops if job.float32 else card.attention_flops or flops
-    used = shape.used_share(tokens)
-    eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.attended * shape.heads * (tokens * width)
+    used_share = shape.used_share(tokens)
+    score_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.attended * shape.heads * (tokens * width)
     mixer_bytes, mixer_kernels = _mixer_work(job, width, repeated)
     moved = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * repeated + strategy.base.product_bytes * (1 + repeated)
-    dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
-    micro = {
+    dequantised = shape.quantisable(strategy.base) - (1 - used_share) * (shape.expert_4bit if strategy.base.experts else 0)
+    # seconds of a micro-batch
+    micro_s = {
         "matmul": max(
             _layer_flops(job, recomputed_share, tokens) / flops
             + _attention_flops(job, strategy, tokens, width) / attention_flops,
-            passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
+            passes * 2 * (shape.linear + shape.expert * used_share) / bandwidth,  # few tokens: reading the weights takes longer
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
-        "elementwise": moved * shape.layer_width * shape.layers * tokens * overhead / bandwidth,
-        "scores": eager_bytes * overhead / bandwidth if job.attention == "eager" else 0.0,
+        "elementwise": moved * shape.layer_width * shape.layers * tokens * unfused_share / bandwidth,
+        "scores": score_bytes * unfused_share / bandwidth if job.attention == "eager" else 0.0,
         "mixers": mixer_bytes * tokens / mixer_bandwidth,
-        "routing": _routed_bytes(shape, tokens, repeated) * overhead / bandwidth,
+        "routing": _routed_bytes(shape, tokens, repeated) * unfused_share / bandwidth,
         "dequantisation": passes * dequantised * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if strategy.host_table:
-        micro["transfer"] += 2 * shape.hidden * tokens / pcie
+        micro_s["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
         saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
-        computing_s = sum(micro.values())
+        computing_s = sum(micro_s.values())
         # copies overlap with the forward pass (out) and the rest of the step (back); the GPU waits for the excess
-        waits = (saved / pcie - part for part in (computing_s / passes, computing_s - computing_s / passes))
-        micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
-    dispatch_s = _dispatch_s(job, strategy, mixer_kernels)
+        forward_s = computing_s / passes
+        micro_s["transfer"] = max(0.0, saved / pcie - forward_s) + max(0.0, saved / pcie - (computing_s - forward_s))
+    host_s = _host_s(job, strategy, mixer_kernels)
     # a GPU computes while the host launches
-    micro["launching"] = dispatch_s * overhead if card.is_cpu else max(0.0, dispatch_s - sum(micro.values()))
-    micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
-    steps = job.batch // (job.world * strategy.micro)
-    copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
-    parts = {name: seconds * steps for name, seconds in micro.items()}
-    parts["transfer"] += copies and copies.waiting_s or 0.0
-    parts["optimizer"] = _optimizer_s(strategy.optim, job.shape, rank, bandwidth, pcie)
+    micro_s["launching"] = host_s * unfused_share if card.is_cpu else max(0.0, host_s - sum(micro_s.values()))
+    micro_s["vision"] = _vision_s(job, strategy, flops, bandwidth)
+    micro_batches = job.batch // (job.world * strategy.micro)
+    parts, copies = {name: seconds * micro_batches for name, seconds in micro_s.items()}, None
+    if strategy.offloaded:
+        copies = _layer_copies(job, strategy, micro_batches, sum(micro_s.values()) - micro_s["loss"], passes)
+        parts["transfer"] += copies.waiting_s or 0.0
+    parts["optimizer"] = _optimizer_s(strategy.optim, job.shape, job.rank, bandwidth, pcie)
     step_s = sum(parts.values())
     return Timing(step_s, job.batch * job.method.sequences * batches.tokens_per_row / step_s, parts, copies)
 
@@ -282,23 +286,25 @@ def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> f
     work = job.vision
     if work is None:
         return 0.0
-    # the vision tower is not recomputed; a forward pass moves the bytes that recomputation adds to a step
-    moved = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
-    moved += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
-    computing_s = work.flops(job.rank) / flops + moved / bandwidth
+    # the vision tower is not recomputed; a forward pass moves as many bytes as a recomputation
+    moved_bytes = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
+    moved_bytes += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
+    computing_s = work.flops(job.rank) / flops + moved_bytes / bandwidth
     dequantised = (2 if work.backward_flops else 1) * work.weights * strategy.base.dequantise_bytes
     return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
 
 
-def _dispatch_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
-    layers, card, references = job.decoder.layers, job.card, job.method.reference_passes
-    seconds = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
-    seconds *= (EXPERTS_DISPATCH if job.decoder.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
-    kinds = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
-    layer_s, recomputing = CPU_DISPATCH if card.is_cpu else kinds
-    seconds *= (3 + references + recomputing * (strategy.recomputed_layers(layers) / layers)) * layers * layer_s
-    seconds += mixer_kernels * 3 * (CPU_DISPATCH if card.is_cpu else DISPATCH)[0] / LAYER_KERNELS
-    return seconds * (card.launch_s / (CPU_LAUNCH_S if card.is_cpu else LAUNCH_S)) if card.launch_s else seconds
+def _host_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
+    layers, is_cpu, references = job.decoder.layers, job.card.is_cpu, job.method.reference_passes
+    factor = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
+    factor *= (EXPERTS_DISPATCH if job.decoder.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
+    gpu_dispatch = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
+    layer_s, recomputing = CPU_DISPATCH if is_cpu else gpu_dispatch
+    passes = 3 + references + recomputing * (strategy.recomputed_layers(layers) / layers)
+    seconds = factor * (passes * layers * layer_s)
+    seconds += mixer_kernels * 3 * (CPU_DISPATCH if is_cpu else DISPATCH)[0] / LAYER_KERNELS
+    measured_launch_s = job.card.launch_s
+    return seconds * (measured_launch_s / (CPU_LAUNCH_S if is_cpu else LAUNCH_S)) if measured_launch_s else seconds
 
 
 def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
@@ -306,9 +312,9 @@ def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
     # FLOPs per weight and token: frozen layers 4 (no weight gradient), recomputed 6, adapters 6 and 8, a reference pass 2
     # without adapters
     frozen = 4 + 2 * recomputed_share + 2 * job.method.reference_passes
-    weights = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
+    flops_per_token = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
     empty_rows = shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2
-    return weights * tokens + frozen * (empty_rows * shape.layers * 3 * shape.hidden * shape.expert_inner)
+    return flops_per_token * tokens + frozen * (empty_rows * shape.layers * 3 * shape.hidden * shape.expert_inner)
 
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
@@ -335,17 +341,18 @@ def _attended_in_window(job: Job, attended: float) -> float:
 
 
 def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, float]:
+    # bytes moved per token, and kernels per micro-batch, by the rules or scans of all mixers
     sizes, mixers = job.decoder.mixer, job.decoder.mixers
     if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
         return 0.0, 0.0
     if MAMBA2[-1] in sizes:
         heads, *widths = (sizes[name] for name in MAMBA2)
-        elements = [heads * sum(map(operator.mul, shares, widths)) for shares in SCAN]
+        elements = [heads * sum(map(operator.mul, factors, widths)) for factors in SCAN]
         kernels: Sequence[float] = SCAN_KERNELS
     else:
         elements, kernels = _delta_rule(sizes, width, job.fused_mixers)
-    elements_a_token, launched = (forward * (1 + repeated_passes) + backward for forward, backward in (elements, kernels))
-    return 2 * 4 * mixers * elements_a_token, mixers * launched  # fp32, written and read
+    elements_per_token, launched = (forward * (1 + repeated_passes) + backward for forward, backward in (elements, kernels))
+    return 2 * 4 * mixers * elements_per_token, mixers * launched  # fp32, written and read
 
 
 def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[float], Sequence[float]]:
@@ -355,27 +362,28 @@ def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[
     if fused:
         return [forward, backward], (0, 0)
     chunks = math.ceil(width / DELTA_CHUNK)
-    backward += chunks * heads * sum(map(operator.mul, DELTA_CUT, (key, value, DELTA_CHUNK)))
-    first, of_a_chunk = DELTA_KERNELS, DELTA_CHUNK_KERNELS
-    return [forward, backward], (first[0] + chunks * of_a_chunk[0], first[1] + chunks * of_a_chunk[1])
+    backward += chunks * heads * sum(map(operator.mul, DELTA_CHUNK_GRADIENTS, (key, value, DELTA_CHUNK)))
+    kernels = [rule + chunks * chunk for rule, chunk in zip(DELTA_KERNELS, DELTA_CHUNK_KERNELS, strict=True)]
+    return [forward, backward], kernels
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:
-    of_a_row = ROUTED_BYTES * (1 + repeated_passes) + ROUTED_BACKWARD_BYTES
-    scores = SCORED_BYTES * shape.experts * (2 + repeated_passes)
-    return shape.layers * tokens * (of_a_row * shape.experts_used * shape.hidden + scores)
+    bytes_per_element = ROUTED_BYTES * (1 + repeated_passes) + ROUTED_BACKWARD_BYTES
+    score_bytes = SCORED_BYTES * shape.experts * (2 + repeated_passes)
+    return shape.layers * tokens * (bytes_per_element * shape.experts_used * shape.hidden + score_bytes)
 
 
-def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> LayerCopies:
+def _layer_copies(job: Job, strategy: Strategy, micro_batches: int, layers_s: float, passes: float) -> LayerCopies:
     # offloaded layers are spread evenly: a fetch overlaps with the layers after the previous offloaded layer
-    fetched = max(0, strategy.offloaded - BUFFERS)
-    layer_bytes, link = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
-    rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
-    computing = steps * layers_s * fetched / strategy.offloaded
+    fetched = max(0, strategy.offloaded - BUFFERS)  # a pass finds the last layers of the pass before in the buffers
+    layer_bytes, rate = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
+    if strategy.offload_target == "nvme":
+        rate = min(rate, job.drive_bytes_s)
+    computing_s = micro_batches * layers_s * fetched / strategy.offloaded
     return LayerCopies(
-        str(strategy.offload_target), strategy.offloaded, job.shape.layers, strategy.offloaded * layer_bytes, 0,
-        2 * steps * fetched * layer_bytes, rate,
-        forward_computing_s=computing / passes, backward_computing_s=computing * (1 - 1 / passes),
+        place=str(strategy.offload_target), layers=strategy.offloaded, of_layers=job.shape.layers, pinned_bytes=0,
+        weight_bytes=strategy.offloaded * layer_bytes, moved_bytes_per_step=2 * micro_batches * fetched * layer_bytes,
+        copied_bytes_per_s=rate, forward_computing_s=computing_s / passes, backward_computing_s=computing_s * (1 - 1 / passes),
     ).at(rate)  # fmt: skip
 
 
@@ -384,8 +392,10 @@ def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopi
     if timing.copies is None:
         return None
     copies = replace(timing.copies, pinned_bytes=forecast.pinned_bytes)
-    seconds: dict[str, Any] = {field.name: None for field in fields(copies) if field.default is None}
-    return copies if knows_rates(card) else replace(copies, **seconds)
+    if knows_rates(card):
+        return copies
+    unknown_seconds: dict[str, Any] = {field.name: None for field in fields(copies) if field.default is None}
+    return replace(copies, **unknown_seconds)
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:
@@ -398,7 +408,9 @@ def workload_s(step_s: float, total_steps: int | None, settings: Settings, data:
     """Return the modelled seconds of all steps and evaluations."""
     if not total_steps:
         return None
-    evaluations = math.ceil(total_steps / settings.eval_steps) if settings.eval_steps and data and data.eval_rows else 0
-    tokens = data.total_tokens / data.rows * settings.effective_batch_size if data and data.rows else 0.0
-    share = EVALUATION_SHARE * data.eval_total_tokens / tokens if data and tokens else 0.0
-    return step_s * (total_steps + evaluations * share)
+    if not (data and data.total_tokens and data.eval_rows and settings.eval_steps):
+        return step_s * total_steps
+    evaluations = math.ceil(total_steps / settings.eval_steps)
+    step_tokens = data.total_tokens / data.rows * settings.effective_batch_size
+    evaluation_steps = EVALUATION_SHARE * data.eval_total_tokens / step_tokens  # training steps that take as long
+    return step_s * (total_steps + evaluations * evaluation_steps)

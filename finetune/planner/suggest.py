@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import Entry, entries
+from finetune.planner.defaults import LEAST_LENGTH
 from finetune.planner.plan import CardNeeds, DataStatistics, ManyCards, Suggestion, as_overrides, verdict_of
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
@@ -18,10 +19,10 @@ from finetune.settings.compatibility import NOT_REENTRANT
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_count
 
-Forecasts = Callable[[Settings], Forecast]
+ForecastOf = Callable[[Settings], Forecast]
 #: Most catalogue models to forecast, from the largest down.
 MOST_MODELS = 4
-#: Suggested families.
+#: Prefixes of the models that are suggested.
 _FAMILIES = (
     "HuggingFaceTB/", "Qwen/Qwen2.5-", "Qwen/Qwen3-", "google/gemma-", "meta-llama/Llama-3", "microsoft/", "mistralai/Mistral-",
 )  # fmt: skip
@@ -36,21 +37,21 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def suggest(
-    recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
+    recipe: Recipe, settings: Settings, forecast: Forecast, forecast_of: ForecastOf, data: DataStatistics | None
 ) -> tuple[Suggestion, ...]:
-    """Return single changes that save memory, by bytes saved."""
-    rows = []
+    """Return single changes that save memory, the largest saving first."""
+    suggestions = []
     for changes, cost in _changes(recipe, settings, data):
         count = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
         try:
-            changed = resolved(settings, **changes, **count)
+            changed_settings = resolved(settings, **changes, **count)
         except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
             continue
-        lower = forecasts(changed)
-        saved = forecast.peak_high_bytes - lower.peak_high_bytes
-        if saved > 0:
-            rows.append(Suggestion(as_overrides(changes), saved, lower.peak_high_bytes, cost))
-    return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
+        high_bytes = forecast_of(changed_settings).peak_high_bytes
+        saved_bytes = forecast.peak_high_bytes - high_bytes
+        if saved_bytes > 0:
+            suggestions.append(Suggestion(as_overrides(changes), saved_bytes, high_bytes, cost))
+    return tuple(sorted(suggestions, key=lambda suggestion: -suggestion.saves_bytes))
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> Iterator[tuple[dict[str, Any], str]]:
@@ -61,23 +62,23 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
         yield {base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}"
     if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
         steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
-        change = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
-        yield change, "same effective batch, smaller micro-batches: slower on short rows"
-    asked = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
-    if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
-        every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
-        yield every, "forward pass runs twice: up to 45 % more time"
+        single_rows = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+        yield single_rows, "same effective batch, smaller micro-batches: slower on short rows"
+    is_set = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
+    if is_set and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
+        every_layer = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        yield every_layer, "forward pass runs twice: up to 45 % more time"
     if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
         yield {"optim": EIGHT_BIT}, "8-bit optimizer states"
     drop = {"excess_length": "drop"} if settings.excess_length == "raise" else {}
-    least = 256 + (sum(data.picture_tokens) if data else 0)
+    least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= least:
             yield {"max_length": length, **drop}, _length_cost(length, data)
     if recipe.layer_offloading is False and not settings.vision:
-        every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
+        recomputing = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
         cost = "layer weights in host memory, copied to the GPU during computation"
-        yield {"layer_offloading": "cpu", **every}, cost
+        yield {"layer_offloading": "cpu", **recomputing}, cost
     if settings.lora_r > 8:
         yield {"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less"
     if settings.dtype == "bfloat16" and settings.adapter_dtype == "float32":
@@ -91,9 +92,9 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
 def _length_cost(length: int, data: DataStatistics | None) -> str:
     if data is None or not data.lengths:
         return "longer rows are dropped"
-    over = [row for row in data.lengths if row > length]
-    share = sum(over) / data.total_tokens if data.total_tokens else 0.0
-    return f"{len(over):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
+    longer = [row_tokens for row_tokens in data.lengths if row_tokens > length]
+    share = sum(longer) / data.total_tokens if data.total_tokens else 0.0
+    return f"{len(longer):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
 
 
 def models_by_size(most_parameters: float) -> Iterator[tuple[str, Entry]]:
@@ -104,53 +105,51 @@ def models_by_size(most_parameters: float) -> Iterator[tuple[str, Entry]]:
 
 
 def largest_model(
-    recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[Settings, dict[str, Any]], Forecast]
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecast_of: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
-    """Return the largest catalogue model that fits with frugal settings."""
-    tried = 0
+    """Return the largest catalogue model that fits in NF4, with its parameters; None if none was found."""
+    forecasts = 0
     # NF4 weights alone take half a byte per parameter
     for name, entry in models_by_size(budget_bytes / 0.5):
-        values = entry.config
-        is_kind = "vision_config" in values if settings.vision else "text_config" not in values
+        is_kind = "vision_config" in entry.config if settings.vision else "text_config" not in entry.config
         if not (is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
             continue
         other = resolved(settings, model_name_or_path=name, model_revision=None, trust_remote_code=False, **switches(NF4))
         try:
-            shape = shape_of(values, other)
+            shape = shape_of(entry.config, other)
             # a forecast costs up to a second: skip hopeless models
             if shape.weight_bytes(NF4) > 0.95 * budget_bytes:
                 continue
-            tried += 1
-            forecast = forecaster(other, values)
+            forecasts += 1
+            forecast = forecast_of(other, entry.config)
         except FinetuneError:  # e.g. layers named in target_modules that this model doesn't have
             continue
         if forecast.peak_high_bytes <= budget_bytes:
             return f"{name} ({format_count(shape.parameters)} parameters)"
-        if tried >= MOST_MODELS:
+        if forecasts >= MOST_MODELS:
             break
     return None
 
 
-def needs_of_each_card(
-    recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
-) -> ManyCards | None:
+def needs_of_each_card(recipe: Recipe, settings: Settings, budget_bytes: int, forecast_of: ForecastOf) -> ManyCards | None:
     """Return the bytes per GPU in each of STRATEGIES; None if the effective batch can't be divided."""
     cards = settings.launch.num_processes
     if cards == 1:
         batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-        # the fewest above one
+        # the fewest GPUs above one that divide the batch
         cards = next((count for count in range(2, batch + 1) if batch % count == 0), 0)
     if not cards:
         return None
     rows = []
     for name, launch in STRATEGIES:
         changes = _launch_changes(launch, cards, settings)
-        typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
+        overrides = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
         # show only changes of settings that the recipe sets otherwise
-        typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
-        row = CardNeeds(name, as_overrides(typed))
+        others = {key: value for key, value in changes.items() if key != "launch"}
+        overrides |= {key: value for key, value in others.items() if getattr(recipe, key) not in (AUTO, value)}
+        row = CardNeeds(name, as_overrides(overrides))
         try:
-            forecast = forecasts(resolved(settings, **changes))
+            forecast = forecast_of(resolved(settings, **changes))
         except (ValueError, FinetuneError) as error:  # e.g. a method, or the checkpoint's format, that can't be sharded
             rows.append(replace(row, cost=str(error)))
             continue
@@ -167,7 +166,7 @@ def needs_of_each_card(
 def _launch_changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
     n_processes = settings.launch.num_processes
     rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * n_processes // cards
-    micro = math.gcd(settings.per_device_train_batch_size, rows)
+    micro = math.gcd(settings.per_device_train_batch_size, rows)  # divides the rows, and is no larger than before
     launch_settings = settings.launch.model_dump(exclude_unset=True, exclude={"nvme_path"})
     changes: dict[str, Any] = {
         "launch": {**launch_settings, "offload": "none", "num_processes": cards, **launch},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 # notes          differences to print where a key is set, or by method; `notes on defaults`: where the default counts
 TABLES = Path(__file__).parent / "tools"
 Outcome = Literal["carried over", "no effect", "not carried over", "refused"]
-#: Keys of tools that `finetune convert` does not read; a dot is nesting, `+` needs both keys.
+#: Keys that reveal tools that `finetune convert` does not read: a dot is nesting, `+` joins keys that must all be present.
 _UNREAD = {
     "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
     "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
@@ -42,7 +43,7 @@ _UNREAD = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool's table, merged with the rows of all tools."""
+    """A tool's table, merged with the table that all tools share."""
 
     name: str
     table: Values
@@ -65,13 +66,13 @@ class Tool:
         if isinstance(row, str) and value is not None:
             return _carried({row: value})
         if isinstance(row, dict):
-            is_known = not isinstance(item, (list, dict)) and item in row
-            if is_known and row[item] is not None:
+            is_listed = not isinstance(item, (list, dict)) and item in row
+            if is_listed and row[item] is not None:
                 return _carried(row[item])
-            is_share = "fraction" in row and isinstance(item, float) and 0 < item < 1
+            is_fraction = "fraction" in row and isinstance(item, float) and 0 < item < 1
             is_part = "part" in row and "[" in str(item)
-            setting = row.get("fraction" if is_share else "part" if is_part else "else")
-            if setting and value is not None and not is_known:
+            setting = row.get("fraction" if is_fraction else "part" if is_part else "else")
+            if setting and value is not None and not is_listed:
                 return _carried({setting: item})
         if value is None or (row is None and value in (False, 0, "", "none", [], {})):
             return "no effect", "is off or empty", {}
@@ -92,23 +93,20 @@ def tools() -> tuple[Tool, ...]:
         pyyaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
         for name in ("training-arguments", "llama-factory", "axolotl", "trl")
     )
-    read = []
+    outcomes: tuple[Outcome, ...] = ("refused", "not carried over", "no effect")
+    merged = []
     for table in tables:
-        outcomes: tuple[Outcome, ...] = ("refused", "not carried over", "no effect")
-        reasons = {
-            key: (outcome, reason)
-            for part in (shared, table)
-            for outcome in outcomes
-            for reason, keys in part.get(outcome, {}).items()
-            for key in keys.split()
-        }
+        reasons: dict[str, tuple[Outcome, str]] = {}
+        for source, outcome in itertools.product((shared, table), outcomes):
+            for reason, listed_keys in source.get(outcome, {}).items():
+                reasons |= dict.fromkeys(listed_keys.split(), (outcome, reason))
         keys = shared["keys"] | table["keys"]
         # also by the setting's name: Axolotl's num_epochs replaces the shared default of num_train_epochs
-        own = [*table["defaults"], *map(keys.get, table["defaults"])]
-        inherited = {key: value for key, value in shared["defaults"].items() if key not in own}
+        replaced = [*table["defaults"], *map(keys.get, table["defaults"])]
+        inherited = {key: value for key, value in shared["defaults"].items() if key not in replaced}
         notes = shared["notes"] | table["notes"]
-        read.append(Tool(table["name"], table, keys, reasons, table["defaults"] | inherited, notes))
-    return tuple(read)
+        merged.append(Tool(table["name"], table, keys, reasons, table["defaults"] | inherited, notes))
+    return tuple(merged)
 
 
 @dataclass
@@ -146,16 +144,17 @@ class Conversion:
 def tool_of(values: Values, name: str) -> Tool | None:
     """Return a configuration's tool, or None for a recipe. Raises RecipeError for a tool that isn't read."""
     nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
-    for unread, marks in _UNREAD.items():
+    for unread_tool, marks in _UNREAD.items():
         if any(values.keys() | nested >= {*mark.split("+")} for mark in marks.split()):
             fix = "Write a recipe: `finetune recipes keys`"
-            raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read", fix)
+            raise RecipeError(f"{name} is a configuration of {unread_tool}, which finetune does not read", fix)
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
     if marked:
         return max(marked, key=lambda tool: sum(tool.knows(key) for key in values))
-    trl = tools()[-1]  # a TRL file may lack every marker
-    others = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    return trl if len(others) >= 3 and all(trl.knows(key) for key in values) else None
+    trl = tools()[-1]
+    # a TRL file may lack every marker; fewer than 3 unknown keys are errors in a recipe
+    unknown = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    return trl if len(unknown) >= 3 and all(trl.knows(key) for key in values) else None
 
 
 def hint_for_key(key: str) -> str | None:
@@ -164,11 +163,13 @@ def hint_for_key(key: str) -> str | None:
         row = tool.keys.get(key)
         if setting := row.get("else") if isinstance(row, dict) else row:
             return f"that is {tool.name}'s name for '{setting}'"
-        settings = [(value or {}).items() for value in row.values()] if isinstance(row, dict) else []
-        if wanted := dict.fromkeys(f"{name}: {short(value)}" for items in settings for name, value in items if value):
-            return f"{tool.name}'s; use {' or '.join(wanted)}"
+        replacements: dict[str, None] = {}  # in the table's order, without repetitions
+        for settings in row.values() if isinstance(row, dict) else ():
+            replacements |= {f"{name}: {short(value)}": None for name, value in (settings or {}).items() if value}
+        if replacements:
+            return f"that is {tool.name}'s key; use {' or '.join(replacements)}"
         if key in tool.reasons and tool.reasons[key][0] != "refused":
-            return f"{tool.name}'s: {tool.reasons[key][1]}"
+            return f"that is {tool.name}'s key: {tool.reasons[key][1]}"
     return None
 
 
@@ -184,9 +185,9 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
     if tool is None:
         readable = ", ".join(tool.name for tool in tools())
         raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")
-    chosen: Values = {}
+    override_values: Values = {}
     for override in overrides:
-        load.apply_override(override, chosen, {})
+        load.apply_override(override, override_values, {})
     conversion = Conversion(tool, problems=list(document.problems))
     for key, value in document.values.items():
         if secret := load.secret_in(key, value):
@@ -202,18 +203,18 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
         conversion.keys[key] = KeyReport(key, short(value), line, "no effect", "")
     requirements = _read_keys(conversion, values)
     # overrides decide the batch and the method, whose defaults differ
-    launch, wanted = chosen.get("launch"), chosen.get("method")
+    launch, method = override_values.get("launch"), override_values.get("method")
     processes = launch.get("num_processes", 1) if isinstance(launch, dict) else 1
     _read_batch(conversion, values, processes if type(processes) is int else 1)
-    method = _read_method(conversion, values, wanted if isinstance(wanted, str) else None)
+    method = _read_method(conversion, values, method if isinstance(method, str) else None)
     _add_defaults(conversion, values, method, name)
     for key, setting in requirements.items():  # last, when defaults and overrides are known
-        if chosen.get(setting, conversion.settings.get(setting)) is not True:
+        if override_values.get(setting, conversion.settings.get(setting)) is not True:
             conversion.report(key, "refused", f"{tool.name} requires {setting}: true")
     for report in conversion.with_outcome("refused"):
         conversion.problems.append(f"{name}:{report.line}: {report.key} {report.value}: {report.text}")
     conversion.settings.setdefault("dataset.path", load.NO_DATASET)
-    recipe = _validated(conversion, overrides, name)
+    recipe = _validate_conversion(conversion, overrides, name)
     if recipe.dataset.path == load.NO_DATASET:
         conversion.notes.append("the recipe has no dataset: set dataset.path=FILE or a hub dataset's id")
     return recipe, conversion
@@ -222,9 +223,9 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
 def _flat(tool: Tool, values: Values) -> Values:
     flat: Values = {}
     for key, value in values.items():
-        inner = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if isinstance(inner, dict) and tool.has_inner(key):
-            flat |= {f"{key}.{name}": item for name, item in inner.items()}
+        section = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(section, dict) and tool.has_inner(key):
+            flat |= {f"{key}.{name}": item for name, item in section.items()}
         else:
             flat[key] = value
     return flat
@@ -233,14 +234,15 @@ def _flat(tool: Tool, values: Values) -> Values:
 def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
     requirements, tool = {}, conversion.tool
     # in the table's order: if two keys set the same setting, the later row wins
-    for key in sorted(values, key=lambda key: [*tool.keys].index(key) if key in tool.keys else -1):
+    rows = [*tool.keys]
+    for key in sorted(values, key=lambda key: rows.index(key) if key in tool.keys else -1):
         outcome, text, settings = tool.meaning(key, values[key])
         if switch := settings.get("requires"):  # checked when defaults and overrides are known
             requirements[key], outcome, text, settings = switch, "no effect", "needs no setting here", {}
         conversion.report(key, outcome, text)
         for setting, value in settings.items():
             if conversion.settings.get(setting, value) != value:
-                conversion.report(conversion.key_of[setting], "not carried over", f"{key} counts")
+                conversion.report(conversion.key_of[setting], "not carried over", f"{key} takes precedence")
             conversion.settings[setting], conversion.key_of[setting] = value, key
     return requirements
 
@@ -248,10 +250,10 @@ def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
 def _read_batch(conversion: Conversion, values: Values, processes: int) -> None:
     keys = conversion.tool.table["batch"]
     factors = [values[key] if values.get(key) is not None else conversion.tool.defaults[key] for key in keys]
-    wrong = [key for key, factor in zip(keys, factors, strict=True) if type(factor) is not int or factor < 1]
-    for key in wrong:
+    invalid = [key for key, factor in zip(keys, factors, strict=True) if type(factor) is not int or factor < 1]
+    for key in invalid:
         conversion.report(key, "refused", "is not a whole number above 0")
-    if wrong:
+    if invalid:
         return
     size = conversion.settings["effective_batch_size"] = math.prod(factors) * processes
     product = " x ".join(map(str, [*factors, processes]))
@@ -263,16 +265,16 @@ def _read_batch(conversion: Conversion, values: Values, processes: int) -> None:
 
 
 def _read_method(conversion: Conversion, values: Values, chosen: str | None) -> str:
-    # the tool's key for the method, else a key that only one method has
-    table, settings = conversion.tool.table, conversion.settings
-    by_key = (name for name, row in table["methods"].items() if not values.keys().isdisjoint(row.get("keys", "").split()))
+    # an override, else the tool's key for the method, else a key that only one method has
+    rows, settings = conversion.tool.table["methods"], conversion.settings
+    by_key = (name for name, row in rows.items() if not values.keys().isdisjoint(row.get("keys", "").split()))
     method = chosen or settings.get("method") or next(by_key, "sft")
     if method != "sft":
         settings["method"] = method
-    own = METHODS.get(method, METHODS["sft"]).settings
     # a recipe refuses settings of other methods, tools ignore them
-    others = {setting for row in METHODS.values() for setting in row.settings if setting not in own}
-    for setting in others & settings.keys():
+    unused = {setting for other in METHODS.values() for setting in other.settings}
+    unused -= {*METHODS.get(method, METHODS["sft"]).settings}
+    for setting in unused & settings.keys():
         del settings[setting]
         conversion.report(conversion.key_of.pop(setting), "no effect", f"method {method} has no {setting}")
     return str(method)
@@ -280,14 +282,14 @@ def _read_method(conversion: Conversion, values: Values, chosen: str | None) -> 
 
 def _add_defaults(conversion: Conversion, values: Values, method: str, name: str) -> None:
     tool, settings = conversion.tool, conversion.settings
-    row = tool.table["methods"].get(method, {})
+    method_row = tool.table["methods"].get(method, {})
     notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]
-    for key, default in (tool.defaults | row.get("defaults", {})).items():
+    for key, default in (tool.defaults | method_row.get("defaults", {})).items():
         if isinstance(default, dict):  # a multiple of another key, such as lora_alpha = 2 x lora_rank
-            of = values.get(default["of"])
-            default = default["times"] * (of if isinstance(of, int) else tool.defaults[default["of"]])
-        outcome, reason, target = tool.meaning(key, default)
-        new = {setting: value for setting, value in target.items() if setting != "method"}
+            factor = values.get(default["of"])
+            default = default["times"] * (factor if isinstance(factor, int) else tool.defaults[default["of"]])
+        outcome, reason, meant = tool.meaning(key, default)
+        new = {setting: value for setting, value in meant.items() if setting != "method"}
         is_set = values.get(key) is not None or not settings.keys().isdisjoint(new)
         if is_set or key in tool.table["batch"] or ("warmup_ratio" in new and "warmup_steps" in settings):
             continue
@@ -296,14 +298,14 @@ def _add_defaults(conversion: Conversion, values: Values, method: str, name: str
         conversion.assumed |= new
         settings |= new
         notes.append(tool.table.get("notes on defaults", {}).get(key))
-    for setting, value in (tool.table.get("fixed", {}) | row.get("fixed", {})).items():
+    for setting, value in (tool.table.get("fixed", {}) | method_row.get("fixed", {})).items():
         if settings.get(setting, value) != value and setting in conversion.key_of:
             conversion.report(conversion.key_of[setting], "not carried over", f"{tool.name} has {setting} {value} in {method}")
         settings[setting] = conversion.assumed[setting] = value
     conversion.notes += [note for note in notes if note]
 
 
-def _validated(conversion: Conversion, overrides: Sequence[str], name: str) -> Recipe:
+def _validate_conversion(conversion: Conversion, overrides: Sequence[str], name: str) -> Recipe:
     nested: Values = {}
     for setting, value in conversion.settings.items():
         *sections, leaf = setting.split(".")
@@ -314,10 +316,10 @@ def _validated(conversion: Conversion, overrides: Sequence[str], name: str) -> R
     locations = {setting: f"{name}:{conversion.keys[key].line}" for setting, key in conversion.key_of.items()}
     for override in overrides:
         load.apply_override(override, nested, locations)
-    return load.validated(nested, locations, name, conversion.problems)
+    return load.validate(nested, locations, name, conversion.problems)
 
 
 def short(value: Any) -> str:
-    """Return a value on one short line."""
+    """Return a value as text of at most 60 characters."""
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -20,6 +20,7 @@ from finetune.settings.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRec
 
 #: The dataset of a plan without data.
 NO_DATASET = "none"
+_LIST_FIX = "`finetune recipes` lists the shipped ones."
 _DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"}
 _SECTIONS: dict[str, type[BaseModel]] = {"dataset": DatasetRecipe, "launch": LaunchRecipe}
 _TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|image|video|audio|concat|new)_token$", re.I)
@@ -30,7 +31,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe file or a shipped recipe. Raises RecipeError with all problems."""
     path = find_recipe(source)
     recipe = parse_recipe(read_text(path), str(source), overrides)
-    # folders are relative to the working folder, else to the recipe
+    # folders are relative to the working folder, else to the recipe's folder
     for name in ("model_name_or_path", "adapter_name_or_path"):
         value = getattr(recipe, name)
         if value and not model_path(value) and not isdir(value) and isdir(beside := path.parent / value):  # noqa: PTH112
@@ -45,7 +46,7 @@ def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ())
     locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
     for override in overrides:
         apply_override(override, document.values, locations)
-    return validated(document.values, locations, name, document.problems)
+    return validate(document.values, locations, name, document.problems)
 
 
 def _refuse_other_tool(values: Values, name: str) -> None:
@@ -62,7 +63,7 @@ def _refuse_other_tool(values: Values, name: str) -> None:
 
 def recipe_from(values: Values) -> Recipe:
     """Validate plain values. Raises RecipeError with all problems."""
-    return validated(values, {}, "recipe")
+    return validate(values, {}, "recipe")
 
 
 def load_changes(overrides: list[str]) -> Values:
@@ -103,18 +104,15 @@ def find_recipe(source: str | Path) -> Path:
                 raise RecipeError(f"{path} is data, not a recipe", fix)
             return path
     except OSError as error:  # a name too long for the file system
-        raise RecipeError(
-            f"{str(source)[:60]}... is not a recipe: {error.strerror}", "`finetune recipes` lists the shipped ones."
-        ) from None
+        raise RecipeError(f"{str(source)[:60]}... is not a recipe: {error.strerror}", _LIST_FIX) from None
     if path.is_dir():
-        raise RecipeError(
-            f"{source} is a directory, not a recipe", f"If it is a run directory: finetune run {source}/recipe.yaml"
-        )
+        fix = f"If it is a run directory: finetune run {source}/recipe.yaml"
+        raise RecipeError(f"{source} is a directory, not a recipe", fix)
     if path.stem in shipped and path.parent.name in ("", "recipes"):
         return shipped[path.stem]
     similar = difflib.get_close_matches(path.stem, shipped, n=3, cutoff=0.4)
     hint = f"Did you mean {', '.join(similar)}? " if similar else ""
-    raise RecipeError(f"there is no recipe {source}", f"{hint}`finetune recipes` lists the shipped ones.")
+    raise RecipeError(f"there is no recipe {source}", f"{hint}{_LIST_FIX}")
 
 
 def read_text(path: Path) -> str:
@@ -128,21 +126,17 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError:
         # UTF-16 has zero bytes, too, after a byte order mark
         if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise RecipeError(
-                f"{path}: is not text; a recipe is a YAML file", "`finetune recipes` lists the shipped ones."
-            ) from None
-        raise RecipeError(
-            f"{path}: is not UTF-8 text", f"Convert it: iconv -f UTF-16 (or LATIN1) -t UTF-8 {path} > fixed.yaml"
-        ) from None
+            raise RecipeError(f"{path}: is not text; a recipe is a YAML file", _LIST_FIX) from None
+        fix = f"Convert it: iconv -f UTF-16 (or LATIN1) -t UTF-8 {path} > fixed.yaml"
+        raise RecipeError(f"{path}: is not UTF-8 text", fix) from None
 
 
 def apply_override(override: str, values: Values, locations: dict[str, str]) -> None:
     """Apply a `key=value` override to `values`. Raises RecipeError."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
-        raise RecipeError(
-            f"'{override}' is not an override", "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
-        )
+        fix = "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
+        raise RecipeError(f"'{override}' is not an override", fix)
     # --lora_r=32 is a habit from other tools
     *parents, leaf = key.strip().lstrip("-").split(".")
     target = values
@@ -155,11 +149,10 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
         if not isinstance(nested, dict):
             raise RecipeError(f"override {override}: '{parent}' has no nested settings")
         target = nested
-    canonical = ALIASES.get(leaf, leaf)
+    name = leaf if parents else ALIASES.get(leaf, leaf)
     if not parents:  # or the recipe would have the setting twice
-        for name in [alias for alias in values if ALIASES.get(alias) == canonical]:
-            del values[name]
-    name = leaf if parents else canonical
+        for alias in [key for key in values if ALIASES.get(key) == name]:
+            del values[alias]
     value = yaml.parse_value(text)
     if value is None and text.strip() not in ("null", "~", "None"):
         raise RecipeError(f"override {override}: the value is missing", f"Write {key}=VALUE, or {key}=auto")
@@ -167,16 +160,16 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
     locations[".".join([*parents, name])] = f"override {override}"
 
 
-def validated(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
+def validate(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
     """Validate values. Raises RecipeError with `problems` and all others."""
     problems = list(problems)
-    # a value refused as YAML is None here, but it was meant to be set: that is not a second problem
+    # a value refused as YAML is None here, which is not a second problem
     refused_locations = {problem.split(": ")[0] for problem in problems}
     values = _with_canonical_names(values, locations, problems, refused_locations)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        explanations = [_explain(item, locations, name) for item in error.errors()]
+        explanations = [_explain(details, locations, name) for details in error.errors()]
         problems += [line for line in explanations if line.split(": ")[0] not in refused_locations]
         recipe = None
     problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
@@ -195,7 +188,7 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
                 f"remove '{secret_key}'"
             )
             continue
-        # bf16: true is dtype: bfloat16
+        # `bf16: true` means `dtype: bfloat16`
         if key in SWITCHES and key not in Recipe.model_fields:
             if value not in (True, "true"):
                 continue
@@ -220,9 +213,11 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
 
 def secret_in(key: str, value: Any) -> str | None:
     """Return the dotted name of a secret at any depth, or None."""
-    # the caller names the key; the value must not reach a message
-    is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
-    if (is_secret and value is not None and not isinstance(value, bool)) or (isinstance(value, str) and SECRET.search(value)):
+    # callers name the key in a message, which must not contain the value
+    is_secret_name = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
+    if is_secret_name and value is not None and not isinstance(value, bool):
+        return key
+    if isinstance(value, str) and SECRET.search(value):
         return key
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_secrets = (secret_in(str(name), item) for name, item in items)
@@ -248,21 +243,23 @@ def _did_you_mean(key: str, candidates: list[str]) -> str:
     return "; `finetune recipes keys` lists the settings"
 
 
-def _explain(item: Any, locations: dict[str, str], name: str) -> str:
-    parts = [str(part) for part in item["loc"]]
-    paths = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    path = next((path for path in paths if path in locations), ".".join(parts[:2]))
+def _explain(details: Any, locations: dict[str, str], name: str) -> str:
+    # `details`: an entry of pydantic's ValidationError.errors()
+    keys = [str(key) for key in details["loc"]]
+    if details["type"] == "value_error":
+        return "\n".join(f"{name}: {line}" for line in str(details["ctx"]["error"]).split("\n"))
+    if details["type"] == "missing":
+        return f"{name}: '{'.'.join(keys)}' is missing{_EXAMPLES.get(keys[0], '')}"
+    # the longest path that has a line in the file
+    paths = [".".join(keys[:length]) for length in range(len(keys), 0, -1)]
+    path = next((path for path in paths if path in locations), ".".join(keys[:2]))
     location = locations.get(path, name)
-    if item["type"] == "value_error":
-        return "\n".join(f"{name}: {line}" for line in str(item["ctx"]["error"]).split("\n"))
-    if item["type"] == "missing":
-        return f"{name}: '{'.'.join(parts)}' is missing{_EXAMPLES.get(parts[0], '')}"
-    value = item["input"]
+    value = details["input"]
     shown_value = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-    hint = item["msg"].replace("Input should", "it should")
-    if item["type"].startswith("bool") and isinstance(value, str):
+    hint = details["msg"].replace("Input should", "it should")
+    if details["type"].startswith("bool") and isinstance(value, str):
         hint = "write true or false"
-    elif item["type"] in ("int_type", "float_type") and isinstance(value, bool):
+    elif details["type"] in ("int_type", "float_type") and isinstance(value, bool):
         hint = "write a number, not true or false"
     return f"{location}: {path} is {shown_value}; {hint}"
 

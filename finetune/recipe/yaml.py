@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from finetune.errors import RecipeError
 
-#: Settings by name, as a file has them.
+#: Values by key, as a file has them, nested.
 Values = dict[str, Any]
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 1_000_000, 12, 10_000
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
@@ -63,17 +64,17 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: Values) -> str:
-    """Write values that `parse` reads back."""
+    """Return YAML that `parse` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
+def _refuse_hostile(text: str, name: str, allow_aliases: bool) -> None:
     # before `compose`, which recurses into nested nodes
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         location = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
         documents += isinstance(event, yaml.DocumentStartEvent)
-        if isinstance(event, yaml.AliasEvent) and not aliases:
+        if isinstance(event, yaml.AliasEvent) and not allow_aliases:
             raise RecipeError(f"{location}: aliases (*{event.anchor}) are not used in recipes; write the value out")
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
             raise RecipeError(f"{location}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
@@ -88,7 +89,7 @@ def _refuse_hostile(text: str, name: str, aliases: bool) -> None:
 
 
 class Document:
-    """Parsed values."""
+    """Parsed values, with their lines."""
 
     def __init__(self, root: yaml.MappingNode, name: str, yaml_1_1: bool) -> None:
         #: Line, from 1, of each dotted path.
@@ -150,10 +151,10 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
         problems.append(f"{location}: {text} is not a finite number")
         return None
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 20 else text
+        return int(text) if len(text) < 20 else text  # 64 bits have up to 19 digits
     if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
         value = float(text)
-        if value in (float("inf"), float("-inf")):
+        if math.isinf(value):
             problems.append(f"{location}: {text} is too large for a float")
             return None
         return value
@@ -161,7 +162,7 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
 
 
 def _scalar_1_1(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
-    # as PyYAML, but 1e-4 is a number, which the tools make of the text, and dates are text
+    # as PyYAML, except that 1e-4 is a number, as the tools convert that text, and dates stay text
     if node.style is not None or node.tag not in _CONSTRUCTED:
         return _scalar(node, problems, location) if node.tag != _TIMESTAMP else node.value
     try:
@@ -176,9 +177,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    is_plain = _scalar(yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None), [], "") == text and text == text.strip()
-    needs_quotes = any(letter in text for letter in ":#{}[]&*!|>'\"%@`,\n\t\\") or text[:1] in "-?" or not text.isprintable()
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain and not needs_quotes else '"')
+    is_read_back = _scalar(yaml.ScalarNode("tag:yaml.org,2002:str", text, style=None), [], "") == text and text == text.strip()
+    has_syntax = any(letter in text for letter in ":#{}[]&*!|>'\"%@`,\n\t\\") or text[:1] in "-?" or not text.isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_read_back and not has_syntax else '"')
 
 
 _Dumper.add_representer(str, _represent_text)

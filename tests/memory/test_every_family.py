@@ -17,7 +17,7 @@ from finetune.layers.packed_rows import MOST_CHANGE, MOST_SHARED_CHANGE, changes
 from finetune.layers.varlen_attention import register
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
-from finetune.planner.defaults import KEPT_APART, VARLEN
+from finetune.planner.defaults import SEPARATES_PACKED_ROWS, VARLEN
 from finetune.run.worker import Worker
 from tables import read_table
 
@@ -93,13 +93,13 @@ def packed_and_alone(family, attention, rows):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_rows_have_the_losses_of_rows_alone_or_are_refused(family, rows):
     """Always so where the planner packs; with the attention of a recipe that asks for packing, one or the other."""
-    if family in KEPT_APART:
+    if family in SEPARATES_PACKED_ROWS:
         apart, change = packed_and_alone(family, VARLEN, rows)
         assert apart < 1e-4 and change <= MOST_CHANGE
     try:
         apart, change = packed_and_alone(family, default_attention(config_values(family)), rows)
     except ValueError as error:  # a state that transformers itself can't keep apart here
-        assert "packed sequences" in str(error) and family not in KEPT_APART
+        assert "packed sequences" in str(error) and family not in SEPARATES_PACKED_ROWS
         return
     assert apart < 1e-4 if change <= MOST_CHANGE else apart > 1e-2
 

@@ -9,7 +9,7 @@ import pytest
 from finetune.card import find_card
 from finetune.events import ForecastCheck, Start, State, Step
 from finetune.files import cache_dir
-from finetune.planner.history import KEPT, History, cost_of, read_history, record_run, seconds_spent
+from finetune.planner.history import MOST_RUNS, History, cost_of, read_history, record_run, seconds_spent
 from finetune.planner.plan import RunTime
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
@@ -71,11 +71,11 @@ def test_another_cards_runs_do_not_count():
 
 def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_no_harm():
     first = planned()
-    for number in range(KEPT + 3):
+    for number in range(MOST_RUNS + 3):
         record_run(first, ForecastCheck(), step_s=first.modelled_step_s * (1 + number / 100))
     with (cache_dir() / "history.jsonl").open("ab") as file:
         file.write(b'{"card": "\xff\xfe"\n{"card": "rtx-40')
-    assert len(read_history("rtx-4090").rows) == KEPT
+    assert len(read_history("rtx-4090").rows) == MOST_RUNS
 
 
 def test_the_row_to_share_is_the_newest_of_each_gpu_and_model_without_a_name_or_path(finetune):

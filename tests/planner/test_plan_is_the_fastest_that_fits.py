@@ -407,7 +407,7 @@ def test_rows_are_not_packed_where_packed_sequences_do_not_fit(planned):
 
 
 def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_the_run(planned):
-    assert not defaults.KEPT_APART & {
+    assert not defaults.SEPARATES_PACKED_ROWS & {
         *PACKAGES,
         "lfm2",
         "lfm2_moe",

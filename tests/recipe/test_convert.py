@@ -163,7 +163,7 @@ def test_a_part_of_a_split_is_listed():
 def test_of_two_keys_for_one_setting_the_other_is_listed():
     values = LEAST["Axolotl"] | {"lora_target_linear": True, "lora_target_modules": ["q_proj", "k_proj"]}
     assert convert(values)[0].target_modules == "all-linear"
-    assert reports(values)["lora_target_modules"] == ("not carried over", "lora_target_linear counts")
+    assert reports(values)["lora_target_modules"] == ("not carried over", "lora_target_linear takes precedence")
 
 
 def test_warmup_steps_are_steps_or_a_share_and_a_share_of_the_steps_between_evaluations_is_listed():
