@@ -14,8 +14,7 @@ def has_windows_driver() -> bool:
 
 def expandable_segments() -> bool:
     """Tell whether a run here gets expandable segments."""
-    # neither on native Windows, nor under WSL (pytorch#192330)
-    return not has_windows_driver()
+    return not has_windows_driver()  # neither on native Windows, nor under WSL (pytorch#192330)
 
 
 def allocator_environment() -> dict[str, str]:

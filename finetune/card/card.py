@@ -1,4 +1,4 @@
-"""The facts of one GPU as a value."""
+"""Facts of one GPU, or of the CPU."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def triton_problem() -> str:
     """Return why Triton can't work, or an empty text; needs no GPU."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    # the wheel for Windows has a compiler
-    return compiler_problem() if sys.platform == "linux" else ""
+    return compiler_problem() if sys.platform == "linux" else ""  # the wheel for Windows has a compiler
 
 
 def compiler_problem() -> str:

@@ -20,8 +20,7 @@ def open_card(number: int) -> None:
 
 def device_of(number: int) -> str | int:
     """Return the model's device."""
-    # a function, so that tests on recorded cards can return the CPU
-    return number
+    return number  # a function, so that tests on recorded cards can return the CPU
 
 
 def uuid() -> str:
@@ -72,8 +71,7 @@ def allocator_bytes() -> dict[str, int | None]:
         "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
         "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
         "inactive_split_bytes": stats.get("inactive_split_bytes.all.current", 0),
-        # torch does not count expandable segments: 0 means unknown
-        "segments": stats.get("segment.all.current") or None,
+        "segments": stats.get("segment.all.current") or None,  # torch does not count expandable segments: 0 means unknown
         "peak_segments": stats.get("segment.all.peak") or None,
         "allocation_retries": stats.get("num_alloc_retries"),
     }

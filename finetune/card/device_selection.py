@@ -10,13 +10,13 @@ from finetune.card.visible import usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
-_NO_CARD = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
+_NO_CARD_FIX = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 #: GPUs are equal above this share of the most free memory, and of the highest speed: clocks of one model differ slightly.
 SIMILAR = 0.9
 
 
 def cards_here() -> list[tuple[str, str]]:
-    """Return label and index of each usable GPU."""
+    """Return a label and the index of each usable GPU."""
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
@@ -28,23 +28,23 @@ def choose_device(
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()
     except DriverError as error:
-        fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD}" if in_container() else _NO_CARD
+        fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD_FIX}" if in_container() else _NO_CARD_FIX
+        if error.was_updated:
+            fix = f"The driver was updated: restart the machine. {_NO_CARD_FIX}"
         wanted_gpu = f"this recipe is for {_with_article(name)}; " if name else f"gpu: {gpu}, but "
-        raise NoCard(
-            f"{wanted_gpu}this machine has no usable NVIDIA GPU ({driver_message(error)})",
-            f"The driver was updated: restart the machine. {_NO_CARD}" if error.was_updated else fix,
-        ) from None
+        raise NoCard(f"{wanted_gpu}this machine has no usable NVIDIA GPU ({driver_message(error)})", fix) from None
     allowed = visible(devices)
     # `wanted` comes from the recipe's `gpu`; CUDA_VISIBLE_DEVICES may hide a GPU that would match
     candidates = [device for device in allowed if wanted is None or wanted(device)]
     if not devices and lost_cards:
-        cards = " or ".join(f"GPU {card.index} ({card.why})" for card in lost_cards)
-        raise NoCard(f"gpu: {gpu}, but no GPU is usable: {cards}", f"{lost_cards[0].fix} {_NO_CARD}")
+        reasons = " or ".join(f"GPU {card.index} ({card.why})" for card in lost_cards)
+        raise NoCard(f"gpu: {gpu}, but no GPU is usable: {reasons}", f"{lost_cards[0].fix} {_NO_CARD_FIX}")
     if not devices:
-        raise NoCard(f"gpu: {gpu}, but the driver sees no GPU", _NO_CARD)
+        raise NoCard(f"gpu: {gpu}, but the driver sees no GPU", _NO_CARD_FIX)
     if not candidates:
-        described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
-        machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
+        descriptions = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+        descriptions += [f"{card.index}, which can't be used ({card.why})" for card in lost_cards]
+        machine_cards = ", ".join(descriptions)
         hidden = [device for device in devices if wanted and wanted(device)]
         if allowed and not hidden:
             if name:
@@ -61,8 +61,7 @@ def choose_device(
     chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
-        used = allowed[:processes]
-        # a run uses the first GPUs, and its plan must fit on each
+        used = allowed[:processes]  # a run uses the first GPUs, and its plan must fit on each
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; GPU {chosen.index} has the least free memory of the run's {len(used)} GPUs"
     return chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver) or ("", "")
@@ -77,12 +76,10 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
     reason = ""
     others = [device for device in allowed if device != chosen]
     if others:
-        alternatives = ", ".join(
-            f"gpu={device.index} is {device.name} with {format_bytes(device.free_bytes)} free" for device in others
-        )
-        reason += f"; GPU {chosen.index}, chosen from {len(allowed)} ({alternatives})"
+        texts = (f"gpu={device.index} is {device.name} with {format_bytes(device.free_bytes)} free" for device in others)
+        reason = f"; GPU {chosen.index}, chosen from {len(allowed)} ({', '.join(texts)})"
     elif len(devices) > 1:
-        reason += f"; GPU {chosen.index}, set by {nvidia.VISIBLE_VARIABLE}"
+        reason = f"; GPU {chosen.index}, set by {nvidia.VISIBLE_VARIABLE}"
     return reason + "".join(f"; GPU {card.index} can't be used ({card.why})" for card in lost_cards)
 
 

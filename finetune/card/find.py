@@ -23,18 +23,15 @@ from finetune.units import GIB, format_bytes
 UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_bytes=round(0.25 * GIB))
 MEMORY_TOLERANCE = 0.08  # a card whose memory differs from the catalogue's by more than this share is another variant
 _DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")  # index in nvidia-smi, or a UUID or its beginning
-#: Patterns in typed names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
+#: Patterns in names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
-_LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
-_SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
+_BRANDS = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
+_SPELLINGS = (("mobile", "laptop"), ("maxq", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
 _COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
-    """Find the card named by `gpu`: `auto`, `cpu`, an index or UUID of nvidia-smi, or a catalogue name.
-
-    Raises RecipeError.
-    """
+    """Find a card by `auto`, `cpu`, an index or UUID of nvidia-smi, or a catalogue name. Raises RecipeError."""
     wanted = gpu.strip().lower()
     if wanted == "cpu":
         card = with_measured_rates(host_card())
@@ -43,11 +40,11 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
         card = _measured_card(*choose_device(gpu, accepts, processes))
     else:
         card = _catalogue_card(gpu)
-        # training: a named card must be in this machine, and torch must be able to use the card
+        # `here`, for training: a named card must be in this machine, and torch must be able to use the card
         if here:
             try:
-                named = _entries()[card.name]["device"]
-                choice = choose_device(card.name, lambda device: _entry_of(device) == card.name, processes, named)
+                device_name = _entries()[card.name]["device"]
+                choice = choose_device(card.name, lambda device: _name_of_device(device) == card.name, processes, device_name)
             except RecipeError as error:
                 if error.fix:
                     raise
@@ -56,8 +53,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
             card = _measured_card(*choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
-    # `free_bytes`: plan for another machine
-    if free_bytes is None:
+    if free_bytes is None:  # `free_bytes`: plan for another machine
         return card
     if not 0 < free_bytes <= card.total_bytes:
         raise CommandError(
@@ -100,12 +96,12 @@ def _from_entry(name: str) -> Card:
 
 
 def listed_card(device: Device) -> Card:
-    """Return the catalogue's card, or UNLISTED."""
-    name = _entry_of(device)
+    """Return the device's card in the catalogue, or UNLISTED."""
+    name = _name_of_device(device)
     return _from_entry(name) if name else UNLISTED
 
 
-def _measured_card(device: Device, why_this: str, problem: tuple[str, str]) -> Card:
+def _measured_card(device: Device, choice_reason: str, problem: tuple[str, str]) -> Card:
     # the driver reports name, memory, capability and PCIe link; compute and memory rates come from the catalogue until
     # `finetune doctor --measure` has run
     listed = listed_card(device)
@@ -118,17 +114,17 @@ def _measured_card(device: Device, why_this: str, problem: tuple[str, str]) -> C
         pcie_bytes_s=device.pcie_bytes_s or listed.pcie_bytes_s, context_bytes=context, context_uncertainty_bytes=spread,
         source="measured",
         reason=f"this machine: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{why_this}",
+        f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{choice_reason}",
         uuid=device.uuid, problem=problem[0], problem_fix=problem[1],
     )  # fmt: skip
     return with_measured_rates(card, device)
 
 
-def _entry_of(device: Device) -> str | None:
+def _name_of_device(device: Device) -> str | None:
     differences = {
         name: abs(entry["total_gib"] * GIB / device.total_bytes - 1)
         for name, entry in _entries().items()
-        if _plain(entry["device"]) == _plain(device.name)
+        if _without_brand(entry["device"]) == _without_brand(device.name)
     }
     closest = min(differences, key=differences.__getitem__, default="")
     return closest if closest and differences[closest] <= MEMORY_TOLERANCE else None
@@ -137,49 +133,50 @@ def _entry_of(device: Device) -> str | None:
 def _catalogue_card(gpu: str) -> Card:
     if name := _catalogue_name(gpu):
         return _from_entry(name)
-    counted, single = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
-    count = int(counted[1] or counted[2]) if counted and single else 1
-    if count > 1 and (name := _catalogue_name(single)):
+    count_match, single_gpu = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
+    count = int(count_match[1] or count_match[2]) if count_match and single_gpu else 1
+    if count > 1 and (name := _catalogue_name(single_gpu)):
         raise NoCard(f"gpu: '{gpu}' is {count} GPUs", f"Name one and set the count: gpu={name} launch.num_processes={count}")
-    if other := why_unsupported(gpu):
-        raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
-    close = _close_names(gpu)
-    fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
+    if unsupported := why_unsupported(gpu):
+        problem, fix = unsupported
+        raise NoCard(f"gpu: {gpu}: {problem}", fix)
+    similar = _similar_names(gpu)
+    fix = f"Did you mean {' or '.join(similar)}?" if similar else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
     raise NoCard(f"gpu: '{gpu}' is not in the GPU catalogue", fix)
 
 
 def _catalogue_name(typed: str) -> str | None:
-    names = {_short(name): name for name in _entries()}
-    if exact := names.get(_short(typed)):
+    names = {_search_key(name): name for name in _entries()}
+    if exact := names.get(_search_key(typed)):
         return exact
-    driver_names = [name for name, entry in _entries().items() if _plain(entry["device"]) == _plain(typed)]
-    # several catalogue cards share a driver name
-    if len(driver_names) == 1:
+    driver_names = [name for name, entry in _entries().items() if _without_brand(entry["device"]) == _without_brand(typed)]
+    if len(driver_names) == 1:  # several catalogue cards share a driver name
         return driver_names[0]
-    size = _SIZE.search(typed.lower())
-    without_size = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
-    return without_size if without_size and size and _entries()[without_size]["box_gb"] == int(size[1]) else None
+    if size := _SIZE.search(typed.lower()):  # a size that the catalogue's name leaves out: RTX 4090 24GB
+        name = names.get(_search_key(_SIZE.sub("", typed.lower())))
+        return name if name and _entries()[name]["box_gb"] == int(size[1]) else None
+    return None
 
 
-def _close_names(typed: str) -> list[str]:
-    size = _SIZE.fullmatch(typed.strip().lower())
-    if size:
+def _similar_names(typed: str) -> list[str]:
+    if size := _SIZE.fullmatch(typed.strip().lower()):
         same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]
         return sorted(same_memory, key=lambda name: (not name.startswith("rtx-"), name))[:4]
-    wanted, names = _short(typed), {_short(name): name for name in _entries()}
-    starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
-    if not starting:  # a suffix that no card has: RTX 5070 Ti Ultra
-        beginnings = [short for short in names if len(short) >= 4 and short[:4].isdecimal() and wanted.startswith(short)]
-        starting = [names[max(beginnings, key=len)]] if beginnings else []
-    return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:4]
+    typed_key, names = _search_key(typed), {_search_key(name): name for name in _entries()}
+    if completions := [name for key, name in names.items() if typed_key and key.startswith(typed_key)]:
+        return completions[:4]
+    # a suffix that no card has: RTX 5070 Ti Ultra
+    if beginnings := [key for key in names if re.match(r"\d{4}", key) and typed_key.startswith(key)]:
+        return [names[max(beginnings, key=len)]]
+    return [names[key] for key in difflib.get_close_matches(typed_key, names, n=3, cutoff=0.55)]
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", _LEFT_OUT.sub("", name.lower()))
+def _without_brand(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", _BRANDS.sub("", name.lower()))
 
 
-def _short(name: str) -> str:
-    text = re.sub(r"(\d\d)s$", r"\1super", _plain(name))
-    for spelling, standard in _SPELT:
-        text = re.sub(rf"{spelling.replace('-', '')}$", standard, text)
-    return re.sub(r"^(rtx|gtx)", "", text)
+def _search_key(name: str) -> str:
+    key = re.sub(r"(\d\d)s$", r"\1super", _without_brand(name))  # 4070s is 4070 Super
+    for ending, standard in _SPELLINGS:
+        key = re.sub(rf"{ending}$", standard, key)
+    return re.sub(r"^(rtx|gtx)", "", key)

@@ -1,4 +1,4 @@
-"""The CPU as a card, within a container's limit."""
+"""The CPU as a Card, with a container's memory limit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ PROCESS_BYTES = 800 * MIB
 def host_card() -> Card:
     """Return the CPU as a Card."""
     memory = psutil.virtual_memory()
-    total, free, where = memory.total, memory.available, "this machine"
+    total, free, location = memory.total, memory.available, "this machine"
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")  # v2 writes `max` for none, v1 a number near 2^63
     if limit is not None and limit < min(total, 2**60):
         used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or 0
-        total, free, where = limit, min(free, max(limit - used, 0)), "this container"
+        total, free, location = limit, min(free, max(limit - used, 0)), "this container"
     return Card(
         name="cpu", total_bytes=total, free_bytes=free, context_bytes=0, source="cpu",
-        reason=f"CPU: {format_bytes(free)} of {format_bytes(total)} host memory available on {where}",
+        reason=f"CPU: {format_bytes(free)} of {format_bytes(total)} host memory available on {location}",
     )  # fmt: skip
 
 
 def free_for_run() -> int:
-    """Return the free host memory for a model."""
-    # a training process needs PROCESS_BYTES without a model
+    """Return the free host memory less PROCESS_BYTES."""
     return host_card().free_bytes - PROCESS_BYTES
 
 

@@ -18,25 +18,25 @@ CONTEXTS, RATES = "contexts.json", "rates.json"
 MOST_MEASUREMENTS = 20  # contexts stored per GPU, newest
 #: Far above any published context: a larger measurement includes other programs and is dropped.
 MOST_CONTEXT_BYTES = round(1.5 * GIB)
-SPREAD = 40 * MIB  # a context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4
+SPREAD = 40 * MIB  # a context grows by this much as kernels are loaded: from 105 to 141 MiB on a T4
 
 
 def record_measurement(card_name: str, context_bytes: int) -> None:
     """Record the CUDA context of a process. Raises OSError."""
     if not 0 < context_bytes <= MOST_CONTEXT_BYTES:
         return
-    values, path = _contexts(), cache_dir() / CONTEXTS
-    values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
+    contexts, path = _contexts(), cache_dir() / CONTEXTS
+    contexts[card_name] = [*contexts.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, values, checksum=True)
+    write_json(path, contexts, checksum=True)
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:
     """Return median and spread of the context in bytes, None if never measured."""
-    counts = _contexts().get(card_name)
-    if not counts:
+    sizes = _contexts().get(card_name)
+    if not sizes:
         return None
-    return int(statistics.median_high(counts)), max(SPREAD, max(counts) - min(counts))
+    return int(statistics.median_high(sizes)), max(SPREAD, max(sizes) - min(sizes))
 
 
 def _contexts() -> dict[str, list[int]]:
@@ -51,7 +51,7 @@ class Rates:
     flops: float
     bandwidth_bytes_s: float
     launch_s: float  # host seconds per operator
-    conditions: str  # other conditions of the rates, which don't apply under different conditions
+    conditions: str  # by `conditions_of`: the rates do not apply under others
     measured_at: str
     attention_flops: float | None = None  # causal, forward and backward; None on a CPU, like the copy rates
     pinned_bytes_s: float | None = None  # copies between host and GPU, in the slower direction
@@ -75,9 +75,9 @@ def store_rates(card: Card, rates: Rates) -> None:
 
 def with_measured_rates(card: Card, device: Device | None = None) -> Card:
     """Apply rates measured under the same conditions."""
-    rates, now = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
-    if rates is None or rates.conditions != now:
-        why = f"measured with {rates.conditions}; now {now}: measure again" if rates else "not measured here"
+    rates, conditions = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
+    if rates is None or rates.conditions != conditions:
+        why = f"measured with {rates.conditions}; now {conditions}: measure again" if rates else "not measured here"
         return replace(card, reason=f"{card.reason}; rates: {why}")
     return replace(
         card, bf16_flops=rates.flops, flops_share=1.0, attention_flops=rates.attention_flops, bandwidth_share=1.0,

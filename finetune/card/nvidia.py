@@ -77,9 +77,8 @@ class Build:
 
 #: The driver's version, and its newest CUDA (major, minor).
 Driver = tuple[str, tuple[int, int]]
-
-
-_MISSING = (
+#: Errors where an older driver lacks a function, or this GPU lacks the value.
+_UNAVAILABLE = (
     pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument,
     pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLLibraryMismatchError,
 )  # fmt: skip
@@ -89,7 +88,6 @@ OLDEST_DRIVER = {12: "525", 13: "580"}
 #: Oldest compute capability of each CUDA (release notes of CUDA 13.0: Maxwell, Pascal and Volta are no longer supported).
 OLDEST_CAPABILITY = {13: (7, 5)}
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
-
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SEES_NONE = "-1"  # CUDA has no such device, and an empty value would unset the variable on Windows
@@ -120,17 +118,18 @@ def _session() -> Iterator[None]:
 
 @_session()
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-    """Return usable GPUs, and unusable GPUs with the reason."""
+    """Return the usable and the unusable GPUs."""
     devices: list[Device] = []
     lost_cards: list[LostCard] = []
     for number in range(pynvml.nvmlDeviceGetCount()):
         try:
-            card = pynvml.nvmlDeviceGetHandleByIndex(number)
-            if (_value(pynvml.nvmlDeviceGetMigMode, card) or (0,))[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            current_mode, *_ = _value_or_none(pynvml.nvmlDeviceGetMigMode, handle) or (pynvml.NVML_DEVICE_MIG_DISABLE,)
+            if current_mode == pynvml.NVML_DEVICE_MIG_ENABLE:
                 fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
                 lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
             else:
-                devices.append(_read(card, str(number)))
+                devices.append(_read_device(handle, str(number)))
         except (pynvml.NVMLError, DriverError) as error:
             lost_cards.append(LostCard(str(number), driver_message(error), LOST_FIX))
     return tuple(devices), tuple(lost_cards)
@@ -156,13 +155,15 @@ def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None
         return f"torch {build.version} is built for AMD GPUs (ROCm)", WHEEL_FIX
     if build.cuda is None:
         return f"torch {build.version} is a CPU-only build; the GPU is not used", WHEEL_FIX
-    major = int(build.cuda.split(".")[0])
-    if driver is None or major <= driver[1][0]:
+    if driver is None:
         return None
-    newest, oldest = f"{driver[1][0]}.{driver[1][1]}", OLDEST_DRIVER.get(major)
-    update = f"Update the driver{f' to {oldest} or newer' if oldest else ''}"
+    build_major, (version, (major, minor)) = int(build.cuda.split(".")[0]), driver
+    if build_major <= major:
+        return None
+    oldest = OLDEST_DRIVER.get(build_major)
+    update = f"Update the driver to {oldest} or newer" if oldest else "Update the driver"
     return (
-        f"torch {build.version} is built for CUDA {build.cuda}, but driver {driver[0]} supports CUDA up to {newest}",
+        f"torch {build.version} is built for CUDA {build.cuda}, but driver {version} supports CUDA up to {major}.{minor}",
         f"{update}, or install an older wheel. {WHEEL_FIX}",
     )
 
@@ -205,21 +206,19 @@ class OpenDevice:
         try:
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
             return memory.total - memory.reserved, memory.free, memory.used
-        except _MISSING:
+        except _UNAVAILABLE:
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
-            # drivers before 510 count their reserve as used
-            return memory.total, memory.free, memory.used
+            return memory.total, memory.free, memory.used  # drivers before 510 count their reserve as used
 
     @_driver_errors()
     def memory_of_processes(self) -> dict[int, int | None] | None:
         """Return bytes by process id, or None when the driver lists no usable ids."""
-        # the driver lists process ids of the host
-        if in_container():
+        if in_container():  # the driver lists process ids of the host
             return None
         # bytes are unknown, or 0, on Windows and WSL
         bytes_by_pid: dict[int, int | None] = {}
-        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-            processes = _value(ask, self._handle)
+        for query in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+            processes = _value_or_none(query, self._handle)
             if processes is None:
                 return None
             # a process with both kinds of contexts is in both lists, each time with its full size
@@ -239,36 +238,35 @@ class OpenDevice:
         return pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
 
 
-def _read(card: Any, index: str) -> Device:
-    opened = OpenDevice(card)
-    total, free, _ = opened.memory()
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
-    generation = _value(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, card)
-    lanes = _value(pynvml.nvmlDeviceGetMaxPcieLinkWidth, card)
+def _read_device(handle: Any, index: str) -> Device:
+    device = OpenDevice(handle)
+    total, free, _ = device.memory()
+    generation = _value_or_none(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+    lanes = _value_or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     # one way at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s per lane, each later generation twice as much
     pcie_bytes_s = 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
-    cores = _value(pynvml.nvmlDeviceGetNumGpuCores, card)
-    megahertz = _value(pynvml.nvmlDeviceGetMaxClockInfo, card, pynvml.NVML_CLOCK_SM)
+    cores = _value_or_none(pynvml.nvmlDeviceGetNumGpuCores, handle)
+    megahertz = _value_or_none(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
     power_limit_w = None
     with contextlib.suppress(pynvml.NVMLError):  # not every GPU reports a limit
-        power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
+        power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     return Device(
-        name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
-        pcie_bytes_s=pcie_bytes_s, holders=_holders(opened, total - free), index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(card), speed=(cores or 0) * (megahertz or 0), driver=pynvml.nvmlSystemGetDriverVersion(),
-        power_limit_w=power_limit_w,
+        name=pynvml.nvmlDeviceGetName(handle), total_bytes=total, free_bytes=free,
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        pcie_bytes_s=pcie_bytes_s, holders=_processes_using(device, total - free), index=index,
+        uuid=pynvml.nvmlDeviceGetUUID(handle), speed=(cores or 0) * (megahertz or 0),
+        driver=pynvml.nvmlSystemGetDriverVersion(), power_limit_w=power_limit_w,
     )  # fmt: skip
 
 
-def _value(ask: Callable[..., Any], *arguments: Any) -> Any:
+def _value_or_none(query: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        # None when an older driver lacks the function, or this GPU has no value
-        return ask(*arguments)
-    except _MISSING:
+        return query(*arguments)
+    except _UNAVAILABLE:
         return None
 
 
-def _holders(device: OpenDevice, used_bytes: int) -> tuple[str, ...]:
+def _processes_using(device: OpenDevice, used_bytes: int) -> tuple[str, ...]:
     bytes_by_pid = device.memory_of_processes()
     if bytes_by_pid is None:
         hidden = ("programs that can't be named in a container or WSL",)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _TRY = "To see what an NVIDIA GPU would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
-#: Pattern of a name, the reason, and advice besides `_TRY`.
-_OTHERS = (
+#: Pattern of the names, the reason, and advice to give before `_TRY`.
+_UNSUPPORTED = (
     (
         r"gtx ?-?([79]|10)\d\d|^(7[4-8]|9[5-8]|10[1-8])0( ?-?(ti|m|max-?q|\d+ ?gb))*$|\b(p100|p40|p4|m40|m60|k80)\b|"
         r"quadro p\d|titan x",
@@ -37,7 +37,7 @@ _OTHERS = (
 
 def why_unsupported(name: str) -> tuple[str, str] | None:
     """Return why a card of this name can't train, and an alternative."""
-    for pattern, why, instead in _OTHERS:
+    for pattern, why, instead in _UNSUPPORTED:
         if re.search(pattern, name.strip().lower()):
-            return why, " ".join([instead, _TRY]) if instead else _TRY
+            return why, f"{instead} {_TRY}" if instead else _TRY
     return None

@@ -1,4 +1,4 @@
-"""Visible GPUs by CUDA_VISIBLE_DEVICES."""
+"""Visible GPUs, by CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def visible_devices() -> str | None:
 
 
 def environment_with_gpus() -> dict[str, str]:
-    """Return the environment for a child that computes."""
+    """Return the environment for a child that uses the GPUs."""
     others = {name: value for name, value in os.environ.items() if name != nvidia.VISIBLE_VARIABLE}
-    shown = visible_devices()
-    return others if shown is None else {**others, nvidia.VISIBLE_VARIABLE: shown}
+    setting = visible_devices()
+    return others if setting is None else {**others, nvidia.VISIBLE_VARIABLE: setting}
 
 
 def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -41,16 +41,16 @@ def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
     setting = visible_devices()
     if setting is None:
         return tuple(devices)
-    shown: list[Device] = []
+    selected: list[Device] = []
     for entry in map(str.strip, setting.lower().split(",")):
-        named = [device for device in devices if entry and (entry == device.index or device.uuid.lower().startswith(entry))]
+        matches = [device for device in devices if entry and (entry == device.index or device.uuid.lower().startswith(entry))]
         # as in CUDA, an unknown entry hides all entries after itself, and a repeated entry hides every device
-        if len(named) != 1:
+        if len(matches) != 1:
             break
-        if named[0] in shown:
+        if matches[0] in selected:
             return ()
-        shown += named
-    return tuple(shown)
+        selected += matches
+    return tuple(selected)
 
 
 def usable_devices() -> tuple[Device, ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.card import catalogue, find_card, measured_context, record_measurement
-from finetune.card.find import _entry_of
+from finetune.card.find import _name_of_device
 from finetune.card.nvidia import Device
 from finetune.errors import RecipeError
 from finetune.files import cache_dir
@@ -121,7 +121,7 @@ def test_an_unsupported_card_is_refused_with_the_reason_and_what_can_be_done(nam
 @pytest.mark.parametrize(("total_gib", "entry"), [(7.8, "rtx-4060-ti"), (15.6, "rtx-4060-ti-16gb"), (31.0, None)])
 def test_variants_of_one_name_are_distinguished_by_their_memory(total_gib, entry):
     total = round(total_gib * GIB)
-    assert _entry_of(Device("NVIDIA GeForce RTX 4060 Ti", total, total, (8, 9), None, ())) == entry
+    assert _name_of_device(Device("NVIDIA GeForce RTX 4060 Ti", total, total, (8, 9), None, ())) == entry
 
 
 def test_this_machines_card_agrees_with_the_driver_or_says_why_there_is_none():
