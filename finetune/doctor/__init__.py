@@ -12,12 +12,12 @@ from finetune.settings import Recipe
 __all__ = ["Finding", "examine", "worst"]
 
 #: Seconds for each check, and for the process that imports torch and bitsandbytes, which takes long on a busy machine or from a
-#: slow disk. It ends a little earlier, so that its findings are included.
+#: slow disk. The process gets the margin less, so that its findings arrive before the check's deadline.
 DEADLINE_S, STACK_DEADLINE_S, PROBE_MARGIN_S = 9.5, 180.0, 0.7
 
 
 def examine(recipe: Recipe | None, progress: Progress) -> list[Finding]:
-    """Return all findings in a fixed order, including the recipe's model and data."""
+    """Return all findings, also on the recipe's model and data."""
     # findings keep this order, although the checks run in parallel
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,

@@ -30,8 +30,7 @@ def check_hub() -> Finding:
     if is_switched_off():
         return Finding("hub", "skip", "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
     began = time.monotonic()
-    # HF_ENDPOINT can change the address
-    status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
+    status, problem = _get_status(f"{constants.ENDPOINT}/api/models?limit=1")  # HF_ENDPOINT can change the address
     host = constants.ENDPOINT.rpartition("@")[2].removeprefix("https://")  # without user name and password
     if status is None:
         return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check the network and proxy. {_OFFLINE_FIX}")
@@ -51,7 +50,7 @@ def check_login() -> Finding:
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") else "hf auth login"
     if is_switched_off():
         return Finding("hub login", "skip", f"a token from {source}, not checked in offline mode")
-    status, problem = _get(f"{constants.ENDPOINT}/api/whoami-v2", token)
+    status, problem = _get_status(f"{constants.ENDPOINT}/api/whoami-v2", token)
     if status == 200:
         return Finding("hub login", "ok", f"the hub accepts the token from {source}")
     if status in (401, 403):
@@ -68,16 +67,16 @@ def check_model(recipe: Recipe) -> Finding:
         source = resolve_model_path(recipe)
     except FinetuneError as error:
         return Finding("model", "fail", " ".join(error.problems), error.fix)
-    missing = _missing(recipe)
+    missing = _missing_files(recipe)
     if Path(source).is_dir():
         if missing:
-            return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
+            return Finding("model", "fail", f"{name}: {_shortened(missing)}", "Copy the whole folder again.")
         return Finding("model", "ok", f"{name}: complete in its folder")
     if not missing:
         return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
-    at = f" --revision {revision}" if revision else ""
-    what = f"{name}: does not work offline: {_listed(missing)}"
-    return Finding("model", "warn", what, f"A run downloads the missing files. To download them now: hf download {source}{at}")
+    what = f"{name}: does not work offline: {_shortened(missing)}"
+    command = f"hf download {source}{f' --revision {revision}' if revision else ''}"
+    return Finding("model", "warn", what, f"A run downloads the missing files. To download them now: {command}")
 
 
 def check_data(recipe: Recipe) -> list[Finding]:
@@ -89,15 +88,15 @@ def check_data(recipe: Recipe) -> list[Finding]:
     return [_source_finding(source) for source in (*training, *held_out)]
 
 
-def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
-    """Return a GET's status, or None and the reason."""
+def _get_status(address: str, token: str | None = None) -> tuple[int | None, str]:
+    # the status, or None and the reason
     request = urllib.request.Request(address, headers={"User-Agent": "finetune-doctor"})
     if token:
         # the token goes to the hub only, not to redirect targets, and is never shown or written
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return answer.status, ""
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return response.status, ""
     except urllib.error.HTTPError as error:
         return error.code, ""
     except OSError as error:
@@ -124,19 +123,19 @@ def _source_finding(source: Source) -> Finding:
     return Finding("data", "warn", f"{source.name}: a hub dataset that is not in the cache", fix)
 
 
-def _missing(recipe: Recipe) -> list[str]:
-    # cached files only: nothing is downloaded
-    config = model_file(recipe, CONFIG)
+def _missing_files(recipe: Recipe) -> list[str]:
+    config = model_file(recipe, CONFIG)  # nothing is downloaded
     if config is None or not config.is_file():
         return [f"{CONFIG} is missing"]
     folder = config.parent
-    missing = [] if any((folder / name).is_file() for name in _TOKENIZERS) else ["its tokenizer is missing"]
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    problems = [] if has_tokenizer else ["its tokenizer is missing"]
     try:
         # an interrupted download may have shards and no index yet
         names = weight_files(folder) if (folder / INDEX).is_file() else ["model.safetensors"]
     except ModelError:
-        return [*missing, f"{INDEX} can't be read"]
-    return missing + [f"{name} {problem}" for name in names if (problem := file_problem(folder / name))]
+        return [*problems, f"{INDEX} can't be read"]
+    return problems + [f"{name} {problem}" for name in names if (problem := file_problem(folder / name))]
 
 
 def _datasets_cache(name: str) -> Path:
@@ -149,6 +148,6 @@ def _datasets_cache(name: str) -> Path:
     return Path(root).expanduser() / "___".join([*owner, snake])
 
 
-def _listed(missing: list[str]) -> str:
-    others = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-    return "; ".join(missing[:4]) + others
+def _shortened(problems: list[str]) -> str:
+    others = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+    return "; ".join(problems[:4]) + others

@@ -12,6 +12,7 @@ from typing import Any
 
 #: From best to worst. `skip`: could not be tried or is not needed here; `warn`: works with a limit; `fail`: does not work.
 STATES = ("ok", "skip", "warn", "fail")
+BUSY_FIX = "Run it again when the machine is less busy."
 #: Part of the probe -> the name of its check, and a fix.
 PARTS = {
     "torch": ("cuda", "pip install --force-reinstall torch"),
@@ -35,8 +36,7 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        # the home folder has the user's name
-        home = json.dumps(str(Path.home()))[1:-1]
+        home = json.dumps(str(Path.home()))[1:-1]  # the home folder has the user's name
         text = json.dumps(asdict(self))
         return json.loads(text.replace(home, "~") if len(home) > 1 else text)
 
@@ -52,19 +52,18 @@ def worst(findings: Iterable[Finding]) -> str:
 def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[str, float] = {}) -> list[Finding]:
     """Run each check in a thread; an exception or a missed deadline is a finding, too."""
     results: dict[str, list[Finding]] = {}
-    threads = [threading.Thread(target=_run, args=(name, check, results), daemon=True) for name, check in checks.items()]
+    threads = {name: threading.Thread(target=_run, args=(name, checks[name], results), daemon=True) for name in checks}
     deadlines_s, began_s = {name: longer_s.get(name, deadline_s) for name in checks}, time.monotonic()
-    for thread in threads:
+    for thread in threads.values():
         thread.start()
-    for name, thread in sorted(zip(checks, threads, strict=True), key=lambda check: deadlines_s[check[0]]):
-        # the shortest deadlines first, so that no check waits longer than its own
-        thread.join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
-    fix = "Run it again when the machine is less busy."
-    return [
-        finding
-        for name in checks
-        for finding in results.get(name) or [Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", fix)]
-    ]
+    # the shortest deadlines first, so that no check gets longer than its own
+    for name in sorted(checks, key=deadlines_s.__getitem__):
+        threads[name].join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
+    findings = []
+    for name in checks:
+        missed = Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", BUSY_FIX)
+        findings += results.get(name) or [missed]
+    return findings
 
 
 def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:

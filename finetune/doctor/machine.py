@@ -43,9 +43,10 @@ def check_driver() -> Finding:
         if "NVIDIA" in makers:
             what = f"there is an NVIDIA GPU, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
-        because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
-        because = because and f"; {because}"
-        return Finding("driver", "warn", f"no NVIDIA GPU in this machine ({reason}){because}", fix)
+        what = f"no NVIDIA GPU in this machine ({reason})"
+        for unsupported in filter(None, map(why_unsupported, sorted(makers))):
+            return Finding("driver", "warn", f"{what}; {unsupported[0]}", unsupported[1])
+        return Finding("driver", "warn", what, _NO_CARD_FIX)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 
@@ -53,17 +54,17 @@ def check_driver() -> Finding:
 def check_cards() -> Iterator[Finding]:
     """Check each GPU's free memory and visibility."""
     try:
-        # allocates nothing on any GPU
-        devices, unresponsive = nvidia.read_devices()
+        # through NVML, which creates no context and so allocates nothing on a GPU
+        devices, lost_cards = nvidia.read_devices()
     except DriverError:
         yield Finding("card memory", "skip", "no GPU")
         return
-    if not devices and not unresponsive:
+    if not devices and not lost_cards:
         yield Finding("card memory", "warn", "the driver sees no GPU", _NO_CARD_FIX)
     allowed = visible(devices)
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
-    for card in unresponsive:
+    for card in lost_cards:
         what = f"GPU {card.index} can't be used ({card.why})"
         yield Finding("card memory", "fail", what, card.fix, {"index": card.index})
 
@@ -121,18 +122,16 @@ def check_disk() -> Iterator[Finding]:
 
 def check_spill() -> Finding:
     """Check whether the driver falls back to system memory when the GPU is full."""
-    # With the fallback, as on Windows and so under WSL, nothing runs out of memory and everything is 10 to 50 times slower.
+    # With the fallback, on Windows and under WSL, a run is 10 to 50 times slower instead of running out of memory.
     # The driver's setting can't be read from here.
     wsl = "microsoft" in platform.release().lower()
     if platform.system() != "Windows" and not wsl:
         what = f"{platform.system()}: a full GPU raises an out-of-memory error, without fallback to system memory"
         return Finding("spill", "ok", what)
-    where = "WSL: the Windows driver" if wsl else "Windows: the driver"
-    fix = (
-        "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
-        f"{' (on Windows, for python)' if wsl else f', for {Path(sys.executable).name}'}."
-    )
-    what = f"{where} may fall back to system memory when the GPU is full, which is 10 to 50 times slower"
+    driver = "WSL: the Windows driver" if wsl else "Windows: the driver"
+    program = " (on Windows, for python)" if wsl else f", for {Path(sys.executable).name}"
+    fix = f"NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback{program}."
+    what = f"{driver} may fall back to system memory when the GPU is full, which is 10 to 50 times slower"
     return Finding("spill", "warn", what, fix)
 
 
@@ -141,16 +140,14 @@ def _makers_of_cards() -> set[str]:
     for device in PCI_DEVICES.glob("*"):
         with contextlib.suppress(OSError):
             vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-            # class 0x03 on the PCI bus: display and 3D controllers
-            if kind.startswith("0x03") and vendor in _MAKERS:
+            if kind.startswith("0x03") and vendor in _MAKERS:  # PCI class 0x03: display and 3D controllers
                 makers.add(_MAKERS[vendor])
     return makers
 
 
 def _is_writable(folder: Path) -> bool:
     try:
-        # permission bits don't show read-only mounts and network shares
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder):  # permission bits don't show read-only mounts and network shares
             return True
     except OSError:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
-from finetune.doctor.findings import PARTS, Finding
+from finetune.doctor.findings import BUSY_FIX, PARTS, Finding
 from finetune.printable import Progress
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
@@ -19,21 +19,21 @@ from finetune.system import WINDOWS
 
 def check_packages() -> Finding:
     """Check the versions of the dependencies."""
-    every = packages(extra="ui")
-    if not every:
+    required = packages(extra="ui")
+    if not required:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source, not installed, so versions are not checked", fix)
     # the page's dependencies count only where they are installed
-    wanted = [package for package in every if package.installed or "extra" not in str(package.requirement.marker)]
-    installed = {package.requirement.name: package.installed for package in wanted}
+    checked = [package for package in required if package.installed or "extra" not in str(package.requirement.marker)]
+    installed = {package.requirement.name: package.installed for package in checked}
     python = sys.version.split()[0]
     facts = {"finetune": __version__, "python": python, **installed}
-    wrong = [package for package in wanted if not package.fits]
-    if not wrong:
+    unfit = [package for package in checked if not package.fits]
+    if not unfit:
         libraries = ", ".join(f"{name} {installed.get(name)}" for name in ("torch", "transformers"))
         what = f"finetune {__version__}, python {python}, {libraries}"
         return Finding("packages", "ok", what, facts=facts)
-    return Finding("packages", "fail", "; ".join(map(str, wrong)), how_to_install(wrong), facts)
+    return Finding("packages", "fail", "; ".join(map(str, unfit)), how_to_install(unfit), facts)
 
 
 def check_compiler() -> Finding:
@@ -53,18 +53,19 @@ def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
     progress("trying torch, bitsandbytes and Triton")
     try:
         process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline_s, check=False)
-        output, problem, hung = process.stdout, _problem(process.returncode, process.stderr), False
+        output, problem, hung = process.stdout, _exit_problem(process.returncode, process.stderr), False
     except subprocess.TimeoutExpired as error:
         output, problem, hung = error.output or b"", f"no answer within {deadline_s:.0f} s", True
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"part"') and line.endswith(b"}")]
-    yield from (Finding(**values) for line in lines for values in line["findings"])
-    if problem and len(lines) < len(PARTS):  # it hung or crashed in this part; later parts were not tried
-        part, (check, fix) = list(PARTS.items())[len(lines)]
-        state, fix = ("warn", "Run it again when the machine is less busy.") if hung else ("fail", fix)
+    # libraries print, too, and a crash can cut a line off
+    reports = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"part"') and line.endswith(b"}")]
+    yield from (Finding(**values) for report in reports for values in report["findings"])
+    if problem and len(reports) < len(PARTS):  # it hung or crashed in this part; later parts were not tried
+        part, (check, fix) = list(PARTS.items())[len(reports)]
+        state, fix = ("warn", BUSY_FIX) if hung else ("fail", fix)
         yield Finding(check, state, f"{part}: {problem}", fix)
 
 
-def _problem(code: int, errors: bytes) -> str:
+def _exit_problem(code: int, errors: bytes) -> str:
     if code == 0:
         return ""
     if code < 0:

@@ -40,13 +40,13 @@ def _report(part: str, attempt: Callable[[], Iterable[Finding]]) -> bool:
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
         check, fix = PARTS[part]
         findings, works = [Finding(check, "fail", f"{part} can't be used: {reason}", fix)], False
-    # the doctor reads the parts that were done before a crash
+    # printed part by part: after a crash the doctor still reads the earlier parts
     print(json.dumps({"part": part, "findings": [asdict(finding) for finding in findings]}), flush=True)  # noqa: T201
     return works
 
 
 def try_torch() -> Iterable[Finding]:
-    """Yield findings on torch's build and the GPUs that it sees."""
+    """Yield findings on torch's build and the GPUs it sees."""
     import torch
 
     report: dict[str, Any] = {
@@ -70,11 +70,10 @@ def try_torch() -> Iterable[Finding]:
 
 
 def cuda_finding(report: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
-    """Return a finding on CUDA."""
+    """Check that torch sees a GPU."""
     version, facts = f"torch {report['version']}", {key: report[key] for key in ("version", "cuda", "architectures")}
     build = Build(report["version"], report["cuda"], report["hip"])
-    # such as ROCm
-    if build.platform and not build.cuda:
+    if build.platform and not build.cuda:  # such as ROCm
         return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested", facts=facts)
     if report["devices"]:
         names = ", ".join(device["name"] for device in report["devices"])
@@ -118,14 +117,14 @@ def try_bitsandbytes() -> Finding:
     layer.load_state_dict({"weight": weight})
     layer.to(device)  # this quantises
     inputs = rows.to(device).requires_grad_(True)
-    answers = layer(inputs)
-    answers.square().sum().backward()
+    outputs = layer(inputs)
+    outputs.square().sum().backward()
     expected = rows @ weight.T
-    error = float((answers.detach().cpu() - expected).norm() / expected.norm())
+    error = float((outputs.detach().cpu() - expected).norm() / expected.norm())
     is_finite = math.isfinite(error) and inputs.grad is not None and bool(torch.isfinite(inputs.grad).all())
     facts = {"device": device, "relative_error": error if is_finite else None}
     where, (check, fix) = "the GPU" if device == "cuda" else "the CPU", PARTS["bitsandbytes"]
-    if device == "cuda" and not _optimizer_steps():
+    if device == "cuda" and not _optimizer_changes_weights():
         return Finding(check, "fail", f"on {where}: a step of the 8-bit optimizer changes nothing", fix, facts)
     if is_finite and QUANTISATION_ERRORS[0] < error < QUANTISATION_ERRORS[1]:
         what = f"quantises to 4 bit on {where}; relative error {error:.1%}, as expected of NF4"
@@ -134,7 +133,7 @@ def try_bitsandbytes() -> Finding:
     return Finding(check, "fail", f"on {where}: the output of a 4-bit layer {off_by}", fix, facts)
 
 
-def _optimizer_steps() -> bool:
+def _optimizer_changes_weights() -> bool:
     import torch
     from bitsandbytes.optim import AdamW8bit
 

@@ -23,7 +23,7 @@ from finetune.printable import Progress
 from finetune.serialise import to_json
 from finetune.units import MIB, format_bytes
 
-#: Seconds of each measurement; operators of the host's measurement, fewer than the 1,024 launches that a GPU queues.
+#: Seconds of each measurement; operators per measurement of the host, fewer than the 1,024 launches that a GPU queues.
 MEASURED_S, OPERATORS = 1.5, 500
 #: Largest ratio of a measured to a catalogue rate, as clocks differ; largest utilisation by other programs, such as a desktop.
 MOST_OF_LISTED, MOST_BUSY = 1.1, 0.2
@@ -41,7 +41,10 @@ def measure_rates(progress: Progress) -> list[Finding]:
             findings.append(Finding("rates", "fail", f"{card.name}: {card.problem}", card.problem_fix))
             continue
         try:
-            if device and (busy := _utilisation(device)) > MOST_BUSY:
+            busy = 0.0
+            with contextlib.suppress(nvidia.DriverError):  # WSL may not report it
+                busy = nvidia.open_device(device.uuid).utilisation() if device else 0.0
+            if busy > MOST_BUSY:
                 raise RuntimeError(f"other programs keep it busy {busy:.0%} of the time")
             findings.append(_measure(card, device, torch.device("cuda", number) if device else torch.device("cpu")))
         except (RuntimeError, OSError) as error:  # out of memory, a cache that can't be written
@@ -50,40 +53,35 @@ def measure_rates(progress: Progress) -> list[Finding]:
     return findings
 
 
-def _utilisation(device: Device) -> float:
-    with contextlib.suppress(nvidia.DriverError):  # WSL may not report it
-        return nvidia.open_device(device.uuid).utilisation()
-    return 0.0
-
-
 def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
     size, dtype = (8192, torch.bfloat16 if card.supports_bf16 else torch.float16) if device else (2048, torch.float32)
-    ones, block, number = torch.ones(size, size, device=where, dtype=dtype), _block(where), torch.zeros(1, device=where)
-    result = torch.mm(ones, ones)
-    if not bool((result == size).all().cpu()):
+    matrix, target, scalar = torch.ones(size, size, device=where, dtype=dtype), _buffer(where), torch.zeros(1, device=where)
+    product = torch.mm(matrix, matrix)
+    if not bool((product == size).all().cpu()):
         raise RuntimeError("the product of two matrices is wrong")
-    noise = ones.normal_()  # equal numbers take less power, and a GPU clocks higher
-    product_s = _seconds(where, lambda: torch.mm(noise, noise, out=result))
+    matrix.normal_()  # a product of equal numbers takes less power, so a GPU clocks higher
+    product_s = _median_s(where, lambda: torch.mm(matrix, matrix, out=product))
     rates = Rates(
-        flops=2 * size**3 / product_s, bandwidth_bytes_s=2 * _copied_bytes_s(where, _block(where), block),
-        launch_s=_seconds(where, lambda: [number.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
+        # a copy reads and writes each byte
+        flops=2 * size**3 / product_s, bandwidth_bytes_s=2 * _copied_bytes_s(where, _buffer(where), target),
+        launch_s=_median_s(where, lambda: [scalar.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
         conditions=conditions_of(device), measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     if device:
         pinned, pageable = (
-            min(_copied_bytes_s(where, host, block), _copied_bytes_s(where, block, host))
-            for host in (_block("cpu", pinned=True), _block("cpu"))
+            min(_copied_bytes_s(where, host, target), _copied_bytes_s(where, target, host))
+            for host in (_buffer("cpu", pinned=True), _buffer("cpu"))
         )
         attention = _attention_flops(where, dtype)
         rates = replace(rates, attention_flops=attention, pinned_bytes_s=pinned, pageable_bytes_s=pageable)
-        if above := [name for name, share in _shares(rates, listed_card(device)).items() if share > MOST_OF_LISTED]:
-            what = f"{card.name}: {', '.join(above)} measured over 10 % above the catalogue: {_text(rates)}"
+        if above := [name for name, share in _shares_of_listed(rates, listed_card(device)).items() if share > MOST_OF_LISTED]:
+            what = f"{card.name}: {', '.join(above)} measured over 10 % above the catalogue: {_summary(rates)}"
             return Finding("rates", "warn", what, "Nothing is stored. Measure again at the GPU's usual clocks.")
     store_rates(card, rates)
-    return Finding("rates", "ok", f"{card.name}: {_text(rates)}; plans for it use these rates", facts=to_json(rates))
+    return Finding("rates", "ok", f"{card.name}: {_summary(rates)}; plans for it use these rates", facts=to_json(rates))
 
 
-def _shares(rates: Rates, listed: Card) -> dict[str, float]:
+def _shares_of_listed(rates: Rates, listed: Card) -> dict[str, float]:
     pairs = {
         "products": (rates.flops, listed.bf16_flops), "attention": (rates.attention_flops, listed.bf16_flops),
         "memory": (rates.bandwidth_bytes_s, listed.bandwidth_bytes_s), "copies": (rates.pinned_bytes_s, listed.pcie_bytes_s),
@@ -91,34 +89,34 @@ def _shares(rates: Rates, listed: Card) -> dict[str, float]:
     return {name: rate / published for name, (rate, published) in pairs.items() if rate and published}
 
 
-def _text(rates: Rates) -> str:
+def _summary(rates: Rates) -> str:
     flops = {"products": rates.flops, "attention": rates.attention_flops}
     moved = {"memory": rates.bandwidth_bytes_s, "pinned copies": rates.pinned_bytes_s, "pageable": rates.pageable_bytes_s}
-    parts = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in flops.items() if rate]
-    parts += [f"{name} {format_bytes(rate)}/s" for name, rate in moved.items() if rate]
-    return f"{', '.join(parts)}, {rates.launch_s * 1e6:.1f} us of host time per operator"
+    texts = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in flops.items() if rate]
+    texts += [f"{name} {format_bytes(rate)}/s" for name, rate in moved.items() if rate]
+    return f"{', '.join(texts)}, {rates.launch_s * 1e6:.1f} us of host time per operator"
 
 
 def _attention_flops(where: torch.device, dtype: torch.dtype) -> float:
     query, key, value = (torch.randn(1, 32, 4096, 128, device=where, dtype=dtype, requires_grad=True) for _ in range(3))
 
     def forward_and_backward() -> None:
-        answer = scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(answer, (query, key, value), answer)
+        output = scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, (query, key, value), output)
 
     # causal attention of 32 heads of 128 over 4,096 tokens: 2 products forward and 5 backward, half of each
-    return 7 * 32 * 4096**2 * 128 / _seconds(where, forward_and_backward)
+    return 7 * 32 * 4096**2 * 128 / _median_s(where, forward_and_backward)
 
 
-def _block(where: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
+def _buffer(where: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
     return torch.zeros(256 * MIB, device=where, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
-    return source.numel() / _seconds(where, lambda: target.copy_(source, non_blocking=True))
+    return source.numel() / _median_s(where, lambda: target.copy_(source, non_blocking=True))
 
 
-def _seconds(where: torch.device, work: Callable[[], object]) -> float:
+def _median_s(where: torch.device, work: Callable[[], object]) -> float:
     times: list[float] = []
     while sum(times[1:]) < MEASURED_S:
         began_s = time.perf_counter()
@@ -126,5 +124,4 @@ def _seconds(where: torch.device, work: Callable[[], object]) -> float:
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         times.append(time.perf_counter() - began_s)
-    # the second half, when clocks have settled
-    return statistics.median(times[len(times) // 2 :])
+    return statistics.median(times[len(times) // 2 :])  # the second half, when clocks have settled
