@@ -1,4 +1,4 @@
-"""Complete a recipe: full names of model and adapter, the method, and the settings that its adapter and rows need."""
+"""Complete a recipe from its model, adapter and rows."""
 
 from __future__ import annotations
 

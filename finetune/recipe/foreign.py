@@ -43,7 +43,7 @@ _UNREAD = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool's table, merged with the table that all tools share."""
+    """A tool's table, merged with the shared table."""
 
     name: str
     table: Values

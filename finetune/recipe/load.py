@@ -71,13 +71,9 @@ def load_changes(overrides: list[str]) -> Values:
     values: Values = {}
     for override in overrides:
         apply_override(override, values, {})
-    problems = [
-        f"unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}"
-        for key in values
-        if key not in Recipe.model_fields
-    ]
-    if problems:
-        raise RecipeError(problems)
+    names, unknown = [*Recipe.model_fields, *ALIASES], [key for key in values if key not in Recipe.model_fields]
+    if unknown:
+        raise RecipeError([f"unknown setting '{key}'{_did_you_mean(key, names)}" for key in unknown])
     return values
 
 
@@ -87,7 +83,7 @@ def write_recipe(recipe: Recipe) -> str:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the shipped recipes by name."""
+    """Return the paths of the shipped recipes by name."""
     module_path = Path(__file__).resolve()
     folders = (module_path.parents[2] / "recipes", module_path.parents[1] / "recipes")  # a checkout, an installed wheel
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
@@ -137,8 +133,7 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
     if not separator or not key.strip():
         fix = "Write key=value, for example lora_r=32 or dataset.path=data.jsonl"
         raise RecipeError(f"'{override}' is not an override", fix)
-    # --lora_r=32 is a habit from other tools
-    *parents, leaf = key.strip().lstrip("-").split(".")
+    *parents, leaf = key.strip().lstrip("-").split(".")  # --lora_r=32 is a habit from other tools
     target = values
     for parent in parents:
         nested = target.get(parent)
@@ -188,8 +183,7 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
                 f"remove '{secret_key}'"
             )
             continue
-        # `bf16: true` means `dtype: bfloat16`
-        if key in SWITCHES and key not in Recipe.model_fields:
+        if key in SWITCHES and key not in Recipe.model_fields:  # `bf16: true` means `dtype: bfloat16`
             if value not in (True, "true"):
                 continue
             canonical, value = "dtype", SWITCHES[key]

@@ -27,10 +27,8 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
-    """Parse a mapping. Raises RecipeError if it is not YAML.
-
-    With `yaml_1_1`, parse as PyYAML does: yes and on are true, and anchors and merge keys are followed.
-    """
+    """Parse a mapping. Raises RecipeError if it is not YAML."""
+    # `yaml_1_1`: as PyYAML, so that yes and on are true, and anchors and merge keys are followed
     if len(text) > MAX_BYTES:
         raise RecipeError(f"{name}: {len(text):,} characters are too many for a recipe; the limit is {MAX_BYTES:,}")
     try:
@@ -69,8 +67,7 @@ def dump(values: Values) -> str:
 
 
 def _refuse_hostile(text: str, name: str, allow_aliases: bool) -> None:
-    # before `compose`, which recurses into nested nodes
-    depth = nodes = documents = 0
+    depth = nodes = documents = 0  # before `compose`, which recurses into nested nodes
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         location = f"{name}:{event.start_mark.line + 1 if event.start_mark else 0}"
         documents += isinstance(event, yaml.DocumentStartEvent)
@@ -78,12 +75,8 @@ def _refuse_hostile(text: str, name: str, allow_aliases: bool) -> None:
             raise RecipeError(f"{location}: aliases (*{event.anchor}) are not used in recipes; write the value out")
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
             raise RecipeError(f"{location}: zero bytes and lone surrogates (\\u0000, \\ud800 to \\udfff) are not allowed")
-        if isinstance(event, yaml.NodeEvent):
-            nodes += 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        if isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+        nodes += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH or nodes > MAX_NODES or documents > 1:
             raise RecipeError(f"{location}: nested too deep, too long, or more than one document; a recipe is one flat list")
 
