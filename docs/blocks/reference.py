@@ -270,7 +270,10 @@ def families() -> str:
     for row in rows:
         error = f"{float(row['worst_error']):+.2%} ({row['worst_phase']})"
         worst.setdefault(row["family"], {})[row["bits"]] = error
-    table = [(f"`{name}`", errors["16"], errors["4"], "yes" if name in SEPARATES_PACKED_ROWS else "no") for name, errors in worst.items()]
+    table = [
+        (f"`{name}`", errors["16"], errors["4"], "yes" if name in SEPARATES_PACKED_ROWS else "no")
+        for name, errors in worst.items()
+    ]
     most = max(abs(float(row["worst_error"])) for row in rows)
     shown = markdown(("family", ">16 bit, worst phase", ">4 bit, worst phase", "packed by the planner"), table)
     return f"{len(worst)} families, at most {most:.2%} off in any phase.\n\n{shown}"

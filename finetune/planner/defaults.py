@@ -273,8 +273,7 @@ def _two_digits(value: float) -> float:
 def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
     limit = shape.max_positions or math.inf
     if data is not None and data.longest:
-        # the schema's minimum is 8
-        length = max(data.longest, min(_rounded_up(data.longest), limit), 8)
+        length = max(data.longest, min(_rounded_up(data.longest), limit), 8)  # 8: the schema's minimum
         if choices.value("packing"):
             length = max(length, min(PACKED_LENGTH, limit))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
@@ -299,7 +298,7 @@ def _rounded_up(tokens: int) -> int:
 def _advise_batch_size(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     recipe = choices.recipe
     set_factors = [size for size in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if size != AUTO]
-    # the effective batch must be a multiple of what the recipe sets
+    # the effective batch must be a multiple
     unit = recipe.launch.num_processes * math.prod(set_factors)
     if len(set_factors) == 2:
         return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
@@ -321,9 +320,8 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     why = f"about {EVALUATIONS} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
     may_evaluate = data is None or not data.rows or data.eval_rows > 0
     if choices.recipe.early_stopping_patience and not may_evaluate:
-        raise RecipeError(
-            "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
-        )
+        fix = "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
+        raise RecipeError("early_stopping_patience needs held-out rows", fix)
     choices = choices.choose("eval_steps", *((every, why) if may_evaluate else (0, "no held-out rows")))
     return choices.choose("save_steps", every, why)
 
@@ -338,13 +336,12 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") else data.rows
     processes = recipe.launch.num_processes
     accumulation = choices.value("effective_batch_size") // (processes * micro)
-    # the last, smaller batch of an epoch counts as a step
-    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)
+    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)  # the last, smaller batch of an epoch counts as a step
     return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
 
 
 def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
-    """Yield the choices, then with shorter max_lengths unless a longer row is an error."""
+    """Yield the choices, then shorter max_lengths unless long rows are errors."""
     yield choices
     longest: int = choices.value("max_length")
     lengths_known = data is not None and bool(data.lengths)

@@ -24,7 +24,7 @@ OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
 
 
 class Comparison:
-    """Comparison of the chosen strategy with strategies that differ in one setting."""
+    """The chosen strategy compared with strategies that differ in one setting."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
         self.search, self.chosen = search, chosen
@@ -77,15 +77,13 @@ def explain_strategy(
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
     base = strategy.base
-    # formats of linear layers leave fused experts in 16 bit
-    if base.setting and job.shape.experts and not base.experts:
+    if base.setting and job.shape.experts and not base.experts:  # formats of linear layers leave fused experts in 16 bit
         experts = f"; experts stay 16-bit: {base.label} is for linear layers; {NF4.setting} quantises experts, too"
         choices = choices.with_reason(base.setting, choices.reasons[base.setting] + experts)
-    samples: tuple[int, str] = USUAL_SAMPLES, "shows how answers change during training"
-    # generation moves every offloaded layer for each token
-    if compare.copies:
-        samples = 0, f"each token of an answer would copy {compare.copies.summary_per_token}"
-    choices = choices.choose("sample_answers", *samples)
+    samples, why = USUAL_SAMPLES, "shows how answers change during training"
+    if compare.copies:  # generation moves every offloaded layer for each token
+        samples, why = 0, f"each token of an answer would copy {compare.copies.summary_per_token}"
+    choices = choices.choose("sample_answers", samples, why)
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 
@@ -166,9 +164,7 @@ def _explain_micro_batch(compare: Comparison) -> str:
     return f"{compare.against(micro=larger)} vs {larger} rows"
 
 
-def alternatives(
-    search: Search, chosen: EvaluatedStrategy, step_time_factor: float, choices: Choices
-) -> tuple[Alternative, ...]:
+def alternatives(search: Search, chosen: EvaluatedStrategy, time_factor: float, choices: Choices) -> tuple[Alternative, ...]:
     """Return every forecast strategy, the chosen first, by step time."""
     times_known = knows_rates(search.job.card)
     chosen_overrides = _overrides_of(chosen, chosen, search.job, choices)
@@ -181,8 +177,8 @@ def alternatives(
         row = Alternative(
             plan=describe(candidate.strategy, search.job), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
-            step_s=timing.step_s * step_time_factor if times_known else None,
-            tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
+            step_s=timing.step_s * time_factor if times_known else None,
+            tokens_per_s=timing.tokens_per_s / time_factor if times_known else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes, candidate.strategy.offload_target),
             overrides=as_overrides(overrides), differs=as_overrides(differing),
         )  # fmt: skip
@@ -206,7 +202,7 @@ def _overrides_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: 
 
 
 def describe(strategy: Strategy, job: Job) -> str:
-    """Summarise a strategy, e.g. `NF4, every layer recomputed, 2 x 8`."""
+    """Summarise a strategy: `NF4, every layer recomputed, 2 x 8`."""
     steps = job.batch // (job.world * strategy.micro)
     optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
     embedding = ", input embedding offloaded" if strategy.host_table else ""

@@ -79,11 +79,8 @@ def _ratios(rows: Sequence[dict[str, Any]], measured_column: str, expected_colum
 def record_run(
     plan: Plan, check: ForecastCheck, *, step_s: float | None, train_s: float | None = None, load_s: float | None = None
 ) -> None:
-    """Record a run's measurements and its plan's figures. Raises OSError.
-
-    `train_s` and `load_s`: only of a run without interruption.
-    """
-    settings, driver = plan.settings, None
+    """Record a run's measurements and its plan's figures. Raises OSError."""
+    settings, driver = plan.settings, None  # `train_s` and `load_s`: only of a run without interruption
     with contextlib.suppress(nvidia.DriverError):
         driver = nvidia.driver_versions()[0]
     row = {
@@ -142,7 +139,7 @@ def cost_of(seconds: float | None, price_per_hour: float | None) -> float | None
 
 
 def seconds_spent(events: Sequence[Event]) -> float:
-    """Return the seconds of all attempts of a run, without pauses; repeated steps count again."""
+    """Sum all attempts of a run, without pauses; repeated steps count again."""
     seconds = 0.0
     last_s: float | None = None  # time of the attempt's last event; None between attempts
     for event in events:

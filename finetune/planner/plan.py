@@ -105,8 +105,7 @@ class DataStatistics:
 
     @property
     def only_pictures(self) -> DataStatistics | None:
-        # without lengths, rows of max_length are assumed
-        if not self.pictures:
+        if not self.pictures:  # without lengths, rows of max_length are assumed
             return None
         return DataStatistics(
             0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens,
@@ -438,5 +437,5 @@ def read_plan(path: Path) -> Plan:
 
 
 def as_overrides(values: dict[str, Any]) -> str:
-    """Format settings as `key=value` overrides, separated by spaces."""
+    """Format settings as `key=value` overrides."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

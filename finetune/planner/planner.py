@@ -144,7 +144,7 @@ class _Planner:
         return dataclasses.replace(preferred, chosen=preferred.search.smallest(self._open_strategies(preferred)))
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
-        """Return the first attempt that fits, also with rows of uneven length."""
+        # the first attempt that fits, also with rows of uneven length
         for attempt in attempts:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
@@ -183,7 +183,7 @@ class _Planner:
                 attempt.search.forecast(strategy)
 
     def method_price_note(self, attempt: _Attempt) -> str:
-        """Return a note on the method's memory and time relative to SFT; empty for methods on SFT's rows."""
+        """Return the method's memory and time relative to SFT; empty for methods on SFT's rows."""
         chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
@@ -232,11 +232,10 @@ class _Planner:
         choices = defaults.choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
-            chosen.forecast,
-            step_s=timing.step_s * time_factor if rates_known else None,
+            chosen.forecast, step_s=timing.step_s * time_factor if rates_known else None,
             tokens_per_s=timing.tokens_per_s / time_factor if rates_known else None,
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
-        )
+        )  # fmt: skip
         workload = workload_s(timing.step_s, steps, settings, self.data)
         run_time = self.history.run_time(workload, settings.model_name_or_path)
         modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
@@ -291,7 +290,7 @@ class _Planner:
         return (*filter(None, notes), *stored_notes(self.stored))
 
     def _attempts(self, avoid_packing: bool, target: OffloadTarget) -> Iterator[_Attempt]:
-        """Yield every open max_length with every open rank, preferred first."""
+        # every open max_length with every open rank, preferred first
         basics = defaults.choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, avoid_packing)
         shared = self.evaluated.setdefault(avoid_packing, [])
         advised = basics.value("lora_r")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from finetune.printable import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
+RowReader = Callable[[Recipe], "RowsRead"]
 #: Seconds between progress reports, and until the first.
 _REPORT_EVERY_S = 0.5
 #: The planner never chooses a max_pixels below this: 256 x 256.
@@ -73,11 +74,8 @@ class RowsRead:
         return bool(self.statistics and self.statistics.pictures)
 
 
-RowReader = Callable[[Recipe], RowsRead]
-
-
 class RowProgress:
-    """Report tokenised rows: their count, rate and time left."""
+    """Report the count, rate and time left of tokenised rows."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report_text = report
@@ -235,11 +233,9 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """Summarise the rows for the planner."""
-    training, *held_out = selected.splits
-    counts = [training.lengths, training.trained_lengths]
-    for split in held_out:
-        counts += [split.lengths, split.trained_lengths] if len(split.lengths) else []
-    statistics = statistics_of_lengths(*counts)
+    training = selected.splits[0]
+    columns = (counts for split in selected.splits for counts in (split.lengths, split.trained_lengths))
+    statistics = statistics_of_lengths(*columns)
     return dataclasses.replace(
         statistics, total_tokens=training.total_tokens, trained_tokens=training.trained_tokens,  # a row may have two sequences
         longest_mismatched=max(split.longest_mismatched() for split in selected.splits), **_picture_statistics(selected),
@@ -369,8 +365,7 @@ def _plan_largest_model(recipe: Recipe, card: Card, progress: Progress) -> Large
             if changes and shape_of(read_config(other), other).weight_bytes(smallest_format) > weights_budget:
                 continue
             progress(f"planning {name}")
-            # no rows: another model has another tokenizer
-            plan = plan_if_fits(other, card, None)
+            plan = plan_if_fits(other, card, None)  # no rows: another model has another tokenizer
         except (FinetuneError, ValueError):  # named layers that this model doesn't have, a row longer than its limit
             continue
         if plan is not None:

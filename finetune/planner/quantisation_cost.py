@@ -77,7 +77,7 @@ class QuantisationCost:
         return "; ".join(clauses)
 
     def quote(self, label: str) -> str:
-        """Return the measured cost of this format, or for the plain format what NF4 would cost."""
+        """Return the measured cost of this format; for the plain format, the cost of NF4."""
         plain, *quantised = self.formats
         quoted_label = NF4.label if label == plain.label else label
         for entry in quantised:

@@ -24,10 +24,8 @@ from finetune.units import GIB, format_bytes, parse_bytes
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
     """Compare needed with free host memory and disk."""
     # a catalogue card is in another machine, whose free disk is unknown
-    free_disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
-    resources = (
-        ("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, free_disk),
-    )  # fmt: skip
+    disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
+    resources = (("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk))
     return tuple(ResourceCheck(what, needs, free, None if free is None else needs <= free) for what, needs, free in resources)
 
 
@@ -52,7 +50,7 @@ def pinned_bytes(strategy: Strategy, job: Job) -> int:
 
 
 def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free_bytes: int | None) -> str:
-    """Return a note if host memory is too small to offload the layers' inputs, else an empty text."""
+    """Return a note if host memory is too small to offload the layers' inputs."""
     offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
     needed_bytes = pinned_bytes(offloading_strategy, job)
     if recipe.activation_checkpointing != AUTO or host_free_bytes is None or needed_bytes <= host_free_bytes:
@@ -77,7 +75,7 @@ def offloading_error(recipe: Recipe, shape: ModelShape, host_free_bytes: int | N
 
 
 def too_little_host_memory(target: str, layers: int, needed_bytes: int, free_bytes: int) -> MachineError:
-    """Return the error for a machine whose host memory can't hold the offloaded layers."""
+    """Return the error of a machine that can't hold the offloaded layers."""
     close = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
     return MachineError(
         f"layer_offloading {target}: {layers} layers need {format_bytes(needed_bytes)} of pinned host memory, "
@@ -87,7 +85,7 @@ def too_little_host_memory(target: str, layers: int, needed_bytes: int, free_byt
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
-    """Resolve memory_budget, and return its bytes. Raises RecipeError when the CUDA context exceeds the budget."""
+    """Resolve memory_budget, and return its bytes. Raises RecipeError if the CUDA context exceeds it."""
     # rounded down to hundredths, so that the text never exceeds the free memory
     free_text = f"{math.floor(card.free_bytes / GIB * 100) / 100:.2f}GiB"
     budget_bytes, budget_text = parse_bytes(free_text), f"{format_bytes(card.free_bytes)} free"

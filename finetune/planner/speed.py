@@ -24,21 +24,17 @@ if TYPE_CHECKING:
     from finetune.planner.strategy import Strategy
     from finetune.settings import Settings
 
-
-# Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090. cards.json has the share of the
-# published rates that a GPU reaches, where published step times show it. `benchmarks/speed_accuracy.py` compares this model
-# with 60 published measurements (docs/accuracy.md); earlier runs on a GPU correct it (history.py). Nothing here
-# decides whether a plan fits.
+# Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its
+# published rates that a GPU reaches. `benchmarks/speed_accuracy.py` compares the model with 60 published measurements
+# (docs/accuracy.md); earlier runs on a GPU correct it (history.py). Nothing here decides whether a plan fits.
 
 #: Lengths of rows that stand for all rows in the expected width of sorted micro-batches.
 _QUANTILES = 200
 
 
 def _longest_below(share: float, rows: int, batch: int) -> float:
-    """Return the mean probability that a micro-batch's longest row is among the shortest `share` of rows.
-
-    A step's `batch` rows are sorted and cut into micro-batches of `rows`.
-    """
+    # mean probability that a micro-batch's longest row is among the shortest `share` of all rows, where the `batch` rows of a
+    # step are sorted and cut into micro-batches of `rows`
     if rows == batch or share >= 1:
         return share**rows
     if rows == 1:
@@ -106,7 +102,7 @@ class Batches:
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
 
     def dropped_above(self, limit: int) -> tuple[int, int]:
-        """Return the number of longer rows, and their tokens beyond the limit."""
+        """Return the number of longer rows, and their excess tokens."""
         longer = [length for length in self.lengths if length > limit]
         return len(longer), sum(longer) - limit * len(longer)
 
@@ -245,8 +241,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     mixer_bytes, mixer_kernels = _mixer_work(job, width, repeated)
     moved = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * repeated + strategy.base.product_bytes * (1 + repeated)
     dequantised = shape.quantisable(strategy.base) - (1 - used_share) * (shape.expert_4bit if strategy.base.experts else 0)
-    # seconds of a micro-batch
-    micro_s = {
+    micro_s = {  # seconds of a micro-batch
         "matmul": max(
             _layer_flops(job, recomputed_share, tokens) / flops
             + _attention_flops(job, strategy, tokens, width) / attention_flops,
@@ -356,7 +351,7 @@ def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, 
 
 
 def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[float], Sequence[float]]:
-    """Return fp32 elements per token, and kernels, each (forward, backward)."""
+    # fp32 elements per token, and kernels, each (forward, backward)
     heads, key, value = (sizes[name] for name in DELTA_NET)
     forward, backward = (share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if fused else DELTA_RULE))
     if fused:
@@ -388,7 +383,7 @@ def _layer_copies(job: Job, strategy: Strategy, micro_batches: int, layers_s: fl
 
 
 def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:
-    """Return the copies of layer offloading in a plan."""
+    """Return the plan's copies of offloaded layers."""
     if timing.copies is None:
         return None
     copies = replace(timing.copies, pinned_bytes=forecast.pinned_bytes)

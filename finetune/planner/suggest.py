@@ -107,18 +107,16 @@ def models_by_size(most_parameters: float) -> Iterator[tuple[str, Entry]]:
 def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecast_of: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
-    """Return the largest catalogue model that fits in NF4, with its parameters; None if none was found."""
+    """Return the largest catalogue model that fits in NF4, with its parameters."""
     forecasts = 0
-    # NF4 weights alone take half a byte per parameter
-    for name, entry in models_by_size(budget_bytes / 0.5):
+    for name, entry in models_by_size(budget_bytes / 0.5):  # NF4 weights alone take half a byte per parameter
         is_kind = "vision_config" in entry.config if settings.vision else "text_config" not in entry.config
         if not (is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
             continue
         other = resolved(settings, model_name_or_path=name, model_revision=None, trust_remote_code=False, **switches(NF4))
         try:
             shape = shape_of(entry.config, other)
-            # a forecast costs up to a second: skip hopeless models
-            if shape.weight_bytes(NF4) > 0.95 * budget_bytes:
+            if shape.weight_bytes(NF4) > 0.95 * budget_bytes:  # a forecast costs up to a second: skip hopeless models
                 continue
             forecasts += 1
             forecast = forecast_of(other, entry.config)
