@@ -53,26 +53,27 @@ def measure_rates(progress: Progress) -> list[Finding]:
     return findings
 
 
-def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
+def _measure(card: Card, device: Device | None, torch_device: torch.device) -> Finding:
     size, dtype = (8192, torch.bfloat16 if card.supports_bf16 else torch.float16) if device else (2048, torch.float32)
-    matrix, target, scalar = torch.ones(size, size, device=where, dtype=dtype), _buffer(where), torch.zeros(1, device=where)
+    matrix = torch.ones(size, size, device=torch_device, dtype=dtype)
+    device_buffer, scalar = _buffer(torch_device), torch.zeros(1, device=torch_device)
     product = torch.mm(matrix, matrix)
     if not bool((product == size).all().cpu()):
         raise RuntimeError("the product of two matrices is wrong")
     matrix.normal_()  # a product of equal numbers takes less power, so a GPU clocks higher
-    product_s = _median_s(where, lambda: torch.mm(matrix, matrix, out=product))
+    product_s = _median_s(torch_device, lambda: torch.mm(matrix, matrix, out=product))
     rates = Rates(
-        # a copy reads and writes each byte
-        flops=2 * size**3 / product_s, bandwidth_bytes_s=2 * _copied_bytes_s(where, _buffer(where), target),
-        launch_s=_median_s(where, lambda: [scalar.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
+        flops=2 * size**3 / product_s,
+        bandwidth_bytes_s=2 * _copied_bytes_s(torch_device, _buffer(torch_device), device_buffer),  # read and written
+        launch_s=_median_s(torch_device, lambda: [scalar.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
         conditions=conditions_of(device), measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     if device:
         pinned, pageable = (
-            min(_copied_bytes_s(where, host, target), _copied_bytes_s(where, target, host))
+            min(_copied_bytes_s(torch_device, host, device_buffer), _copied_bytes_s(torch_device, device_buffer, host))
             for host in (_buffer("cpu", pinned=True), _buffer("cpu"))
         )
-        attention = _attention_flops(where, dtype)
+        attention = _attention_flops(torch_device, dtype)
         rates = replace(rates, attention_flops=attention, pinned_bytes_s=pinned, pageable_bytes_s=pageable)
         if above := [name for name, share in _shares_of_listed(rates, listed_card(device)).items() if share > MOST_OF_LISTED]:
             what = f"{card.name}: {', '.join(above)} measured over 10 % above the catalogue: {_summary(rates)}"
@@ -97,31 +98,31 @@ def _summary(rates: Rates) -> str:
     return f"{', '.join(texts)}, {rates.launch_s * 1e6:.1f} us of host time per operator"
 
 
-def _attention_flops(where: torch.device, dtype: torch.dtype) -> float:
-    query, key, value = (torch.randn(1, 32, 4096, 128, device=where, dtype=dtype, requires_grad=True) for _ in range(3))
+def _attention_flops(torch_device: torch.device, dtype: torch.dtype) -> float:
+    query, key, value = (torch.randn(1, 32, 4096, 128, device=torch_device, dtype=dtype, requires_grad=True) for _ in range(3))
 
     def forward_and_backward() -> None:
         output = scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(output, (query, key, value), output)
 
     # causal attention of 32 heads of 128 over 4,096 tokens: 2 products forward and 5 backward, half of each
-    return 7 * 32 * 4096**2 * 128 / _median_s(where, forward_and_backward)
+    return 7 * 32 * 4096**2 * 128 / _median_s(torch_device, forward_and_backward)
 
 
-def _buffer(where: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
-    return torch.zeros(256 * MIB, device=where, dtype=torch.uint8, pin_memory=pinned)
+def _buffer(torch_device: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
+    return torch.zeros(256 * MIB, device=torch_device, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
-    return source.numel() / _median_s(where, lambda: target.copy_(source, non_blocking=True))
+def _copied_bytes_s(torch_device: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+    return source.numel() / _median_s(torch_device, lambda: target.copy_(source, non_blocking=True))
 
 
-def _median_s(where: torch.device, work: Callable[[], object]) -> float:
+def _median_s(torch_device: torch.device, work: Callable[[], object]) -> float:
     times: list[float] = []
     while sum(times[1:]) < MEASURED_S:
         began_s = time.perf_counter()
         work()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if torch_device.type == "cuda":
+            torch.cuda.synchronize(torch_device)
         times.append(time.perf_counter() - began_s)
     return statistics.median(times[len(times) // 2 :])  # the second half, when clocks have settled

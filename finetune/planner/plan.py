@@ -63,7 +63,7 @@ def verdict_of(forecast: Forecast, budget_bytes: int, offload_target: object = N
     return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 
-#: Length of `DataStatistics.most_trained`: no micro-batch of one GPU has more rows.
+#: Most entries of `DataStatistics.most_trained`: no micro-batch of one GPU has more rows.
 MOST_ROWS = 256
 
 
@@ -260,9 +260,9 @@ class LayerCopies:
         copies = replace(self, copied_bytes_per_s=bytes_per_s)
         if self.forward_computing_s is None or self.backward_computing_s is None:
             return copies
-        pass_s = self.moved_bytes_per_step / 2 / bytes_per_s  # the forward and the backward pass each move half
-        waiting_s = max(0.0, pass_s - self.forward_computing_s) + max(0.0, pass_s - self.backward_computing_s)
-        return replace(copies, forward_copying_s=pass_s, backward_copying_s=pass_s, waiting_s=waiting_s)
+        copying_s = self.moved_bytes_per_step / 2 / bytes_per_s  # the forward and the backward pass each move half
+        waiting_s = max(0.0, copying_s - self.forward_computing_s) + max(0.0, copying_s - self.backward_computing_s)
+        return replace(copies, forward_copying_s=copying_s, backward_copying_s=copying_s, waiting_s=waiting_s)
 
     @property
     def computing_s(self) -> float | None:

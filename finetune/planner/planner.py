@@ -80,6 +80,7 @@ class _Attempt:
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
+        """The chosen strategy of a finished attempt."""
         assert self.chosen is not None
         return self.chosen
 
@@ -96,7 +97,7 @@ class _Planner:
     report_progress: Progress = lambda _: None
 
     def __post_init__(self) -> None:
-        self.budgeted, self.budget = resources.choose_budget(Choices(self.recipe), self.card)
+        self.budgeted_choices, self.budget_bytes = resources.choose_budget(Choices(self.recipe), self.card)
         self.report_progress("reading the model's configuration")
         self.config = read_config(self.recipe)
         self.shape = shape_of(self.config, self.recipe)
@@ -104,7 +105,7 @@ class _Planner:
             raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
         self.history = read_history(self.card.name, self.card.rates_measured_at)
         # by avoid_packing: forecasts are shared between max_lengths and ranks, but not between packed and single rows
-        self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}
+        self.shared_forecasts: dict[bool, list[EvaluatedStrategy]] = {}
         self.stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
         self.vision = vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
         kernels_package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
@@ -115,11 +116,11 @@ class _Planner:
     def best(self) -> _Attempt:
         """Return the fastest strategy that fits, else the smallest."""
         target: OffloadTarget = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
-        attempt = self.solve(False, target)
+        attempt = self.solve(target, avoid_packing=False)
         # a packed sequence fills max_length, so single rows may fit where it does not
         may_unpack = self.recipe.packing == AUTO and attempt.choices.value("packing")
         if not attempt.verdict.fits and may_unpack:
-            single_rows = self.solve(True, target)
+            single_rows = self.solve(target, avoid_packing=True)
             attempt = single_rows if single_rows.verdict.fits else attempt
         may_offload = self.recipe.layer_offloading == AUTO and not self.card.is_cpu
         if attempt.verdict.fits or attempt.evaluated.forecast.at_limit or not may_offload:
@@ -133,8 +134,8 @@ class _Planner:
                 return fitting
         return attempt
 
-    def solve(self, avoid_packing: bool, target: OffloadTarget) -> _Attempt:
-        """Search with a shorter max_length or lower rank if needed; else return the smallest strategy."""
+    def solve(self, target: OffloadTarget, *, avoid_packing: bool) -> _Attempt:
+        """Return the first attempt that fits, else the preferred attempt with its smallest strategy."""
         attempts = list(self._attempts(avoid_packing, target))
         preferred = attempts[0]
         if target and not self._open_strategies(preferred):
@@ -216,7 +217,7 @@ class _Planner:
         high_bytes = max(forecast.peak_high_bytes, forecast.allocated_bytes + margin_bytes)
         forecast = dataclasses.replace(forecast, peak_high_bytes=high_bytes)
         search.note_compiled(chosen, forecast)
-        if forecast.peak_high_bytes > self.budget:
+        if forecast.peak_high_bytes > self.budget_bytes:
             return None
         compiled = compiled.with_reason("lean_layers", "layers are compiled")
         compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")
@@ -242,7 +243,7 @@ class _Planner:
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
-            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes, run_time=run_time,
+            budget_bytes=self.budget_bytes, headroom_bytes=self.budget_bytes - forecast.peak_high_bytes, run_time=run_time,
             modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
             checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
@@ -262,7 +263,7 @@ class _Planner:
         options, chosen = search.within_budget(options), attempt.evaluated.strategy
         most_s = NOTABLE_SHARE * search.timing(chosen).step_s
         for _ in range(MOST_FASTER):
-            fitting = [option for option in options if search.high_bytes(option) <= self.budget]
+            fitting = [option for option in options if search.high_bytes(option) <= self.budget_bytes]
             fastest = min(fitting, key=lambda option: search.timing(option).step_s, default=chosen)
             if search.timing(fastest).step_s >= most_s:
                 break
@@ -291,8 +292,8 @@ class _Planner:
 
     def _attempts(self, avoid_packing: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         # every open max_length with every open rank, preferred first
-        basics = defaults.choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, avoid_packing)
-        shared = self.evaluated.setdefault(avoid_packing, [])
+        basics = defaults.choose_basics(self.budgeted_choices, self.card, self.config, self.shape, self.data, avoid_packing)
+        forecasts = self.shared_forecasts.setdefault(avoid_packing, [])
         advised = basics.value("lora_r")
         lower = [] if basics.is_set("lora_r") else [rank for rank in reversed(defaults.RANKS) if rank < advised]
         for choices, rank in itertools.product(defaults.with_shorter_lengths(basics, self.data), [advised, *lower]):
@@ -311,7 +312,7 @@ class _Planner:
             )  # fmt: skip
             steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
             lean = functools.partial(why_lean, job, choices, self.config, steps_of)
-            search = Search(job, self.budget, functools.partial(self._forecast_strategy, choices, job), lean, shared)
+            search = Search(job, self.budget_bytes, functools.partial(self._forecast_strategy, choices, job), lean, forecasts)
             yield _Attempt(choices, search, offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
@@ -338,7 +339,7 @@ class _Planner:
 
     def _forecast(self, settings: Settings, width: int, config: dict[str, Any] | None = None, **more: Any) -> Forecast:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
-        forecast = make_forecast(config or self.config, settings, self.card, rows=rows, budget_bytes=self.budget, **more)
+        forecast = make_forecast(config or self.config, settings, self.card, rows=rows, budget_bytes=self.budget_bytes, **more)
         # raise the upper end by the largest excess over the forecast in earlier runs here
         worst_error = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
         high_bytes = forecast.peak_high_bytes + round(worst_error * forecast.allocated_bytes)
@@ -354,7 +355,7 @@ class _Planner:
         self.report_progress("forecasting several GPUs")
         width = min(settings.max_length, attempt.search.job.batches.longest)
         forecast = functools.partial(self._forecast, width=width)
-        return needs_of_each_card(self.recipe, settings, self.budget, forecast)
+        return needs_of_each_card(self.recipe, settings, self.budget_bytes, forecast)
 
     def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
         longest = attempt.search.job.batches.longest
@@ -366,7 +367,7 @@ class _Planner:
         suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
         if attempt.verdict != Verdict.NO_FIT:
             return {"suggestions": suggestions}
-        model = largest_model(self.recipe, settings, self.budget, forecast_of)
+        model = largest_model(self.recipe, settings, self.budget_bytes, forecast_of)
         part = max(forecast.parts, key=lambda name: forecast.parts[name])
-        shortfall = Shortfall(forecast.peak_high_bytes - self.budget, part, forecast.parts[part], model)
+        shortfall = Shortfall(forecast.peak_high_bytes - self.budget_bytes, part, forecast.parts[part], model)
         return {"suggestions": suggestions, "shortfall": shortfall}
