@@ -53,7 +53,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
             card = _measured_card(*choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
-    if free_bytes is None:  # `free_bytes`: plan for another machine
+    if free_bytes is None:  # it is set to plan for another machine
         return card
     if not 0 < free_bytes <= card.total_bytes:
         raise CommandError(

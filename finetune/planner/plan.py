@@ -122,7 +122,8 @@ class DataStatistics:
             if self.eval_most_trained and not packed:
                 rows = min(settings.per_device_eval_batch_size, self.eval_rows)
                 eval_share = _trained_share(self.eval_most_trained, self.eval_rows, rows, eval_tokens)
-        held_out = RowShape(eval_tokens, eval_share, pictures=self.pictures and (self.eval_pictures or self.pictures))
+        eval_pictures = self.eval_pictures or self.pictures if self.pictures else ()
+        held_out = RowShape(eval_tokens, eval_share, pictures=eval_pictures)
         mismatched = min(settings.max_length, self.longest_mismatched or 2 * tokens)
         return RowShape(tokens, share, mismatched, self.pictures, held_out)
 

@@ -123,7 +123,7 @@ def plan_recipe(
             break
         smaller = resolved(recipe, max_pixels=pixels)
         smaller_rows = reader(smaller)
-        tokens = smaller_rows.statistics and smaller_rows.statistics.picture_tokens
+        tokens = smaller_rows.statistics.picture_tokens if smaller_rows.statistics else ()
         if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every image to one size
             break
         if plan_if_fits(smaller, card, smaller_rows.statistics):

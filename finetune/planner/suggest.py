@@ -42,9 +42,9 @@ def suggest(
     """Return single changes that save memory, the largest saving first."""
     suggestions = []
     for changes, cost in _changes(recipe, settings, data):
-        count = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
+        every_layer = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
         try:
-            changed_settings = resolved(settings, **changes, **count)
+            changed_settings = resolved(settings, **changes, **every_layer)
         except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
             continue
         high_bytes = forecast_of(changed_settings).peak_high_bytes

@@ -145,7 +145,7 @@ def tool_of(values: Values, name: str) -> Tool | None:
     """Return a configuration's tool, or None for a recipe. Raises RecipeError for a tool that isn't read."""
     nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
     for unread_tool, marks in _UNREAD.items():
-        if any(values.keys() | nested >= {*mark.split("+")} for mark in marks.split()):
+        if any({*mark.split("+")} <= values.keys() | nested for mark in marks.split()):
             fix = "Write a recipe: `finetune recipes keys`"
             raise RecipeError(f"{name} is a configuration of {unread_tool}, which finetune does not read", fix)
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
