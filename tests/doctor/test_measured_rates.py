@@ -44,7 +44,7 @@ def test_rates_measured_under_other_conditions_are_not_used_and_it_is_said(now):
 
 
 def test_a_rate_above_the_catalogues_by_more_than_a_tenth_is_told_apart():
-    shares = measuring._shares(replace(RATES, flops=1.2 * CARD.bf16_flops), CARD)
+    shares = measuring._shares_of_listed(replace(RATES, flops=1.2 * CARD.bf16_flops), CARD)
     assert [name for name, share in shares.items() if share > measuring.MOST_OF_LISTED] == ["products"]
 
 
