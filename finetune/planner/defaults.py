@@ -12,7 +12,7 @@ from typing import Any
 from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.model.configuration import default_attention
-from finetune.planner.plan import Choices, DataStatistics, LengthCost
+from finetune.planner.plan import LEAST_LENGTH, Choices, DataStatistics, LengthCost
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches
 from finetune.recipe import write_recipe
@@ -34,8 +34,6 @@ TEXT_TOKENS_BESIDE_IMAGES = 512
 TILE_TOKENS, MOST_UNTILED_TOKENS = 4096, 8192
 #: Approximate number of evaluations in a run, and of checkpoints.
 EVALUATIONS = 10
-#: Lowest max_length that the planner chooses.
-LEAST_LENGTH = 256
 #: Model types (also `<type>_text`) whose activations or gradients exceed float16's 65,504, each with its source.
 EXCEEDS_FLOAT16 = {
     **dict.fromkeys(("gemma2", "glm4"), "vllm/config/model.py refuses it"),

@@ -24,6 +24,8 @@ from finetune.units import format_bytes, format_seconds, gib
 VERSION = 3
 #: Reason of a setting that the recipe decides.
 AS_SET = "as the recipe sets it"
+#: Lowest max_length that the planner chooses or suggests.
+LEAST_LENGTH = 256
 
 
 class Verdict(StrEnum):

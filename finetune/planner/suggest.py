@@ -10,8 +10,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import Entry, entries
-from finetune.planner.defaults import LEAST_LENGTH
-from finetune.planner.plan import CardNeeds, DataStatistics, ManyCards, Suggestion, as_overrides, verdict_of
+from finetune.planner.plan import LEAST_LENGTH, CardNeeds, DataStatistics, ManyCards, Suggestion, as_overrides, verdict_of
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
