@@ -234,8 +234,8 @@ def _flat(tool: Tool, values: Values) -> Values:
 def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
     requirements, tool = {}, conversion.tool
     # in the table's order: if two keys set the same setting, the later row wins
-    rows = [*tool.keys]
-    for key in sorted(values, key=lambda key: rows.index(key) if key in tool.keys else -1):
+    order = [*tool.keys]
+    for key in sorted(values, key=lambda key: order.index(key) if key in order else -1):
         outcome, text, settings = tool.meaning(key, values[key])
         if switch := settings.get("requires"):  # checked when defaults and overrides are known
             requirements[key], outcome, text, settings = switch, "no effect", "needs no setting here", {}
@@ -283,7 +283,8 @@ def _read_method(conversion: Conversion, values: Values, chosen: str | None) -> 
 def _add_defaults(conversion: Conversion, values: Values, method: str, name: str) -> None:
     tool, settings = conversion.tool, conversion.settings
     method_row = tool.table["methods"].get(method, {})
-    notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]
+    set_keys = [key for key, value in values.items() if value]
+    notes = [tool.notes.get(key) for key in (method, *set_keys)]
     for key, default in (tool.defaults | method_row.get("defaults", {})).items():
         if isinstance(default, dict):  # a multiple of another key, such as lora_alpha = 2 x lora_rank
             factor = values.get(default["of"])

@@ -167,6 +167,7 @@ def validate(values: Values, locations: dict[str, str], name: str, problems: Seq
         explanations = [_explain(details, locations, name) for details in error.errors()]
         problems += [line for line in explanations if line.split(": ")[0] not in refused_locations]
         recipe = None
+    # one problem per line, without repetitions
     problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
     if problems or recipe is None:
         raise RecipeError(problems)
