@@ -56,8 +56,8 @@ def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free_b
     if recipe.activation_checkpointing != AUTO or host_free_bytes is None or needed_bytes <= host_free_bytes:
         return ""
     return (
-        f"activation_checkpointing=offload was not tried: it pins {format_bytes(needed_bytes)} of host memory, "
-        f"but only {format_bytes(max(0, host_free_bytes))} are free"
+        f"activation_checkpointing=offload was not tried: it pins {format_bytes(needed_bytes)} of host memory; "
+        f"{format_bytes(max(0, host_free_bytes))} are free"
     )
 
 
@@ -78,8 +78,8 @@ def too_little_host_memory(target: str, layers: int, needed_bytes: int, free_byt
     """Return the error of a machine that can't hold the offloaded layers."""
     close = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
     return MachineError(
-        f"layer_offloading {target}: {layers} layers need {format_bytes(needed_bytes)} of pinned host memory, "
-        f"but only {format_bytes(max(0, free_bytes))} are free",
+        f"layer_offloading {target}: {layers} layers need {format_bytes(needed_bytes)} of pinned host memory; "
+        f"{format_bytes(max(0, free_bytes))} are free",
         f"{close} programs, give a container or WSL more memory, or take a smaller model.",
     )
 
