@@ -55,8 +55,8 @@ def choose_device(
         hidden_cards = f"GPU {hidden[0].index}" if hidden else "every GPU"
         setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
         raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"GPUs of this machine: {machine_cards}.")
-    least_free = SIMILAR * max(device.free_bytes for device in candidates)
-    emptiest = [device for device in candidates if device.free_bytes >= least_free]
+    least_free_bytes = SIMILAR * max(device.free_bytes for device in candidates)
+    emptiest = [device for device in candidates if device.free_bytes >= least_free_bytes]
     fastest = max(device.speed for device in emptiest)
     chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost_cards)

@@ -82,7 +82,7 @@ _UNAVAILABLE = (
     pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument,
     pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLLibraryMismatchError,
 )  # fmt: skip
-#: Oldest driver of each CUDA: any of its minor versions runs on it (CUDA toolkit release notes, table "minimum required driver
+#: Oldest driver of each CUDA, for all its minor versions (CUDA toolkit release notes, table "minimum required driver
 #: version for CUDA minor version compatibility"). Wheels of torch from PyPI are built for CUDA 13 from 2.11 on.
 OLDEST_DRIVER = {12: "525", 13: "580"}
 #: Oldest compute capability of each CUDA (release notes of CUDA 13.0: Maxwell, Pascal and Volta are no longer supported).
@@ -157,7 +157,8 @@ def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None
         return f"torch {build.version} is a CPU-only build; the GPU is not used", WHEEL_FIX
     if driver is None:
         return None
-    build_major, (version, (major, minor)) = int(build.cuda.split(".")[0]), driver
+    version, (major, minor) = driver
+    build_major = int(build.cuda.split(".")[0])
     if build_major <= major:
         return None
     oldest = OLDEST_DRIVER.get(build_major)

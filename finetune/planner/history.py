@@ -80,7 +80,8 @@ def record_run(
     plan: Plan, check: ForecastCheck, *, step_s: float | None, train_s: float | None = None, load_s: float | None = None
 ) -> None:
     """Record a run's measurements and its plan's figures. Raises OSError."""
-    settings, driver = plan.settings, None  # `train_s` and `load_s`: only of a run without interruption
+    # `train_s` and `load_s`: only of a run without interruption
+    settings, driver = plan.settings, None
     with contextlib.suppress(nvidia.DriverError):
         driver = nvidia.driver_versions()[0]
     row = {
@@ -88,7 +89,7 @@ def record_run(
         "total_bytes": plan.card.total_bytes, "num_processes": settings.launch.num_processes, "driver": driver,
         "torch": version("torch"), "model_type": plan.model_type, "parameters": plan.parameters,
         "rows": settings.per_device_train_batch_size, "max_length": settings.max_length,
-        # the median without the first steps, which warm up
+        # `step_s`: the median without the first steps, which warm up
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
         **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _FIGURES},
         **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _FIGURES},
