@@ -7,12 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-#: Values of a row by column, or of an object in it by key.
-Values = dict[str, Any]
-#: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
-ROW_LIMIT = 4 * 2**20
-#: Texts that stand for no value.
-BLANK_TEXTS = ("", "[]", "{}", "null", "None")
+Values = dict[str, Any]  # values of a row by column, or of an object in it by key
+ROW_LIMIT = 4 * 2**20  # most characters of a row: about a million tokens, too long for any GPU, but tokenised in seconds
+BLANK_TEXTS = ("", "[]", "{}", "null", "None")  # texts that stand for no value
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
@@ -54,9 +51,9 @@ def is_blank(value: Any) -> bool:
 
 def required_text(row: Values, field: str) -> str:
     """Return the text in `field`. Raise BadRow for missing, empty or invalid text."""
-    text = optional_text(row, field)
+    text, value = optional_text(row, field), row.get(field)
     if not text.strip():
-        raise BadRow(field, "is missing" if row.get(field) is None else "is NaN" if is_missing(row[field]) else "is empty")
+        raise BadRow(field, f"is {type_phrase(value)}" if is_missing(value) else "is empty")
     return text
 
 
@@ -84,7 +81,7 @@ def valid_text(value: Any, field: str) -> str:
 
 
 def valid_json(value: Any, field: str) -> Any:
-    """Return plain JSON with finite numbers and valid text. Raise BadRow."""
+    """Return a value that JSON can hold. Raise BadRow."""
     try:
         valid_text(json.dumps(value, allow_nan=False, ensure_ascii=False), field)
     except (TypeError, ValueError, RecursionError) as error:
@@ -93,7 +90,7 @@ def valid_json(value: Any, field: str) -> Any:
 
 
 def parse_if_text(value: Any, field: str) -> Any:
-    """Parse JSON in a string (a CSV cell, a hub column). Raise BadRow."""
+    """Parse a string as JSON, and return other values unchanged. Raise BadRow."""
     if not isinstance(value, str):
         return value
     try:
@@ -108,13 +105,16 @@ def type_phrase(value: Any) -> str:
         return "missing" if value is None else "NaN"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and abs(value) >= 10**15:
+        return "a very large number"  # which may not fit a float
     if isinstance(value, (int, float)):
-        return f"the number {value:g}" if isinstance(value, float) or abs(value) < 10**15 else "a very large number"
+        return f"the number {value:g}"
     names: dict[type, str] = {str: "text", list: "a list", tuple: "a list", dict: "an object", bytes: "raw bytes"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def quoted(value: str, limit: int = 40) -> str:
-    """Shorten text from a row, safe to print."""
+    """Quote a row's text, safe to print and shortened."""
     representation = repr(value[: limit + 1])
+    # `repr` adds two quotes
     return representation if len(representation) <= limit + 2 else f"{representation[: limit - 1]}..."

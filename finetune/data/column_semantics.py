@@ -25,7 +25,7 @@ CONTEXT = "part of the prompt"
 _TOOLS = "tools or tool calls"
 _SPLIT = "a split of the rows"
 
-#: Column name in lower case without marks between its words -> meaning of the values. Columns that are read are not looked up.
+#: Column name in lower case without underscores -> meaning of its values.
 _MEANINGS = {
     name.replace("_", ""): meaning
     for meaning, names in (
@@ -44,12 +44,10 @@ _MEANINGS = {
     )
     for name in names.split()
 }  # fmt: skip
-#: Beside plain text a score, as corpora from the web have it, doesn't change it.
+#: Meanings for which a name alone doesn't stop a run on plain text: web corpora have a score for each page.
 _DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, CONTEXT, REASONING)
-#: What stands in a text for an image, a sound or a video.
-MEDIA_TAGS = ("<image>", "<video>", "<audio>")
-#: Weights that change nothing.
-_NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
+MEDIA_TAGS = ("<image>", "<video>", "<audio>")  # placeholders in a text for an image, a video or a sound
+_NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")  # weights that change nothing
 
 
 @lru_cache(4096)
@@ -59,18 +57,21 @@ def meaning_of(name: Any) -> str:
 
 
 def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: bool) -> bool | None:
-    """Return whether a column or field changes the meaning of a row; None if undecided by name."""
+    # None: the name does not decide
     meaning = meaning_of(name)
     if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
         return None
     if meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS):
         return None
-    if meaning == _SPLIT or (in_message and meaning == CONTEXT):
-        return not in_message and value != SPLITS[0]
-    return not is_blank(value) and (in_message or not (meaning == _WEIGHT and value in _NEUTRAL_WEIGHTS))
+    if in_message and meaning in (_SPLIT, CONTEXT):
+        return False
+    if meaning == _SPLIT:
+        return value != "train"
+    is_neutral = meaning == _WEIGHT and not in_message and value in _NEUTRAL_WEIGHTS
+    return not is_blank(value) and not is_neutral
 
 
-#: What to do about a column or field, by its meaning.
+#: Meaning -> what to do about such a column or field. NAME, FILE and SPLIT are replaced.
 _FIXES = {
     _PICTURE: "To train on the images:  dataset.columns={images: NAME}  (in addition to the columns already mapped)",
     _LABEL: "To train on good and bad answers:  method=kto\n"
@@ -84,47 +85,49 @@ _FIXES = {
 }
 
 
-def check_placeholders(row: Values, texts: Iterable[str]) -> None:
-    """Raise BadRow for a text with a tag for media that is left out."""
-    tags = (tag for text in texts for tag in MEDIA_TAGS if tag in text)
-    if any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(row[name]) for name in row) and (tag := next(tags, None)):
+def check_media_tags(row: Values, texts: Iterable[str]) -> None:
+    """Raise BadRow if a text has a tag such as <image>, but the column with the media is not used."""
+    has_media = any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(value) for name, value in row.items())
+    tag = next((tag for text in texts for tag in MEDIA_TAGS if tag in text), None) if has_media else None
+    if tag:
         raise BadRow(None, f"has {tag} in its text, but the media column is left out")
 
 
-#: Different values that are counted. Short texts that differ as often are no names of sources.
-_MAX_VALUES = 100
-_FIRST_ROWS = 3
-COLUMNS, FIELDS = "columns", "message fields"
-#: The kind of values whose column's name says that they change the meaning of a row.
-NAMED = "named"
+#: Most distinct values that are counted. A column with as many short texts has prose, not names such as sources.
+_MAX_DISTINCT = 100
+_MAX_LISTED_ROWS = 3  # most row numbers that a message lists
+COLUMNS, FIELDS = "columns", "message fields"  # owners of unused values: rows and messages
+NAMED = "named"  # kind of any value whose column's name alone says that it changes the meaning of a row
 
 
 @dataclass
 class ColumnUse:
-    """Rows, or messages of a field, with a value in an unused column."""
+    """The values of an unused column or message field."""
 
     count: int = 0
     first_rows: list[int] = field(default_factory=list)
     last_row: int = 0
     kinds: set[str] = field(default_factory=set)
-    values: set[str] = field(default_factory=set)
+    value_digests: set[str] = field(default_factory=set)
 
-    def add(self, number: int, kinds: set[str], value: Any) -> None:
-        # known names are counted by row
-        self.count += kinds != {NAMED} or number != self.last_row
-        self.last_row = number
-        if len(self.first_rows) < _FIRST_ROWS and number not in self.first_rows:
-            self.first_rows.append(number)
+    def add(self, row_number: int, kinds: set[str], value: Any) -> None:
+        # telling names are counted by row, other fields by message
+        if kinds != {NAMED} or row_number != self.last_row:
+            self.count += 1
+        self.last_row = row_number
+        if len(self.first_rows) < _MAX_LISTED_ROWS and row_number not in self.first_rows:
+            self.first_rows.append(row_number)
         self.kinds.update(kinds)
         # two values show that a column isn't constant; more are counted only for short texts, which may be prose
-        if len(self.values) < 2 or (len(self.values) < _MAX_VALUES and "label" in self.kinds and "text" not in self.kinds):
-            self.values.add(_digest(value))
+        most = _MAX_DISTINCT if "label" in self.kinds and "text" not in self.kinds else 2
+        if len(self.value_digests) < most:
+            self.value_digests.add(_digest(value))
 
     def merge(self, other: ColumnUse) -> None:
         self.count += other.count
-        self.first_rows = sorted({*self.first_rows, *other.first_rows})[:_FIRST_ROWS]
+        self.first_rows = sorted({*self.first_rows, *other.first_rows})[:_MAX_LISTED_ROWS]
         self.kinds |= other.kinds
-        self.values |= other.values
+        self.value_digests |= other.value_digests
 
 
 @dataclass
@@ -133,7 +136,7 @@ class UnusedColumns:
 
     file: str
     format: str
-    #: Usable rows, and their messages.
+    #: Number of usable rows, and of their messages.
     totals: dict[str, int] = field(default_factory=lambda: {COLUMNS: 0, FIELDS: 0})
     uses: dict[str, dict[str, ColumnUse]] = field(default_factory=lambda: {COLUMNS: {}, FIELDS: {}})
 
@@ -143,65 +146,72 @@ class UnusedColumns:
             for name, use in uses.items():
                 self.uses[owner].setdefault(name, ColumnUse()).merge(use)
 
-    def add(self, owner: str, unread: Values, number: int, texts: Sequence[str] = ()) -> None:
+    def add(self, owner: str, unread: Values, row_number: int, texts: Sequence[str] = ()) -> None:
         """Add unread columns or fields of a usable row; `texts` are read from the row."""
         self.totals[owner] += 1
         for name, value in unread.items():
-            changes = _changes_meaning(name, value, self.format, in_message=owner == FIELDS)
-            if changes is False:
+            changes_meaning = _changes_meaning(name, value, self.format, in_message=owner == FIELDS)
+            if changes_meaning is False:
                 continue
-            use, kinds = self.uses[owner].setdefault(name, ColumnUse()), {NAMED} if changes else kinds_of(name, value, texts)
+            use = self.uses[owner].setdefault(name, ColumnUse())
+            if changes_meaning:
+                kinds = {NAMED}
             # the column repeats all texts that are read, as Alpaca's `text` does
-            if len(texts) > 1 and isinstance(value, str) and texts[-1] in value and all(text in value for text in texts):
-                kinds = kinds & {NAMED} or {"copy"}
+            elif len(texts) > 1 and isinstance(value, str) and all(text in value for text in texts):
+                kinds = {"copy"}
+            else:
+                kinds = kinds_of(name, value, texts)
             if kinds:
-                use.add(number, kinds, value)
+                use.add(row_number, kinds, value)
 
     @property
     def stops_run(self) -> bool:
-        """Return whether `asked` will name a column, whatever rows follow."""
-        return bool(self.asked(all_rows=False))
+        """Return whether a column stops the run, whatever rows follow."""
+        return bool(self.blocking(all_rows_read=False))
 
-    def asked(self, *, all_rows: bool = True) -> dict[str, ColumnUse]:
-        """Return the columns that stop a run, those with known names first; `all_rows`: no row follows."""
+    def blocking(self, *, all_rows_read: bool = True) -> dict[str, ColumnUse]:
+        """Return the columns that stop a run, those with known names first."""
         uses = ((owner, name, use) for owner, uses in self.uses.items() for name, use in uses.items())
-        asked = [(name, use) for owner, name, use in uses if self._stops(owner, name, use, all_rows)]
-        return dict(sorted(asked, key=lambda item: NAMED not in item[1].kinds))
+        blocking = [(name, use) for owner, name, use in uses if self._blocks(owner, name, use, all_rows_read)]
+        return dict(sorted(blocking, key=lambda item: NAMED not in item[1].kinds))
 
-    def _stops(self, owner: str, name: str, use: ColumnUse, all_rows: bool) -> bool:
+    def _blocks(self, owner: str, name: str, use: ColumnUse, all_rows_read: bool) -> bool:
         if NAMED in use.kinds:
-            # a `split` in all rows is no mixture
-            return name != "split" or (all_rows and (use.count, use.kinds) != (self.totals[owner], {NAMED}))
+            # a file whose rows all have another split than train is no mixture
+            is_mixture = use.count != self.totals[owner] or use.kinds != {NAMED}
+            return name != "split" or (all_rows_read and is_mixture)
         # short texts that nearly all differ are prose
-        is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
+        prose_values = min(_MAX_DISTINCT, max(4, use.count // 2))
+        is_prose = all_rows_read and "label" in use.kinds and len(use.value_digests) >= prose_values
         kinds = use.kinds | {"text"} if is_prose else use.kinds
-        # a single row can't show that a value is constant
-        differ = len(use.values) > 1 or use.count < max(self.totals[owner], 1 + all_rows)  # or some rows have none
+        # all rows have the same value; a single row can't show that
+        is_constant = len(use.value_digests) == 1 and use.count >= max(self.totals[owner], 2 if all_rows_read else 1)
         is_flag = owner == FIELDS and bool(kinds & {"truth", "bit"})
-        return use.count > 0 and (differ or is_flag) and not is_harmless(name, kinds, has_answer=self.format != "text")
+        may_matter = use.count > 0 and (is_flag or not is_constant)
+        return may_matter and not is_harmless(name, kinds, has_answer=self.format != "text")
 
-    def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
+    def problems(self, blocking: dict[str, ColumnUse]) -> list[str]:
         """Return a line for each known name, and a line for all unknown names."""
         lines = [
             f"{self.file}: '{printable(name)}' is not used, and it looks like {meaning_of(name)}: {use.count:,} row(s), first "
             f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
-            for name, use in asked.items()
+            for name, use in blocking.items()
             if NAMED in use.kinds
         ]
         for owner, uses in self.uses.items():
-            unknown = {name: use for name, use in asked.items() if uses.get(name) is use and NAMED not in use.kinds}
+            unknown = {name: use for name, use in blocking.items() if uses.get(name) is use and NAMED not in use.kinds}
             described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in unknown.items()]
             if described:
                 lines.append(f"{self.file}: unused {owner} may change what the model learns: {', '.join(described)}")
         return lines
 
 
-def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
+def fixes_of(blocking: dict[str, ColumnUse], file: str) -> list[str]:
     """Return fixes for columns and fields with known names."""
     fixes: dict[str, str] = {}
-    for name, use in asked.items():
+    for name, use in blocking.items():
         meaning = meaning_of(name)
-        split = next((split for split in SPLITS if _digest(split) in use.values), "test")
+        split = next((split for split in SPLITS if _digest(split) in use.value_digests), "test")
         text = _FIXES.get(meaning, "").replace("NAME", json.dumps(name)).replace("SPLIT", split)
         fixes.setdefault(meaning, text.replace("FILE", shlex.quote(file)))
     return [fix for fix in fixes.values() if fix]
@@ -213,6 +223,7 @@ def _digest(value: Any) -> str:
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 _CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"
+#: Kind -> pattern of a short text; the first match counts.
 _PATTERNS = {
     "truth": "(?i:true|false|yes|no)",
     "bit": "[01]",
@@ -228,21 +239,19 @@ _PATTERNS = {
 }
 _ANY_KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
 _LONG_URL = re.compile(_PATTERNS["url"])
-_LABEL_CHARACTERS, _LABEL_WORDS = 64, 6
-#: Scripts that write no spaces: a longer text is a sentence.
+_LABEL_CHARACTERS, _LABEL_WORDS = 64, 6  # a longer text is a sentence, not a label
+#: Scripts without spaces between words (Thai, Japanese, Chinese, Korean), and the length of a label in them.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _UNSPACED_CHARACTERS = 8
 _TOKEN_CHARACTERS, _URL_CHARACTERS = 200, 2_000
-#: Nested values with more leaves are not looked at one by one.
-_MAX_LEAVES = 200
+_MAX_LEAVES = 200  # nested values with more leaves count as text
 
 
 def _word_set(text: str) -> set[str]:
-    return {*text.split()}
+    return set(text.split())
 
 
-#: Fields of messages in other columns, which repeat fields that are read.
-_ROLES = ("role", "from")
+_ROLES = ("role", "from")  # fields of messages in an unused column, such as a copy of the conversation
 _INTEGERS = {"integer", "bit"}
 _NUMBERS = {"float", *_INTEGERS}
 _SHORT = {"word", "token", "label", "identifier"}
@@ -252,7 +261,7 @@ _CLASSES = _word_set(
     "category categories topic topics domain domains task tasks type types subject subjects genre difficulty level tag tags "
     "keyword keywords skill skills area theme subcategory subtopic"
 )
-#: Words of names, and the kinds of values that they are harmless with.
+#: Words in the name of a harmless column, and the kinds of its values.
 _FAMILIES = (
     (_word_set("id ids uuid guid uid idx index hash sha sha1 sha256 md5 checksum fingerprint digest rowid doi unnamed"),
      {"identifier", "token", "url", "date", *_INTEGERS}),
@@ -267,20 +276,20 @@ _FAMILIES = (
     (_word_set("meta metadata"), {*_SHORT, "url", "date", *_NUMBERS}),
     (_CLASSES, {*_SHORT, *_NUMBERS}),
 )  # fmt: skip
-#: Names with these words, such as vote_count, are harmless only as copies of a trained text.
+#: Columns with these words in their name, such as vote_count, are harmless only as copies of a trained text.
 JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )
-#: Media: the path or address of an image, a sound or a video is a part of the question.
+#: A path or URL in a column with these words is part of the question.
 _MEDIA_WORDS = _word_set(
     "image images img imgs picture pictures photo photos screenshot screenshots video videos audio audios speech frame frames"
 )
-#: Names with these words are harmless only with a length or count: response_tokens, but not answer_id.
+#: Columns with these words in their name are harmless only as lengths: response_tokens, but not answer_id.
 _ANSWERS = _word_set(
     "answer answers label labels target targets class choice choices option options gold solution output response completion "
     "expected truth intent sentiment summary translation"
 )
-#: Columns of corpora from the web, beside plain text: how well a classifier likes a page.
+#: Columns of web corpora: a classifier's score of the page.
 _TEXT_SCORES = ("score", "scores", "int_score", "language_score")
 
 
@@ -294,38 +303,40 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
             continue
         # `texts` are read, so a copy adds nothing
         kind = "copy" if isinstance(leaf, str) and leaf.strip() in texts else _kind(leaf)
-        is_inside = leaf_name != name
-        if not (is_inside and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True))):
-            kinds.add(kind)
-            if is_inside and kind != "copy" and set(words_of(leaf_name)) & (JUDGEMENTS | _ANSWERS | _MEDIA_WORDS):
-                kinds.add("text")  # metadata: {label: bad} is no metadata
+        is_nested = leaf_name != name
+        if is_nested and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True)):
+            continue
+        kinds.add(kind)
+        # metadata such as {label: bad} may change the meaning of a row
+        if is_nested and kind != "copy" and set(words_of(leaf_name)) & (JUDGEMENTS | _ANSWERS | _MEDIA_WORDS):
+            kinds.add("text")
     return kinds
 
 
 def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
-    """Return whether a column doesn't change the meaning of a row."""
+    """Return whether a column doesn't change the meaning of a row; plain text has no answer."""
     # a name alone proves nothing: a `source` may be where a row is from, or a sentence to translate
     name_words = set(words_of(name))
-    if kinds <= {"copy"}:
+    new_kinds = kinds - {"copy"}
+    if not new_kinds:
         return True
-    values = kinds - {"copy"}
     if name_words & JUDGEMENTS:
         return False
-    if name_words & _COUNTS and values <= _NUMBERS:
+    if name_words & _COUNTS and new_kinds <= _NUMBERS:
         return True
     if name_words & (_ANSWERS | _MEDIA_WORDS) or (not has_answer and name_words & _CLASSES):
         return False
-    if values <= ({"url", "identifier", "date"} if has_answer else {"url", "identifier"}):
+    if new_kinds <= ({"url", "identifier", "date"} if has_answer else {"url", "identifier"}):
         return True
-    if any(name_words & names and values <= allowed for names, allowed in _FAMILIES):
+    if any(name_words & family_words and new_kinds <= allowed for family_words, allowed in _FAMILIES):
         return True
-    return not has_answer and name.lower() in _TEXT_SCORES and values <= _NUMBERS
+    return not has_answer and name.lower() in _TEXT_SCORES and new_kinds <= _NUMBERS
 
 
 def describe(kinds: set[str]) -> str:
-    """Describe kinds: text, truth values or numbers."""
-    parts = [("truth values", kinds & {"truth"}), ("numbers", kinds & _NUMBERS), ("text", kinds - _NUMBERS - {"truth"})]
-    return " and ".join(text for text, present in parts if present)
+    """Return kinds of values in words, such as `numbers and text`."""
+    groups = {"truth values": kinds & {"truth"}, "numbers": kinds & _NUMBERS, "text": kinds - _NUMBERS - {"truth"}}
+    return " and ".join(label for label, group in groups.items() if group)
 
 
 def words_of(name: str) -> list[str]:
@@ -347,9 +358,13 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "truth"
+    if isinstance(value, float) and not value.is_integer():
+        return "float"
     if isinstance(value, (int, float)):
-        return "bit" if value in (0, 1) else "integer" if isinstance(value, int) or value.is_integer() else "float"
-    return _text_kind(value.strip()) if isinstance(value, str) else "date" if hasattr(value, "isoformat") else "text"
+        return "bit" if value in (0, 1) else "integer"
+    if isinstance(value, str):
+        return _text_kind(value.strip())
+    return "date" if hasattr(value, "isoformat") else "text"
 
 
 def _text_kind(text: str) -> str:

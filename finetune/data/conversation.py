@@ -1,4 +1,4 @@
-"""One row of the data in any format, and its conversation (OpenAI or ShareGPT style) as messages for chat templates."""
+"""A row of any format as `Example`, and the reader of its conversation (OpenAI or ShareGPT style)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from finetune.data.pictures.source import PictureSource
 
 Message = dict[str, Any]
-#: Field of a format -> the recipe's column.
-Columns = dict[str, str]
+Columns = dict[str, str]  # field of a format -> the recipe's column
 
 #: Role in the data -> role in chat templates.
 ROLES = {
@@ -28,53 +27,49 @@ ROLES = {
 }  # fmt: skip
 _SYSTEM_ROLES = ("system", "developer")
 _COPIED_KEYS = ("name", "tool_call_id")
-#: Keys of the reasoning before an answer; the template gets it under the key that it reads.
+#: Keys of the reasoning before an answer. Each chat template gets the key that it reads.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Keys that say whether a message is trained on: OpenAI's, Axolotl's, ms-swift's and others'.
-_TRAIN_KEYS = ("train", "trainable", "training", "loss", "weight", "loss_weight")
+#: Keys that say whether a message is trained on, from Axolotl, ms-swift, OpenAI and others.
+_FLAG_KEYS, _WEIGHT_KEYS = ("train", "trainable", "training", "loss"), ("weight", "loss_weight")
 _FLAG_SPELLINGS = {False: (0, "0", "0.0", "false"), True: (1, "1", "1.0", "true")}
-#: Keys of turns that are a question and its answer.
+#: Keys of a turn that holds a question and its answer.
 _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("question", "answer"), ("prompt", "response"))
-_MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "function_call")
+_MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_FLAG_KEYS, *_WEIGHT_KEYS, "tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
 class Example:
     """One row: messages, prompt and completion, or text."""
 
-    #: Where the row was read.
-    file: str
+    file: str  # where the row is
     row: int
     messages: tuple[Message, ...] = ()
-    #: Indices of the messages to train on.
-    answers: tuple[int, ...] = ()
+    answers: tuple[int, ...] = ()  # indices of the messages to train on
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
-    #: The rejected answer of a pair, as messages or as a completion.
-    rejected: tuple[Message, ...] = ()
+    rejected: tuple[Message, ...] = ()  # the rejected answer of a pair, as messages or as a completion
     rejected_completion: str | None = None
-    #: The answer is marked good; None for rows without a label.
-    desirable: bool | None = None
-    #: One for each mark in the messages' texts, in order (`pictures.placement`).
-    pictures: tuple[PictureSource, ...] = ()
+    desirable: bool | None = None  # whether the answer is marked good; None for rows without a label
+    pictures: tuple[PictureSource, ...] = ()  # an image for each mark in the texts, in order (`pictures.placement`)
 
     @property
     def is_pair(self) -> bool:
         return bool(self.rejected) or self.rejected_completion is not None
 
     def pair(self) -> tuple[Example, Example]:
-        """Split a pair into the preferred and the rejected row."""
+        """Return the example of the chosen answer, and of the rejected answer."""
         chosen = replace(self, rejected=(), rejected_completion=None)
         if not self.messages:
             return chosen, replace(chosen, completion=self.rejected_completion)
-        messages = (*self.messages[: self.answers[0]], *self.rejected)
-        answers = tuple(n for n in range(self.answers[0], len(messages)) if messages[n]["role"] == "assistant")
+        start = self.answers[0]
+        messages = (*self.messages[:start], *self.rejected)
+        answers = tuple(index for index in range(start, len(messages)) if messages[index]["role"] == "assistant")
         return chosen, replace(chosen, messages=messages, answers=answers)
 
     def content(self) -> dict[str, Any]:
-        """Return the content, equal for duplicate rows."""
+        """Return the fields that are equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text", "rejected", "rejected_completion")
         content = {name: getattr(self, name) for name in fields if getattr(self, name)}
         if self.pictures:
@@ -91,7 +86,7 @@ class Example:
         return [*(message["content"] for message in messages), *filter(None, texts)]
 
     def reference(self) -> str | None:
-        """Return the last answer; None for plain text and for a mere tool call."""
+        """Return the text of the last answer; None for plain text and for tool calls alone."""
         if not self.messages:
             return self.completion
         last = self.messages[self.answers[-1]]
@@ -99,12 +94,12 @@ class Example:
 
 
 class MessageReader:
-    """Reads a row's messages, and keeps their other fields."""
+    """Read a row's messages, and collect the fields that are not read."""
 
     def __init__(self, columns: Columns | None = None) -> None:
         columns = columns or {}
         self._keys = columns.get("role", "role"), columns.get("content", "content")
-        #: The fields of each message that are not read.
+        #: For each message.
         self.unread: list[Values] = []
 
     def read(self, value: Any, field: str) -> list[Message]:
@@ -116,16 +111,16 @@ class MessageReader:
             raise BadRow(field, "is empty")
         messages: list[Message] = []
         for turn in value:
-            pair = _pair_keys(turn)
-            for message in [{"role": role, "content": turn[key]} for role, key in pair.items()] or [turn]:
-                messages.append(_message(message, f"{field}[{len(messages)}]", self._keys))
-            read = {*_MESSAGE_KEYS, *_keys_in(turn, self._keys), *pair.values()}
-            self.unread.append({name: value for name, value in turn.items() if name not in read})
+            keys_by_role = _keys_by_role(turn)
+            for source in [{"role": role, "content": turn[key]} for role, key in keys_by_role.items()] or [turn]:
+                messages.append(_message(source, f"{field}[{len(messages)}]", self._keys))
+            read_keys = {*_MESSAGE_KEYS, *_role_and_content_keys(turn, self._keys), *keys_by_role.values()}
+            self.unread.append({name: value for name, value in turn.items() if name not in read_keys})
         return messages
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
-    """Turn Hermes' tagged text (calls, replies, tools) into fields. Raise BadRow."""
+    """Move calls, replies and tools from Hermes' tags in texts to fields. Raise BadRow."""
     converted: list[Message] = []
     tools: tuple[Values, ...] = ()
     for index, message in enumerate(messages):
@@ -146,35 +141,39 @@ def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], 
 
 
 def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
-    """Return the assistant messages to train on. Raise BadRow."""
+    """Return indices of the assistant messages to train on. Raise BadRow."""
     first_turn = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), None)
     if first_turn is None:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
     speaker = {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"])
-    # a user must speak before the last message; the chat template checks the rest of the order
-    if speaker and (speaker == "a tool" or "user" not in [message["role"] for message in messages[:-1]]):
+    has_question = "user" in [message["role"] for message in messages[:-1]]
+    # the chat template checks the rest of the order
+    if speaker == "a tool" or (speaker and not has_question):
         raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and there is no user message to answer")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
-    # `weight: 0` leaves an answer out
+    # `weight: 0` leaves an answer out; chat templates don't get the key
     trained = tuple(index for index in assistant_turns if messages[index].pop("weight", 1) != 0)
     if not trained:
         raise BadRow(field, "has weight 0 or train: false on every assistant turn; there is nothing to train on")
     return trained
 
 
-def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
-    role, content = (
-        usual if key not in message and usual in message else key for key, usual in zip(keys, ("from", "value"), strict=True)
-    )
+def _role_and_content_keys(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
+    role, content = keys
+    # ShareGPT's keys
+    if role not in message and "from" in message:
+        role = "from"
+    if content not in message and "value" in message:
+        content = "value"
     return role, content
 
 
-def _pair_keys(turn: Any) -> dict[str, str]:
+def _keys_by_role(turn: Any) -> dict[str, str]:
+    # a turn without a role may be a question and its answer: `{human, assistant}`, `{input, output}`
     if not isinstance(turn, dict) or "role" in turn or "from" in turn:
         return {}
-    # a turn without role may be a question and its answer: `{human, assistant}`, `{input, output}`
     keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), ())
     system = {"system": "system"} if keys and turn.get("system") else {}
     return system | dict(zip(("user", "assistant"), keys, strict=False))
@@ -183,7 +182,7 @@ def _pair_keys(turn: Any) -> dict[str, str]:
 def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     if not isinstance(source, dict):
         raise BadRow(path, f"is {type_phrase(source)}, not a message with role and content")
-    role_key, content_key = _keys_in(source, keys)
+    role_key, content_key = _role_and_content_keys(source, keys)
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":
         message["tool_calls"] = read_calls(source.get(content_key), f"{path}.{content_key}")
@@ -196,10 +195,11 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     for key in _COPIED_KEYS:
         if not is_missing(source.get(key)):
             message[key] = valid_text(source[key], f"{path}.{key}")
-    if reasoning := list(dict.fromkeys(source[key] for key in REASONING if source.get(key) and not is_missing(source[key]))):
-        message["reasoning_content"] = valid_text(reasoning[0], f"{path}.{REASONING[0]}")
-        if len(reasoning) > 1:
-            raise BadRow(path, "has two different reasoning texts")
+    reasoning_texts = list(dict.fromkeys(source[key] for key in REASONING if source.get(key) and not is_missing(source[key])))
+    if reasoning_texts:
+        message["reasoning_content"] = valid_text(reasoning_texts[0], f"{path}.{REASONING[0]}")
+    if len(reasoning_texts) > 1:
+        raise BadRow(path, "has two different reasoning texts")
     if not _is_trained(source, path, message["role"]):
         message["weight"] = 0
     return message
@@ -207,20 +207,19 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
 
 def _is_trained(source: Values, path: str, role: str) -> bool:
     flags = {}
-    for key in _TRAIN_KEYS:
+    for key in (*_FLAG_KEYS, *_WEIGHT_KEYS):
         value = source.get(key)
         if is_missing(value):
             continue
         value = value.strip().lower() if isinstance(value, str) else value
         flag = next((flag for flag, spellings in _FLAG_SPELLINGS.items() if value in spellings), None)
         if flag is None:
-            reason = f"is {type_phrase(source[key])}; write 1 or 0, or true or false"
-            raise BadRow(f"{path}.{key}", reason)
+            raise BadRow(f"{path}.{key}", f"is {type_phrase(source[key])}; write 1 or 0, or true or false")
         flags[key] = flag
-    # a weight of 1 is the usual value
-    wanted = next((key for key in _TRAIN_KEYS[:4] if flags.get(key)), None)
-    if role != "assistant" and wanted:
-        raise BadRow(f"{path}.{wanted}", f"is true on a {role} message; only assistant messages can be trained on")
+    # a weight of 1 is the default, so other messages may have it
+    true_key = next((key for key in _FLAG_KEYS if flags.get(key)), None)
+    if role != "assistant" and true_key:
+        raise BadRow(f"{path}.{true_key}", f"is true on a {role} message; only assistant messages can be trained on")
     return role != "assistant" or all(flags.values())
 
 
@@ -245,7 +244,7 @@ def _content(source: Values, path: str, key: str, message: Message) -> str:
         value = [value]
     if isinstance(value, list):
         pictures: list[PictureReference | int | None] = []
-        value = "".join(_part(part, f"{path}[{n}]", pictures) for n, part in enumerate(value))
+        value = "".join(_part_text(part, f"{path}[{index}]", pictures) for index, part in enumerate(value))
         if pictures:
             message["pictures"] = pictures
     text = valid_text(value, path)
@@ -255,11 +254,13 @@ def _content(source: Values, path: str, key: str, message: Message) -> str:
     return text
 
 
-def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
+def _part_text(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", "input_text", "output_text") or (isinstance(part, dict) and {*part} == {"text"}):  # as Bedrock has it
+    # Bedrock's parts have no type
+    if kind in ("text", "input_text", "output_text") or (isinstance(part, dict) and {*part} == {"text"}):
         return valid_text(part.get("text"), f"{path}.text")
     if kind in PICTURE_PARTS:
+        # the index of an image in the row's column
         index = part.get("index")
         pictures.append(part_reference(part, path) or (index if isinstance(index, int) else None))
         return PICTURE_MARK

@@ -17,17 +17,13 @@ from finetune.settings import Recipe
 if TYPE_CHECKING:
     from finetune.data.splits import DataSplit, LimitedSplit
 
-#: Smallest shares of rows that are reported: truncated, with the same answer, and with an answer in another
-#: script than most.
+#: Shares of rows from which on they are reported: truncated, with the same answer, with an answer in a rarer script.
 _TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01
-#: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
-_MIN_ROWS = 20
-#: Share of pairs with the longer answer chosen, from which on the model may learn length.
-_LONGER_CHOSEN_SHARE = 0.8
-#: Pairs whose texts are read to find those in the other order.
-_MAX_COMPARED = 20_000
-#: Range of the weight of all good answers over all bad answers, as KTO's paper (section 4.2) and TRL advise.
-_BALANCE = 1.0, 4 / 3
+_MIN_ROWS = 20  # fewest rows for a finding about most rows, such as equal answers
+_LONGER_CHOSEN_SHARE = 0.8  # share of pairs whose chosen answer is longer, from which on the model may learn length
+_MAX_COMPARED_PAIRS = 20_000  # most pairs that are compared to find contradictions
+#: Range of (weight x number of good answers) / (weight x number of bad answers): KTO's paper, section 4.2, and TRL.
+_KTO_BALANCE = 1.0, 4 / 3
 #: Note on a tokenised row -> its description and fix.
 _NOTES = {
     "unrolled": ("the chat template rewrites earlier answers, so each answer is its own sequence, in {rows}", ""),
@@ -76,13 +72,13 @@ def find_leaks(train: DataSplit, held_out: DataSplit) -> Iterator[Finding]:
     """Yield a finding of held-out rows whose prompt is also trained on."""
     # for plain text the digest covers the whole text
     trained_prompts = train.stored.prompt_digests[train.row_mask]
-    rows = held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts)
-    if rows.any():
+    leaked = held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts)
+    if leaked.any():
         text = "{rows} held out have the prompt of a training row, so their scores say little"
         fix = "Remove them from one of the files, or hold rows out with dataset.test_split_size."
-        # findings block where the evaluation measures, or the data teaches, next to nothing
-        blocks = bool(rows.sum() == held_out.row_mask.sum() >= _MIN_ROWS)
-        yield _finding(held_out.stored, "leak", text, rows, fix, blocks=blocks)
+        # a finding blocks a run whose evaluation or training would be worth next to nothing
+        blocks = bool(leaked.sum() == held_out.row_mask.sum() >= _MIN_ROWS)
+        yield _finding(held_out.stored, "leak", text, leaked, fix, blocks=blocks)
 
 
 def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iterator[Finding]:
@@ -94,14 +90,15 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
         yield finding("duplicates", text, duplicates, "Remove them unless that is intended.")
     if truncated.sum() > _TRUNCATED_SHARE * used.sum():
         text = f"{{rows}} of {used.sum():,} are cut at max_length, so the model never sees their end"
-        answers = used & (stored.has("conversation") | stored.has("pair"))
-        no_end = bool(answers.sum() >= _MIN_ROWS) and not (answers & ~truncated).any()
+        with_answer = used & (stored.has("conversation") | stored.has("pair"))
+        cuts_all_answers = bool(with_answer.sum() >= _MIN_ROWS) and not (with_answer & ~truncated).any()
         fix = "Raise max_length, or leave them out: excess_length=drop"
-        yield finding("truncated", text, truncated, fix, blocks=no_end)
+        yield finding("truncated", text, truncated, fix, blocks=cuts_all_answers)
     if (rows := used & stored.has("replaced")).any():
         text = "{rows} have U+FFFD, the mark for characters lost in decoding"
         fix = "Regenerate the file with the right encoding."
         yield finding("replaced", text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
+    # the digest of a row without an answer is 0
     answers, counts = np.unique(stored.answer_digests[used & (stored.answer_digests != 0)], return_counts=True)
     if len(counts) and counts.max() >= _MIN_ROWS and counts.max() >= _SAME_ANSWER_SHARE * counts.sum():
         text = f"{{rows}} of {counts.sum():,} have the same answer, so the model will give it to any prompt"
@@ -110,58 +107,62 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
     if stored.are_pairs:
         yield from _pair_findings(stored, used)
     if stored.are_labelled:
-        yield from _label_findings(stored, used, (recipe.desirable_weight or 1.0, recipe.undesirable_weight or 1.0))
+        yield from _label_findings(stored, used, recipe.desirable_weight or 1.0, recipe.undesirable_weight or 1.0)
     yield from _script_findings(stored, used)
     if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
         text = "the system prompt of {rows} is trained on, too, so the model will generate it"
         yield finding("system", text, rows, "Set train_on_inputs=false.")
+    is_unrolled = stored.sequence_counts > (2 if stored.are_pairs else 1)
     for note, (text, fix) in _NOTES.items():
-        if (rows := used & (stored.sequence_counts > 1 + stored.are_pairs if note == "unrolled" else stored.has(note))).any():
+        rows = used & (is_unrolled if note == "unrolled" else stored.has(note))
+        if rows.any():
             yield finding(note, text, rows, fix)
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row, so the tokens change every day"
         yield Finding("today", text, int(used.sum()), (), "")
 
 
-def _script_findings(stored: StoredRows, used_mask: np.ndarray) -> Iterator[Finding]:
-    counts = Counter({name: int((used_mask & stored.has(name)).sum()) for name in SCRIPTS})
+def _script_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
+    counts = Counter({script: int((used & stored.has(script)).sum()) for script in SCRIPTS})
     (main_script, main_count), *others = counts.most_common()
-    others = [(name, count) for name, count in others if count]
     if counts.total() - main_count > _OTHER_SCRIPT_SHARE * counts.total():
-        listing = ", ".join(f"{count:,} in {name}" for name, count in others)
+        listing = ", ".join(f"{count:,} in {script}" for script, count in others if count)
         text = f"answers are in several scripts, most ({main_count:,}) in {main_script}; {{rows}} are not: {listing}"
-        rows = used_mask & np.logical_or.reduce([stored.has(name) for name, _ in others])
+        rows = used & np.logical_or.reduce([stored.has(script) for script, _ in others])
         fix = "The model will mix them; remove the other rows unless that is intended."
         yield _finding(stored, "languages", text, rows, fix)
 
 
 def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
     pairs = np.flatnonzero(used & (stored.sequence_counts == 2))
-    first = stored.sequence_starts[pairs]
-    longer = pairs[stored.trained_counts[first] > stored.trained_counts[first + 1]]
+    chosen = stored.sequence_starts[pairs]  # the rejected answer is the next sequence
+    longer = pairs[stored.trained_counts[chosen] > stored.trained_counts[chosen + 1]]
     if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs):
         share = f"{len(longer) / len(pairs):.0%}"
         text = f"the chosen answer is longer in {{rows}} of {len(pairs):,} pairs ({share}), so the model may learn length"
         fix = "Add pairs with a shorter chosen answer, or remove some."
         yield _finding(stored, "length bias", text, longer, fix)
-    if len(swapped := _swapped(stored, pairs)):
+    contradicting = _contradicting(stored, pairs)
+    if len(contradicting):
         text = "{rows} contradict another row: it rejects the answer that they prefer"
-        blocks = 2 * len(swapped) > len(pairs)
-        yield _finding(
-            stored, "contradictions", text, swapped, "Of each two contradicting rows, keep the correct one.", blocks=blocks
-        )
+        fix = "Of each two contradicting rows, keep the correct one."
+        yield _finding(stored, "contradictions", text, contradicting, fix, blocks=2 * len(contradicting) > len(pairs))
 
 
-def _swapped(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
+def _contradicting(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
+    # another pair has the same prompt, and the same answers in the other order
     _, prompts, counts = np.unique(stored.prompt_digests[pairs], return_inverse=True, return_counts=True)
-    compared = pairs[counts[prompts] > 1][:_MAX_COMPARED]
-    pairs_of_texts = [[answer.reference() for answer in stored.example(int(row)).pair()] for row in compared]
-    orders = [(int(stored.prompt_digests[row]), *texts) for row, texts in zip(compared, pairs_of_texts, strict=True)]
-    every = set(orders)
-    return compared[np.array([(prompt, other, answer) in every for prompt, answer, other in orders], dtype=bool)]
+    compared = pairs[counts[prompts] > 1][:_MAX_COMPARED_PAIRS]
+    preferences = []
+    for row in compared:
+        chosen, rejected = stored.example(int(row)).pair()
+        preferences.append((int(stored.prompt_digests[row]), chosen.reference(), rejected.reference()))
+    all_preferences = set(preferences)
+    is_contradicted = [(prompt, rejected, chosen) in all_preferences for prompt, chosen, rejected in preferences]
+    return compared[np.array(is_contradicted, dtype=bool)]
 
 
-def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, float]) -> Iterator[Finding]:
+def _label_findings(stored: StoredRows, used: np.ndarray, good_weight: float, bad_weight: float) -> Iterator[Finding]:
     bad = used & stored.has("undesirable")
     good = used & ~bad
     n_good, n_bad = int(good.sum()), int(bad.sum())
@@ -170,26 +171,28 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
         fix = "Add answers of the other kind, or train on good answers alone with  method=sft"
         yield _finding(stored, "one label", text, used, fix, blocks=bool(used.any()))
         return
-    ratio = weights[0] * n_good / (weights[1] * n_bad)
-    if n_good + n_bad >= _MIN_ROWS and not _BALANCE[0] * 0.99 <= ratio <= _BALANCE[1] * 1.01:
-        text = (
-            f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; the KTO paper advises "
-            f"{_BALANCE[0]:g} to {_BALANCE[1]:.2f}"
-        )
-        balanced = weights[1] * n_bad / n_good
-        fix = f"desirable_weight={balanced:.3g}" if ratio < 1 else f"undesirable_weight={weights[0] * n_good / n_bad:.3g}"
-        yield Finding("label balance", text, 0, (), f"To balance them:  {fix}")
+    ratio = good_weight * n_good / (bad_weight * n_bad)
+    lowest, highest = _KTO_BALANCE
+    # 1 % more on both ends: the weight in the fix is rounded
+    if n_good + n_bad >= _MIN_ROWS and not lowest * 0.99 <= ratio <= highest * 1.01:
+        text = f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; the KTO paper advises"
+        text = f"{text} {lowest:g} to {highest:.2f}"
+        weight = f"desirable_weight={bad_weight * n_bad / n_good:.3g}"
+        if ratio >= 1:
+            weight = f"undesirable_weight={good_weight * n_good / n_bad:.3g}"
+        yield Finding("label balance", text, 0, (), f"To balance them:  {weight}")
     rows = np.flatnonzero(used)
-    keys = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
-    labelled = set(zip(keys, good[rows].tolist(), strict=True))
-    both = rows[np.array([labelled.issuperset(((key, True), (key, False))) for key in keys], dtype=bool)]
-    if len(both):
-        blocks = 2 * len(both) > len(rows)
+    answers = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
+    labels = set(zip(answers, good[rows].tolist(), strict=True))
+    is_both = [(answer, True) in labels and (answer, False) in labels for answer in answers]
+    contradicting = rows[np.array(is_both, dtype=bool)]
+    if len(contradicting):
         text = "{rows} have an answer marked both good and bad"
-        yield _finding(stored, "contradictions", text, both, "Keep one.", blocks=blocks)
+        yield _finding(stored, "contradictions", text, contradicting, "Keep one.", blocks=2 * len(contradicting) > len(rows))
 
 
 def _finding(stored: StoredRows, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
+    # `rows` is a mask or indices; a fourth location shows that there are more than three
     indices = np.flatnonzero(rows) if rows.dtype == bool else rows
     first = format_locations([stored.row_location(index) for index in indices[:4]])
     return Finding(kind, text, len(indices), (first,), fix, blocks)

@@ -22,8 +22,7 @@ class Format:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     example_line: str
-    #: Turns a row into fields of Example.
-    parse: Callable[[Values, MessageReader], Values]
+    parse: Callable[[Values, MessageReader], Values]  # turns a row into keyword arguments of Example
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -31,33 +30,38 @@ class Format:
 
 
 def _from_messages(row: Values, reader: MessageReader, field: str = "messages") -> Values:
-    messages, tools = _with_tools(row, _with_system(row, reader.read(row.get(field), field)), field)
+    messages = _add_system(row, reader.read(row.get(field), field))
+    messages, tools = _read_tools(row, messages, field)
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": tools}
 
 
-def _with_system(row: Values, messages: list[Message]) -> list[Message]:
+def _add_system(row: Values, messages: list[Message]) -> list[Message]:
     if isinstance(row.get("system"), list):  # Bedrock's content parts
-        row = {**row, "system": MessageReader().read([{"role": "system", "content": row["system"]}], "system")[0]["content"]}
+        [message] = MessageReader().read([{"role": "system", "content": row["system"]}], "system")
+        row = {**row, "system": message["content"]}
     system = optional_text(row, "system")
-    if system.strip() and messages[0]["role"] not in ("system", "developer"):
+    if not system.strip():
+        return messages
+    if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
-    if system.strip() and system.strip() != messages[0]["content"].strip():
+    if system.strip() != messages[0]["content"].strip():
         raise BadRow("system", "differs from the system prompt in the conversation")
     return messages
 
 
-def _with_tools(row: Values, messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
-    messages, listed_tools = read_tool_text(messages, field)
-    return messages, _tools(row) or listed_tools
+def _read_tools(row: Values, messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
+    messages, tools_in_text = read_tool_text(messages, field)
+    return messages, _tools_column(row) or tools_in_text
 
 
-def _tools(row: Values) -> tuple[Values, ...]:
+def _tools_column(row: Values) -> tuple[Values, ...]:
     return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
 
 def _instruction(row: Values) -> str:
-    parts = (optional_text(row, "instruction"), optional_text(row, "input"))
-    return "\n\n".join(part for part in parts if part.strip()) or required_text(row, "instruction")
+    texts = (optional_text(row, "instruction"), optional_text(row, "input"))
+    # without texts `required_text` raises BadRow
+    return "\n\n".join(text for text in texts if text.strip()) or required_text(row, "instruction")
 
 
 def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
@@ -66,16 +70,19 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
     messages: list[Message] = []
     # `history`: earlier pairs of question and answer
     history = parse_if_text(row.get("history") or None, "history")
-    for index, pair in enumerate([] if is_missing(history) else history if isinstance(history, list) else [history]):
+    if not isinstance(history, list):
+        history = [] if is_missing(history) else [history]
+    for index, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow(f"history[{index}]", f"is {type_phrase(pair)}, not a pair of question and answer")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages += _messages(text, f"history[{index}]", role)
-    messages = _with_system(row, [*messages, question, {"role": "assistant", "content": answer}])
-    reasoning, (thought, has_thought, _) = optional_text(row, "reasoning"), answer.partition("</think>")
-    if has_thought and reasoning.strip() not in thought:
+    messages = _add_system(row, [*messages, question, {"role": "assistant", "content": answer}])
+    reasoning = optional_text(row, "reasoning")
+    thought, end_of_thought, _ = answer.partition("</think>")
+    if end_of_thought and reasoning.strip() not in thought:
         raise BadRow("reasoning", "differs from the reasoning in the answer, before </think>")
-    if reasoning.strip() and not has_thought:
+    if reasoning.strip() and not end_of_thought:
         messages[-1]["reasoning_content"] = reasoning
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
@@ -86,7 +93,7 @@ def _messages(value: Any, field: str, role: str, reader: MessageReader | None = 
     return reader.read([value] if isinstance(value, dict) else value, field)
 
 
-def _answers_from(start: int, messages: list[Message], field: str) -> tuple[int, ...]:
+def _answers_after(start: int, messages: list[Message], field: str) -> tuple[int, ...]:
     answers = tuple(index for index in answer_indices(messages, field) if index >= start)
     if not answers:
         raise BadRow(field, "has no assistant turn after the prompt; there is nothing to train on")
@@ -97,10 +104,10 @@ def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
     if not any(isinstance(row.get(field), (list, dict)) for field in ("prompt", "completion")):
         # two texts are concatenated without a template
         return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
-    prompt, tools = _with_tools(row, _messages(row.get("prompt"), "prompt", "user", reader), "prompt")
+    prompt, tools = _read_tools(row, _messages(row.get("prompt"), "prompt", "user", reader), "prompt")
     completion = _messages(row.get("completion"), "completion", "assistant", reader)
     messages, _ = read_tool_text([*prompt, *completion], "prompt")
-    return {"messages": tuple(messages), "answers": _answers_from(len(prompt), messages, "prompt"), "tools": tools}
+    return {"messages": tuple(messages), "answers": _answers_after(len(prompt), messages, "prompt"), "tools": tools}
 
 
 def _from_xlam(row: Values, _: MessageReader) -> Values:
@@ -109,54 +116,55 @@ def _from_xlam(row: Values, _: MessageReader) -> Values:
         raise BadRow("answers", "has no call; there is nothing to train on")
     question = {"role": "user", "content": required_text(row, "query")}
     messages = (question, {"role": "assistant", "content": "", "tool_calls": calls})
-    return {"messages": messages, "answers": (1,), "tools": _tools(row)}
+    return {"messages": messages, "answers": (1,), "tools": _tools_column(row)}
 
 
-#: A turn of Anthropic's transcripts.
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_ANSWERS = ("chosen", "rejected")
-_EQUAL = "and rejected are equal; there is nothing to prefer"
+_TURN = re.compile(r"\n\n(Human|Assistant):")  # a turn of Anthropic's transcripts
+_EQUAL = "equals rejected; there is nothing to prefer"
 
 
 def _from_preference(row: Values, reader: MessageReader) -> Values:
     # As TRL, LLaMA-Factory, Axolotl and ms-swift write pairs: the prompt in its own column (text, messages, instruction),
     # or each answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
-    values = [_answer(row, field) for field in _ANSWERS]
-    prompt, tools = list[Message](), _tools(row)
+    chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
+    prompt, tools = list[Message](), _tools_column(row)
     field = next((name for name in ("messages", "conversations", "prompt") if not is_missing(row.get(name))), "instruction")
     if field in row:
         value = _instruction(row) if field == "instruction" else row[field]
         if field in ("messages", "conversations"):
             value = parse_if_text(value, field)
-        written = _with_system(row, _messages(value, field, "user", reader))
-        prompt, tools = _with_tools(row, written, field)
-        # trained on without a template
-        if field == "prompt" and len(written) == 1 and all(isinstance(text, str) for text in (value, *values)):
-            if values[0].strip() == values[1].strip():
+        messages = _add_system(row, _messages(value, field, "user", reader))
+        prompt, tools = _read_tools(row, messages, field)
+        # three texts are trained on without a template
+        if field == "prompt" and len(messages) == 1 and all(isinstance(text, str) for text in (value, chosen, rejected)):
+            if chosen.strip() == rejected.strip():
                 raise BadRow("chosen", _EQUAL)
-            return {"prompt": value, "completion": values[0], "rejected_completion": values[1]}
-    chosen, rejected = (_conversation(value, field, prompt, reader) for value, field in zip(values, _ANSWERS, strict=True))
-    start = _end_of_prompt(chosen, rejected)
-    answer_indices(rejected, "rejected")
-    answers = _answers_from(start, chosen, "chosen")
-    return {"messages": tuple(chosen), "answers": answers, "tools": tools, "rejected": tuple(rejected[start:])}
+            return {"prompt": value, "completion": chosen, "rejected_completion": rejected}
+    chosen_messages = _conversation(chosen, "chosen", prompt, reader)
+    rejected_messages = _conversation(rejected, "rejected", prompt, reader)
+    start = _end_of_prompt(chosen_messages, rejected_messages)
+    answer_indices(rejected_messages, "rejected")  # raises BadRow
+    answers = _answers_after(start, chosen_messages, "chosen")
+    rejected_answer = tuple(rejected_messages[start:])
+    return {"messages": tuple(chosen_messages), "answers": answers, "tools": tools, "rejected": rejected_answer}
 
 
 def _answer(row: Values, field: str) -> Any:
     value = row[field]
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        with contextlib.suppress(BadRow):  # it is plain text
+        with contextlib.suppress(BadRow):  # plain text that begins with a bracket
             value = parse_if_text(value, field)
     return value if isinstance(value, (list, dict)) else required_text(row, field)
 
 
 def _conversation(value: Any, field: str, prompt: list[Message], reader: MessageReader) -> list[Message]:
+    # the prompt and the answer; the value may be the answer alone, or a whole conversation
     if isinstance(value, str) and not prompt:
         _, *parts = _TURN.split(value if value.startswith("\n\n") else f"\n\n{value}")
         if not parts:
             raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
         turns = zip(parts[::2], parts[1::2], strict=True)
-        return MessageReader().read([{"role": name, "content": content.strip()} for name, content in turns], field)
+        return MessageReader().read([{"role": speaker, "content": content.strip()} for speaker, content in turns], field)
     messages = _messages(value, field, "assistant", reader)
     if not isinstance(value, str):
         messages, _ = read_tool_text(messages, field)
@@ -164,31 +172,32 @@ def _conversation(value: Any, field: str, prompt: list[Message], reader: Message
         if not prompt:
             raise BadRow(field, "begins with the answer, and the row has no prompt")
         return [*prompt, *messages]
-    asked, repeated = ([m["content"].strip() for m in its if m["role"] == "user"] for its in (prompt, messages))
-    if asked and asked[-1] not in repeated:
+    prompt_questions = [message["content"].strip() for message in prompt if message["role"] == "user"]
+    questions = [message["content"].strip() for message in messages if message["role"] == "user"]
+    if prompt_questions and prompt_questions[-1] not in questions:
         raise BadRow(field, "is a whole conversation, and its prompt is not the row's")
     return messages
 
 
 def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
     # the first message that differs must be an answer in both
-    pairs = zip(chosen, rejected, strict=False)
-    start = next((index for index, (message, other) in enumerate(pairs) if message != other), min(len(chosen), len(rejected)))
+    shorter = min(len(chosen), len(rejected))
+    start = next((index for index in range(shorter) if chosen[index] != rejected[index]), shorter)
     if start == len(chosen) == len(rejected):
         raise BadRow("chosen", _EQUAL)
-    if start in (len(chosen), len(rejected)):
-        raise BadRow("chosen", "and rejected differ only in what follows the answers")
+    if start == shorter:
+        raise BadRow("chosen", "differs from rejected only after the answers")
     if not chosen[start]["role"] == rejected[start]["role"] == "assistant":
-        raise BadRow("chosen", f"and rejected differ in the prompt, at message {start}; only answers may differ")
+        raise BadRow("chosen", f"differs from rejected in the prompt, at message {start}; only answers may differ")
     return start
 
 
-def filled(rows: Iterable[Values]) -> set[str]:
-    """Return the columns in which a row has a value."""
+def columns_with_values(rows: Iterable[Values]) -> set[str]:
+    """Return the columns that are not missing in every row."""
     return {name for row in rows for name, value in row.items() if not is_missing(value)}
 
 
-#: Formats of the answer of a labelled row.
+#: Formats in which a labelled row may have its answer.
 LABELLED_ANSWERS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 and 1.0 equal True
 
@@ -198,7 +207,7 @@ def _from_labelled(row: Values, reader: MessageReader) -> Values:
     key = label.strip().lower() if isinstance(label, str) else label
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
         raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
-    filled_columns = filled([row])
+    filled_columns = columns_with_values([row])
     name = next((name for name in LABELLED_ANSWERS if filled_columns.issuperset(FORMATS[name].required)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
@@ -250,7 +259,7 @@ FORMATS = {
 
 
 def parse(row: Values, format_name: str, file: str, number: int, reader: MessageReader | None = None) -> Example:
-    """Convert one renamed row. Raise BadRow."""
+    """Convert a row whose columns have the format's names. Raise BadRow."""
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
     if missing:
@@ -263,7 +272,7 @@ def parse(row: Values, format_name: str, file: str, number: int, reader: Message
 
 
 def column_list(rows: list[Values]) -> str:
-    """Return the names of the first columns."""
+    """List the names of the first columns for a message."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     names = ", ".join(printable(name) or "(no name)" for name in columns[:20])
     return f"{names}, ... ({len(columns)} in all)" if len(columns) > 20 else names or "no columns"

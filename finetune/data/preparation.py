@@ -1,4 +1,4 @@
-"""Turn `recipe.dataset` into the trainer's datasets and a report."""
+"""Turn a recipe's dataset into tokens for the trainer, and a report."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.source import PictureSource
 
-#: Called with the tokenised rows and all rows; None if the total is known only after reading.
+#: Called with the number of tokenised rows and the number of all rows, None if unknown.
 Progress = Callable[[int, int | None], None]
 
 
 @dataclass
 class EncodedRows:
-    """Every row as tokens, or why it has none, before max_length applies."""
+    """The tokens of each row, or why it has none, before max_length applies."""
 
     encoder: Encoder
     splits: list[DataSplit]
@@ -77,17 +77,17 @@ class SelectedRows:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Return the tokens of each training sequence."""
+        """Return the number of tokens of each training sequence."""
         return self.splits[0].lengths.tolist()
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Return whether no training row uses a template."""
         return bool(self.splits[0].stored.has("pair")[self.splits[0].used].all())
 
     def sequence(self, index: int = 0) -> tuple[list[int], list[int], tuple[PictureSource, ...]]:
-        """Return ids, labels and images of one training sequence, empty without sequences."""
-        # `train` imports datasets, which takes a second
+        """Return ids, labels and images of a training sequence, all empty if there is none."""
+        # unlike `train`, the tables don't import datasets, which takes a second
         for table in self.splits[0].tables():
             if index < table.num_rows:
                 [row] = table.slice(index, 1).to_pylist()
@@ -105,16 +105,18 @@ class SelectedRows:
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
+        # a Finding formats its text, so braces are doubled
         notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}"), 0, (), "") for note in self.encoded.notes]
         leaks = find_leaks(*self.encoded.splits) if len(self.splits) > 1 else ()
-        train, *others = (tuple(find_problems(split, self.recipe, self.encoded.encoder)) for split in self.splits)
-        return [(*notes, *leaks, *train), *others]
+        train, *held_out = (tuple(find_problems(split, self.recipe, self.encoded.encoder)) for split in self.splits)
+        return [(*notes, *leaks, *train), *held_out]
 
     @property
     def notes(self) -> list[str]:
         """Return remarks on file choice and unused columns."""
         columns = self.splits[0].unlimited.unused_columns
-        return [*self.encoded.notes, *([f"columns not used: {', '.join(columns)}"] if columns else [])]
+        unused = [f"columns not used: {', '.join(columns)}"] if columns else []
+        return self.encoded.notes + unused
 
     def raise_problems(self) -> None:
         """Raise DataError with every reason against training on this data."""
@@ -136,8 +138,9 @@ class SelectedRows:
             problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
             fixes.append(
                 f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
-                + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
             )
+            if recipe.excess_length == "chunk":
+                fixes.append("Only rows of plain text are cut into chunks.")
         if not problems and any(not len(split.lengths) for split in splits):
             if len(splits[0].lengths):
                 problems.append("no held-out row can be used")
@@ -155,7 +158,7 @@ class SelectedRows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the hash of the rows and of their tokens' settings."""
+        """Return a hash of the rows and of the settings that change their tokens."""
         recipe, encoder = self.recipe, self.encoded.encoder
         template = encoder.template and encoder.template.source
         settings: list[Any] = [self.max_length, recipe.excess_length, recipe.train_on_inputs, template]
@@ -164,7 +167,7 @@ class SelectedRows:
         identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
         hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
         for split in self.splits:
-            hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())
+            hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())  # "side" separates the splits
         return hashed.hexdigest()
 
 
@@ -178,31 +181,35 @@ def encode(
         dataset = dataset.model_copy(update={"format": row_format})
     train_sources, eval_sources = sources or sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
-    lines = [source.info.lines for source in (*train_sources, *eval_sources)]
-    # unknown where a file is not made of lines, or `max_rows` ends the reading
-    total = None if dataset.max_rows is not None or None in lines else sum(filter(None, lines))
+    line_counts = [source.info.line_count for source in (*train_sources, *eval_sources)]
+    # unknown if a file has no row per line, or if `max_rows` ends the reading
+    total = None if dataset.max_rows is not None or None in line_counts else sum(filter(None, line_counts))
     train = _load_rows(train_sources, dataset, encoder, lambda rows: progress(rows, total))
     train_rows = sum(part.rows_read for part in train.parts)
     unlimited = dataset.model_copy(update={"max_rows": None})
     held_out = _load_rows(eval_sources, unlimited, encoder, lambda rows: progress(train_rows + rows, total))
-    # tokens from the cache did not need the template
+    # cached tokens did not load the template, which later checks need
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
     splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
     notes = split_notes(dataset, train_sources, eval_sources)
     if eval_sources:
         splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
-    elif count := int((mask := _held_out_mask(train.prompt_digests, dataset.test_split_size, recipe.seed)).sum()):
+        return EncodedRows(encoder, splits, notes)
+    mask = _held_out_mask(train.prompt_digests, dataset.test_split_size, recipe.seed)
+    if mask.any():
         splits = [DataSplit(train, ~mask), DataSplit(train, mask, split_off=True)]
         if dataset.test_split_size is None:
-            notes.append(f"{count:,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
+            notes.append(f"{mask.sum():,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
     return EncodedRows(encoder, splits, notes)
 
 
 def _held_out_mask(prompt_digests: np.ndarray, size: float | None, seed: int) -> np.ndarray:
-    """Choose the rows that `test_split_size` holds out. Raise DataError."""
+    # the rows that `test_split_size` holds out
     digests = prompt_digests.tolist()
-    is_default, size = size is None, DEFAULT_SHARE * (len(digests) >= LEAST_ROWS) if size is None else size
+    is_default = size is None
+    if size is None:
+        size = DEFAULT_SHARE if len(digests) >= LEAST_ROWS else 0
     if not size:
         return np.zeros(len(digests), dtype=bool)
     target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
@@ -222,25 +229,24 @@ def _held_out_mask(prompt_digests: np.ndarray, size: float | None, seed: int) ->
             held_out_digests.add(digest)
             held_out_rows += row_counts[digest]
     if not held_out_digests and not is_default:
-        raise DataError(
-            "dataset.test_split_size: all rows have the same prompt; none can be held out",
-            "Give other rows with dataset.eval_path.",
-        )
+        problem = "dataset.test_split_size: all rows have the same prompt; none can be held out"
+        raise DataError(problem, "Give other rows with dataset.eval_path.")
     return np.array([digest in held_out_digests for digest in digests])
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
-    """Return a dataset's held-out rows, else all its rows."""
+    """Return a dataset's held-out rows, or all rows if none are held out."""
     sources, eval_sources = sources_of(dataset)
     stored = _load_rows(eval_sources or sources, dataset, encoder, lambda _: None)
     return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
 
 
 def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str, Any]]:
-    """Return prompt, tokens and answer of each row, with thought, calls and images if any."""
+    """Return prompt, prompt tokens and answer of each row, with thought, calls and images if any."""
     rows = []
     for example in examples:
-        question, calls, answer, thought = example.question(), list[Any](), example.reference(), ""
+        question, answer = example.question(), example.reference()
+        thought, calls = "", list[Any]()
         if example.messages:
             message = example.messages[example.answers[-1]]
             calls = list(message.get("tool_calls") or ())
@@ -249,15 +255,16 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
         # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:
             continue
-        last: Any = question[-1]
-        text = question if isinstance(question, str) else " ".join(text_pieces(last)) if "pictures" in last else last["content"]
+        prompt = question if isinstance(question, str) else question[-1]["content"]
+        if not isinstance(question, str) and "pictures" in question[-1]:
+            prompt = " ".join(text_pieces(question[-1]))
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
-        row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
+        row: dict[str, Any] = {"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer}
         if example.messages:
             messages = list(example.messages[: example.answers[-1] + 1])
-            whole = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
-            # tokens of thought and answer
-            row |= {"thought": thought, "answer_tokens": max(0, len(whole) - len(prompt_ids))}
+            all_ids = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
+            # thought and answer
+            row |= {"thought": thought, "answer_tokens": max(0, len(all_ids) - len(prompt_ids))}
         if example.tools or calls:
             row |= {"tools": list(example.tools), "calls": calls}
         if example.pictures:
@@ -269,14 +276,14 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
 def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, progress: Callable[[int], None]) -> StoredRows:
     parts: list[SourcePart] = []
 
-    def count() -> int:
+    def rows_read() -> int:
         return sum(part.rows_read for part in parts)
 
     for source in sources:
-        if count() == dataset.max_rows:
+        if rows_read() == dataset.max_rows:
             break
-        remaining = dataset.max_rows and dataset.max_rows - count()
-        part = tokenise_source(source, dataset, remaining, encoder, lambda rows: progress(count() + rows))
+        limit = None if dataset.max_rows is None else dataset.max_rows - rows_read()
+        part = tokenise_source(source, dataset, limit, encoder, lambda rows: progress(rows_read() + rows))
         part.weight = source.weight
         parts.append(part)
     return StoredRows(parts)
@@ -285,8 +292,8 @@ def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
     unlimited = limited.unlimited
     parts = limited.stored.parts
-    # by nearest rank
-    ranks = np.percentile(limited.lengths, (50, 95, 99, 100), method="inverted_cdf") if len(limited.lengths) else ()
+    # inverted_cdf: a length that a row has
+    percentiles = np.percentile(limited.lengths, (50, 95, 99, 100), method="inverted_cdf") if len(limited.lengths) else ()
     return DataReport(
         files=tuple(part.file for part in parts),
         format=", ".join(dict.fromkeys(part.format for part in parts)),
@@ -304,7 +311,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         sequences=len(limited.lengths),
         total_tokens=limited.total_tokens,
         trained_tokens=limited.trained_tokens,
-        lengths=dict(zip(("p50", "p95", "p99", "max"), map(int, ranks), strict=False)),
+        lengths=dict(zip(("p50", "p95", "p99", "max"), map(int, percentiles), strict=False)),
         unused_columns=unlimited.unused_columns,
         columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=findings,

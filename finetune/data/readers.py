@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -23,21 +24,19 @@ from finetune.files import IS_LFS_POINTER, LFS_FIX, MAX_JSON_DEPTH, is_lfs_point
 
 #: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory of reading.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
-#: Most values (of lists: elements) of a Parquet row, and of the rows that are read together.
-_MAX_VALUES = 1_000_000
-#: Bytes of the Parquet rows that are read together: rows with images have megabytes each.
-_BATCH_BYTES = 64 * 2**20
-#: Most columns of a .csv file, and most blank lines in a row.
-_MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000
-#: Limit of unpacked content: a multiple of the file's size, plus bytes. Text is packed 20 to 50 times.
-_MOST_UNPACKED, _UNPACKED_BYTES = 1000, 256 * 2**20
-#: Extensions that may follow the file type's.
-COMPRESSED = (".gz", ".zst")
+_MAX_VALUES = 1_000_000  # most values in a Parquet row, counting each element of a list, and in a batch of rows
+_BATCH_BYTES, _BATCH_ROWS = 64 * 2**20, 256  # limits of a batch of Parquet rows: rows with images have megabytes each
+_MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000  # most columns of a .csv file, and most blank lines in sequence
+#: Most bytes that a table may decompress to: a multiple of its size, plus a constant. Text compresses 20 to 50 times.
+_MAX_COMPRESSION, _ALLOWED_BYTES = 1000, 256 * 2**20
+COMPRESSED = (".gz", ".zst")  # extensions that may follow the file type's, as in rows.jsonl.gz
+#: Keys of a JSON object that may hold the list of rows.
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
-#: File types that are not text.
-TABLES = (".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")  # file types that are not text
+#: First bytes of a file -> its encoding.
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
+#: First bytes of a file -> its type.
+_MAGIC_BYTES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,12 @@ class Row:
     """The fields of one row."""
 
     file: str
-    #: Counts from 1; in .jsonl and .csv files it is the line.
-    number: int
+    number: int  # counts from 1; in .jsonl and .csv files it is the line
     values: Values
 
 
-def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bool = False) -> Iterator[Row | Refused]:
-    """Read a file, also compressed. Raise DataError for an empty, incomplete or wrong file."""
+def read_file(path: Path, name: str, split: str | None = None, *, requires_splits: bool = False) -> Iterator[Row | Refused]:
+    """Yield the rows of a file, compressed or not. Raise DataError for an empty, incomplete or wrong file."""
     count = 0
     try:
         if is_lfs_pointer(path):
@@ -60,37 +58,34 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
             _check_text(path, name)
         reader = READERS[file_type(path)]
         # a split is a key of a .json file, or a value of the column `split`
-        rows = reader(path, name) if split is None else _of_split(split, path, name, has_splits)
-        for count, row in enumerate(rows, 1):  # noqa: B007 - counted for after the loop
+        rows = reader(path, name) if split is None else _rows_of_split(split, path, name, requires_splits)
+        for count, row in enumerate(rows, 1):  # noqa: B007 - `count` is read after the loop
             yield row
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{name}: can't be read: {getattr(error, 'strerror', None) or error}", "Check the file and the disk it is on."
-        ) from None
+        problem = f"{name}: can't be read: {getattr(error, 'strerror', None) or error}"
+        raise DataError(problem, "Check the file and the disk it is on.") from None
     if not count:
         raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
 
 
-def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
-    content = _json_content(path, name) if file_type(path) == ".json" and not _begins_with_lines(path) else None
+def _rows_of_split(split: str, path: Path, name: str, requires_splits: bool) -> Iterator[Row | Refused]:
+    content = _json_content(path, name) if file_type(path) == ".json" and not _is_json_lines(path) else None
     lists = _lists_in(content, SPLITS) if isinstance(content, dict) else {}
     if len(lists) > 1:
         if split not in lists:
             raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(lists)}", "Name one of them.")
-        yield from _rows_of(lists[split], name)
+        yield from _numbered_rows(lists[split], name)
         return
-    del content, lists  # the file is read again, and both would not fit
+    del content, lists  # frees their memory: the reader loads the file again
     for row in READERS[file_type(path)](path, name):
         if isinstance(row, Refused):
             yield row
         elif "split" not in row.values:
             # a file without splits is read whole for any split
-            if has_splits:
-                raise RecipeError(
-                    f"dataset.eval_split needs a hub dataset, a folder of save_to_disk or rows with a column 'split'; "
-                    f"{name} has no splits",
-                    "Use dataset.eval_path, or hold rows out with dataset.test_split_size.",
-                )
+            if requires_splits:
+                problem = "dataset.eval_split needs a hub dataset, a folder of save_to_disk or rows with a column 'split'"
+                fix = "Use dataset.eval_path, or hold rows out with dataset.test_split_size."
+                raise RecipeError(f"{problem}; {name} has no splits", fix)
             yield row
         elif row.values["split"] == split:
             yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
@@ -120,37 +115,38 @@ def _check_text(path: Path, name: str) -> None:
         problem = "has only zero bytes" if head else "the file is empty (0 bytes)"
         raise DataError(f"{name}: {problem}", "Check that it was written or downloaded completely.")
     codec = next((codec for mark, codec in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "")
+    # UTF-16 without a mark: every second byte of Latin text is zero
     if not codec and head.count(b"\0") * 4 > len(head):
         codec = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
     if codec:
         command = f"iconv -f {codec} -t UTF-8 {shlex.quote(name)} > fixed{path.suffix}"
         raise DataError(f"{name}: is {codec} text, not UTF-8", f"Convert it:  {command}")
-    for magic, type_name in _BINARY.items():
+    for magic, type_name in _MAGIC_BYTES.items():
         if head.startswith(magic):
             raise DataError(f"{name}: is a {type_name} file, not text", "Unpack it, or rename it with its right extension.")
 
 
-def _json(path: Path, name: str) -> Iterator[Row | Refused]:
-    """Read JSON Lines, an array of rows, one row, or {"data": [rows]}."""
-    # the content decides, not the extension
-    if _begins_with_lines(path):
+def _read_json(path: Path, name: str) -> Iterator[Row | Refused]:
+    # JSON Lines, an array of rows, one row, or {"data": [rows]}: the content decides, not the extension
+    if _is_json_lines(path):
         with _open(path) as file:
-            for number, line in _lines(file, name):
+            for number, line in _numbered_lines(file, name):
                 # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
                 yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
     elif (content := _json_content(path, name)) is not None:
-        yield from _rows_of(_rows_in(content, name), name)
+        yield from _numbered_rows(_list_of_rows(content, name), name)
 
 
-def _begins_with_lines(path: Path) -> bool:
+def _is_json_lines(path: Path) -> bool:
     with _open(path) as file:
-        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in iter(lambda: file.readline(LINE_LIMIT), b""))
-        beginning = itertools.islice(lines, _MAX_BLANK_LINES)
-        first, second = [*itertools.islice(filter(None, beginning), 2), b"", b""][:2]
+        lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in iter(lambda: file.readline(LINE_LIMIT), b""))
+        content_lines = filter(None, itertools.islice(lines, _MAX_BLANK_LINES))
+        first, second = next(content_lines, b""), next(content_lines, b"")
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(first.decode("utf-8", "surrogateescape"))
         if second:
             return True
+    # one line, or an unreadable first line, which is then refused as a row
     return file_type(path) in (".jsonl", ".ndjson") and not first.startswith(b"[")
 
 
@@ -162,15 +158,17 @@ def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
             return
         if len(line) > LINE_LIMIT:
             raise DataError(f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", fix)
-        if (n_blank := 0 if line.strip() else n_blank + 1) > _MAX_BLANK_LINES:
+        n_blank = 0 if line.strip() else n_blank + 1
+        if n_blank > _MAX_BLANK_LINES:
             raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check its source.")
         yield line
 
 
-def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     fix = "A .jsonl file has one row per line. If this is one JSON array, rename it to .json."
     for number, line in enumerate(_limited_lines(file, name, fix), 1):
-        if content := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f"):
+        content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+        if content:
             yield number, content
 
 
@@ -187,11 +185,12 @@ def _json_problem(error: Exception) -> str:
         return f"has the key {error} more than once"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON: {error.msg}"
+    # Python refuses to parse integers of more than 4,300 digits
     return "is nested too deeply" if isinstance(error, RecursionError) else "has a number with too many digits"
 
 
 class _DuplicateKeyError(ValueError):
-    """A key that an object has twice."""
+    """A JSON object has a key twice."""
 
 
 def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> Values:
@@ -208,7 +207,7 @@ _decode = json.JSONDecoder(object_pairs_hook=_without_duplicate_keys).decode
 
 def _parse_json(text: str) -> Any:
     value = _decode(text)
-    # functions that read a row later call themselves at each level
+    # later functions recurse into each level of a row
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH and is_too_deep(value):
         raise RecursionError
     return value
@@ -221,7 +220,7 @@ def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:
     return Refused(name, number, None, f"is {type_name}, not an object with named fields")
 
 
-def _rows_of(items: list[Any], name: str) -> Iterator[Row | Refused]:
+def _numbered_rows(items: list[Any], name: str) -> Iterator[Row | Refused]:
     return (_row_or_refused(item, name, number) for number, item in enumerate(items, 1))
 
 
@@ -229,10 +228,8 @@ def _json_content(path: Path, name: str) -> Any:
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
     if len(data) > JSON_LIMIT:
-        raise DataError(
-            f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value",
-            f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl",
-        )
+        problem = f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value"
+        raise DataError(problem, f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl")
     text = data.decode("utf-8-sig", "surrogateescape")
     if not text.strip():
         return None
@@ -242,45 +239,43 @@ def _json_content(path: Path, name: str) -> Any:
         position = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
         problem = f"{name}: {position}{_json_problem(error)}"
         raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
+    # `null` is refused as a row; None means a blank file
     return [content] if content is None else content
 
 
-def _rows_in(content: Any, name: str) -> list[Any]:
+def _list_of_rows(content: Any, name: str) -> list[Any]:
     if isinstance(content, list):
         return content
     if not isinstance(content, dict):
-        raise DataError(
-            f"{name}: is a single value, not a list of rows", 'Write a list: [{"prompt": ..., "completion": ...}, ...]'
-        )
+        problem = f"{name}: is a single value, not a list of rows"
+        raise DataError(problem, 'Write a list: [{"prompt": ..., "completion": ...}, ...]')
     splits = [*_lists_in(content, SPLITS)]
     if len(splits) > 1:
-        raise DataError(
-            f"{name}: has the splits {', '.join(splits)} in one file",
-            f"Hold out the second:  dataset.eval_split={splits[1]}  or train on the first alone:  dataset.split={splits[0]}",
-        )
+        problem = f"{name}: has the splits {', '.join(splits)} in one file"
+        fix = f"Hold out the second:  dataset.eval_split={splits[1]}  or train on the first alone:  dataset.split={splits[0]}"
+        raise DataError(problem, fix)
     lists = [*_lists_in(content, _ROW_LIST_KEYS).values()]
     if len(lists) == 1:
         return lists[0]
-    columns = list(content.values())
     if "input_ids" in content:
         raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
-    if columns and all(
+    # as pandas writes columns: {"prompt": {"0": "2+2="}} or {"prompt": ["2+2="]}
+    are_columns = [
         isinstance(column, dict) or (isinstance(column, list) and not any(isinstance(item, dict) for item in column))
-        for column in columns
-    ):
-        raise DataError(
-            f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows",
-            'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)',
-        )
+        for column in content.values()
+    ]
+    if are_columns and all(are_columns):
+        problem = f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows"
+        raise DataError(problem, 'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)')
     return [content]
 
 
-def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
+def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
     csv.field_size_limit(LINE_LIMIT)  # the default of 128 KiB is less than one long conversation
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = _limited_lines(file, name, "Check the line ends and quotes.")
         header_line = next(lines, "")
-        # a comma, unless the header has only another usual separator
+        # the first of these separators that the header has
         delimiter = "\t" if file_type(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in header_line), ",")
         reader = csv.reader(itertools.chain([header_line], lines), delimiter=delimiter, strict=True)
         column_names: list[str] = []
@@ -292,10 +287,8 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
                 return
             except csv.Error as error:
                 if "unexpected end" in str(error) or "field larger" in str(error):
-                    raise DataError(
-                        f"{name}: line {line_number}: a quote is opened and not closed",
-                        'Close it; a quote inside a cell is written "".',
-                    ) from None
+                    problem = f"{name}: line {line_number}: a quote is opened and not closed"
+                    raise DataError(problem, 'Close it; a quote inside a cell is written "".') from None
                 yield Refused(name, line_number, None, f"is not CSV: {error}")
                 continue
             if not cells:
@@ -317,27 +310,25 @@ def _header(cells: list[str], name: str) -> list[str]:
     column_names = [cell.strip() for cell in cells]
     duplicates = sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1)
     if duplicates:
-        raise DataError(
-            f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once",
-            "Give each column its own name.",
-        )
+        problem = f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once"
+        raise DataError(problem, "Give each column its own name.")
     return column_names
 
 
-def _text(path: Path, name: str) -> Iterator[Row | Refused]:
+def _read_text(path: Path, name: str) -> Iterator[Row | Refused]:
     with _open(path) as file:
-        for number, line in _lines(file, name):
+        for number, line in _numbered_lines(file, name):
             yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
 
 
-def _parquet(path: Path, name: str) -> Iterator[Any]:
+def _parquet_batches(path: Path, name: str) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_rows_at_once(file.metadata, name))
+        yield from file.iter_batches(batch_size=_batch_rows(file.metadata, name))
 
 
-def _arrow(path: Path) -> Iterator[Any]:
+def _arrow_batches(path: Path) -> Iterator[Any]:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as file:
@@ -352,42 +343,42 @@ def _arrow(path: Path) -> Iterator[Any]:
             yield batch
 
 
-def _table(path: Path, name: str) -> Iterator[Row | Refused]:
+def _read_table(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
-    size, number, is_parquet = path.stat().st_size, 0, file_type(path) == ".parquet"
-    if not size:
+    file_bytes, is_parquet = path.stat().st_size, file_type(path) == ".parquet"
+    if not file_bytes:
         raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
-    left = _MOST_UNPACKED * size + _UNPACKED_BYTES
+    number, decompressed_bytes = 0, 0
     try:
-        for batch in _parquet(path, name) if is_parquet else _arrow(path):
-            if (left := left - batch.nbytes) < 0:
-                raise DataError(f"{name}: its content is more than {_MOST_UNPACKED:,} times its size", "Check its source.")
+        for batch in _parquet_batches(path, name) if is_parquet else _arrow_batches(path):
+            decompressed_bytes += batch.nbytes
+            if decompressed_bytes > _MAX_COMPRESSION * file_bytes + _ALLOWED_BYTES:
+                raise DataError(f"{name}: its content is more than {_MAX_COMPRESSION:,} times its size", "Check its source.")
             for index in range(batch.num_rows):
                 number += 1
                 yield _table_row(batch.slice(index, 1), name, number)
     except (pa.ArrowException, OSError) as error:
         reason = printable(str(error).split("\n")[0][:200], 200)
-        raise DataError(
-            f"{name}: can't be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}",
-            "Check that it was downloaded completely.",
-        ) from None
+        problem = f"{name}: can't be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}"
+        raise DataError(problem, "Check that it was downloaded completely.") from None
 
 
-def _rows_at_once(metadata: Any, name: str) -> int:
+def _batch_rows(metadata: Any, name: str) -> int:
+    # how many rows of a Parquet file to read together
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = ((group, group.column(index)) for group in groups for index in range(group.num_columns))
-    values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
-    # a small file's rows could fill the memory
-    if values > _MAX_VALUES:
-        raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check its source: no text row is that long.")
+    row_values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
+    # rows of a small compressed file could fill the memory
+    if row_values > _MAX_VALUES:
+        raise DataError(f"{name}: its rows have {row_values:,.0f} values each", "Check its source: no text row is that long.")
     row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(256, int(_MAX_VALUES / max(1, values)), int(_BATCH_BYTES / max(1, row_bytes))))
+    return max(1, min(_BATCH_ROWS, int(_MAX_VALUES / max(1, row_values)), int(_BATCH_BYTES / max(1, row_bytes))))
 
 
-def _table_row(row: Any, name: str, number: int) -> Row | Refused:
+def _table_row(one_row_batch: Any, name: str, number: int) -> Row | Refused:
     try:
-        return Row(name, number, {key: drop_nulls(value) for key, value in row.to_pylist()[0].items()})
+        return Row(name, number, {key: drop_nulls(value) for key, value in one_row_batch.to_pylist()[0].items()})
     except (UnicodeDecodeError, ValueError, OverflowError) as error:
         return Refused(name, number, None, f"has a value that can't be read: {error}")
 
@@ -400,6 +391,6 @@ def drop_nulls(value: Any) -> Any:
 
 
 READERS = {
-    ".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".tsv": _csv, ".txt": _text, ".parquet": _table,
-    ".arrow": _table,
+    ".jsonl": _read_json, ".ndjson": _read_json, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
+    ".txt": _read_text, ".parquet": _read_table, ".arrow": _read_table,
 }  # fmt: skip

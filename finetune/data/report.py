@@ -16,8 +16,7 @@ class Refused:
     """A row that can't be trained on."""
 
     file: str
-    #: Counts from 1; in .jsonl and .csv files it is the line.
-    row: int
+    row: int  # counts from 1; in .jsonl and .csv files it is the line
     field: str | None
     reason: str
 
@@ -30,7 +29,8 @@ class Refused:
         return f"{name} {reason}" if name else reason
 
     def __str__(self) -> str:
-        return f"{self.file}, row {self.row}: {f'{self.field}: ' if self.field else ''}{self.reason}"
+        field_name = f"{self.field}: " if self.field else ""
+        return f"{self.file}, row {self.row}: {field_name}{self.reason}"
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ class Finding:
     kind: str
     text: str
     rows: int
-    #: Locations of the first three rows.
-    first: tuple[str, ...]
+    first: tuple[str, ...]  # locations of the first three rows
     fix: str
-    #: A run is refused unless the recipe accepts the finding.
-    blocks: bool = False
+    blocks: bool = False  # whether a run is refused unless the recipe accepts the finding
 
     def __str__(self) -> str:
         text = self.text.format(rows=f"{self.rows:,} row(s)")
@@ -58,8 +56,7 @@ class DataReport:
 
     files: tuple[str, ...]
     format: str
-    #: rows_used + rows_refused + rows_held_out + rows_left_out + rows_dropped.
-    rows_read: int
+    rows_read: int  # rows_used + rows_refused + rows_held_out + rows_left_out + rows_dropped
     rows_used: int
     rows_refused: tuple[Refused, ...] = ()
     rows_held_out: int = 0
@@ -91,17 +88,22 @@ class DataReport:
     def account(self) -> str:
         """Return a sentence on rows used, refused, dropped, held out and left out."""
         kinds = Counter(row.kind for row in self.rows_refused)
-        reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3)) + ", ..." * (len(kinds) > 3)
+        reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3))
+        if len(kinds) > 3:
+            reasons += ", ..."
         counts = {
             f"refused ({reasons})": len(self.rows_refused),
             "left out (longer than max_length)": self.rows_dropped,
             "held out": self.rows_held_out,
             "left out (dataset.weights)": self.rows_left_out,
         }
-        parts = [f"{self.rows_used:,} used", *(f"{count:,} {what}" for what, count in counts.items() if count)]
-        extra = f"; {self.rows_repeated:,} times a row is used again (dataset.weights)" if self.rows_repeated else ""
-        extra += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all" if self.rows_chunked else ""
-        return f"{self.rows_read:,} rows read: {', '.join(parts)}{extra}"
+        uses = [f"{self.rows_used:,} used", *(f"{count:,} {use}" for use, count in counts.items() if count)]
+        sentence = f"{self.rows_read:,} rows read: {', '.join(uses)}"
+        if self.rows_repeated:
+            sentence += f"; {self.rows_repeated:,} times a row is used again (dataset.weights)"
+        if self.rows_chunked:
+            sentence += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all"
+        return sentence
 
     @property
     def trained_token_share(self) -> float | None:

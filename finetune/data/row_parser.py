@@ -1,4 +1,4 @@
-"""Turn a source's rows into examples, in a way chosen from its first rows, as is the method."""
+"""Choose the format and the training method from a source's first rows, and parse its rows into examples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
-from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_placeholders, kinds_of, meaning_of
+from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
 from finetune.data.conversation import Columns, Example, MessageReader
-from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, filled, parse
+from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, columns_with_values, parse
 from finetune.data.pictures.placement import PictureReference, PictureUse, picture_use, place_pictures, take_pictures
 from finetune.data.pictures.source import FileStat, PictureReader
 from finetune.data.readers import Row
@@ -25,8 +25,8 @@ from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS, METHODS
 
-#: Values of a label that marks an answer good or bad; others are classes.
-_MARKS = (True, False, "true", "false", "True", "False")
+#: Labels that mark an answer good or bad; other labels are classes.
+_GOOD_OR_BAD = (True, False, "true", "false", "True", "False")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ParsedBatch:
     examples: list[Example]
     refused: list[Refused]
     unused: UnusedColumns
-    picture_files: dict[str, FileStat]
+    picture_files: dict[str, FileStat]  # path of each image file -> its stat
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,16 @@ class RowParser:
 
     file: str
     format: str
-    #: `preference` where pairs are read as two labelled answers each, else `format`.
-    row_format: str
+    row_format: str  # `preference` if a pair becomes two labelled examples, else `format`
     columns: Columns
     dataset: DatasetRecipe
-    #: Unused columns of the first rows.
-    unused_columns: tuple[str, ...]
+    unused_columns: tuple[str, ...]  # unused columns of the first rows
     pictures: PictureUse
-    #: Folder of the data file.
-    folder: str | None
-    #: If false, no image is opened, and examples have no images.
-    reads_pictures: bool = True
+    folder: str | None  # folder of the data file
+    reads_pictures: bool = True  # if false, no image is opened, and examples have no images
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
-        parsed: list[tuple[Example, list[PictureReference]]] = []
+        examples: list[tuple[Example, list[PictureReference]]] = []
         refused: list[Refused] = []
         unused = UnusedColumns(self.file, self.format)
         for row in batch:
@@ -69,45 +65,47 @@ class RowParser:
                 example, references = self._parse_row(row, unused)
                 if self.row_format != self.format:  # a good and a bad answer, as TRL reads pairs for KTO
                     chosen, rejected = example.pair()
-                    parsed += [(replace(chosen, desirable=True), references), (replace(rejected, desirable=False), references)]
+                    examples.append((replace(chosen, desirable=True), references))
+                    examples.append((replace(rejected, desirable=False), references))
                 else:
-                    parsed.append((example, references))
+                    examples.append((example, references))
             except BadRow as error:
                 refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
-        if not self.reads_pictures or not any(references for _, references in parsed):
-            return ParsedBatch([example for example, _ in parsed], refused, unused, {})
-        reader, examples = PictureReader(self.folder, self.dataset.image_folder), list[Example]()
-        for (example, references), pictures in zip(parsed, reader.read([row[1] for row in parsed]), strict=True):
+        if not self.reads_pictures or not any(references for _, references in examples):
+            return ParsedBatch([example for example, _ in examples], refused, unused, {})
+        reader, with_pictures = PictureReader(self.folder, self.dataset.image_folder), list[Example]()
+        pictures_or_errors = reader.read([references for _, references in examples])
+        for (example, references), pictures in zip(examples, pictures_or_errors, strict=True):
             if isinstance(pictures, BadRow):
-                name = (pictures.field or "").partition("[")[0]
-                field_name = (pictures.field or "").replace(name, self.columns.get(name, name), 1)
-                refused.append(Refused(example.file, example.row, field_name, pictures.reason))
+                field, bracket, position = (pictures.field or "").partition("[")
+                column = self.columns.get(field, field) + bracket + position
+                refused.append(Refused(example.file, example.row, column, pictures.reason))
             else:
-                examples.append(replace(example, pictures=pictures) if references else example)
-        return ParsedBatch(examples, refused, unused, reader.files)
+                with_pictures.append(replace(example, pictures=pictures) if references else example)
+        return ParsedBatch(with_pictures, refused, unused, reader.files)
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
         values = _apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
         renamed, row_pictures = take_pictures(_rename_columns(values, self.columns), self.pictures.columns)
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
-        # columns named like a field that the recipe maps to another column
+        # columns with the name of a field that the recipe maps to another column
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         reader = MessageReader(self.columns)
         example = parse(renamed, self.row_format, row.file, row.number, reader)
         references: list[PictureReference] = []
         if row_pictures is not None or self.pictures.are_usual or any("pictures" in message for message in example.messages):
             example, references = place_pictures(example, row_pictures, self.pictures)
-        unused.add(COLUMNS, unread, row.number, _read_texts(renamed, self.row_format, example) if unread else [])
+        unused.add(COLUMNS, unread, row.number, _trained_texts(renamed, self.row_format, example) if unread else [])
         for fields in reader.unread:
             unused.add(FIELDS, fields, row.number)
-        check_placeholders(row.values, example.texts())
+        check_media_tags(row.values, example.texts())
         return example, references
 
 
 def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
     """Choose the parser for rows like these. Raise DataError, or UnknownColumns if settings may help."""
     columns = dataset.columns
-    # the recipe names the reasoning column, and leaves out reasoning
+    # the recipe maps a column to reasoning, and ignores reasoning: that column is ignored
     if "reasoning_content" in dataset.ignore_columns and "reasoning" in columns:
         columns = {**columns}
         dataset = dataset.model_copy(update={"ignore_columns": [*dataset.ignore_columns, columns.pop("reasoning")]})
@@ -120,26 +118,27 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
         # LLaMA-Factory's name
         columns = {**columns, "label": "kto_tag"}
     names = {*columns, *header}
-    unpairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
-    _check_columns(rows, file, "preference" if unpairs else dataset.format, columns)
+    splits_pairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
+    _check_columns(rows, file, "preference" if splits_pairs else dataset.format, columns)
     if not columns and dataset.format == "auto":
-        columns = _usual_columns(rows)
+        columns = _alpaca_columns(rows)
     renamed_rows = [_rename_columns(values, columns) for values in rows]
     format_name = _detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
-    row_format = "preference" if unpairs else format_name
+    row_format = "preference" if splits_pairs else format_name
     if dataset.format not in METHOD_FORMATS:
         columns = columns | _reasoning_column(renamed_rows, file, format_name, columns)
         renamed_rows = [_rename_columns(values, columns) for values in rows]
     pictures = picture_use(file, renamed_rows)
-    read = {*FORMATS[row_format].columns, *pictures.columns}
-    column_names = [*(column for values in renamed_rows for column in values), *(name for name in ignored if name in header)]
-    unused = tuple(dict.fromkeys(printable(name) for name in column_names if name not in read))
+    used_columns = {*FORMATS[row_format].columns, *pictures.columns}
+    names_in_order = [*(name for values in renamed_rows for name in values), *(name for name in ignored if name in header)]
+    unused = tuple(dict.fromkeys(printable(name) for name in names_in_order if name not in used_columns))
     return RowParser(file, format_name, row_format, columns, dataset, unused, pictures, None if folder is None else str(folder))
 
 
+#: Fields that dataset.columns can map.
 _FORMAT_FIELDS = sorted({"role", "content", "images"}.union(*(fmt.columns for fmt in FORMATS.values())))
-#: Columns of a question and its answer under other names, read as alpaca.
-_QUESTIONS_ANSWERS = [
+#: Usual names of the columns instruction, output and input.
+_ALPACA_NAMES = [
     names.split()
     for names in (
         "instruction response context", "instruction response", "question answer", "question response", "query response",
@@ -149,66 +148,63 @@ _QUESTIONS_ANSWERS = [
 
 
 class UnknownColumns(DataError):
-    """Columns of no format, or not the recipe's."""
+    """No format has the columns, or the recipe's format has others."""
 
 
 def _formats_with(columns: set[str]) -> list[str]:
     return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
 
 
-def _usual_columns(rows: list[Values]) -> Columns:
-    """Map usual names of question and answer to alpaca's; empty for others."""
-    filled_columns = filled(rows)
+def _alpaca_columns(rows: list[Values]) -> Columns:
+    filled_columns = columns_with_values(rows)
     if _formats_with(filled_columns):
         return {}
-    names = next((names for names in _QUESTIONS_ANSWERS if filled_columns.issuperset(names)), ())
+    names = next((names for names in _ALPACA_NAMES if filled_columns.issuperset(names)), ())
     return dict(zip(("instruction", "output", "input"), names, strict=False))
 
 
 def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
-    """Map a reasoning column by its usual names. Raise DataError for unusable reasoning."""
+    # the field `reasoning` -> the only column with a usual name of reasoning
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
-    for name in transcripts(rows, answers):
-        raise transcript_error(file, columns.get(name, name))
-    named = [name for name in filled(rows) if meaning_of(name) == REASONING]
+    if names := transcripts(rows, answers):
+        raise transcript_error(file, columns.get(names[0], names[0]))
     if format_name != "alpaca":
         if "reasoning" in columns:
-            raise DataError(
-                f"{file}: is read as {format_name}, which has no field reasoning",
-                "Map the question and answer columns to instruction and output; in messages use reasoning_content.",
-            )
+            problem = f"{file}: is read as {format_name}, which has no field reasoning"
+            fix = "Map the question and answer columns to instruction and output; in messages use reasoning_content."
+            raise DataError(problem, fix)
         return {}
-    texts = [
-        name for name in named
+    named_columns = [name for name in columns_with_values(rows) if meaning_of(name) == REASONING]
+    text_columns = [
+        name for name in named_columns
         if any(isinstance(row.get(name), str) and kinds_of(name, row[name]) & {"text", "label"} for row in rows)
     ]  # fmt: skip
-    if "reasoning" in named and "reasoning" not in texts:
-        raise DataError(
-            f"{file}: '{columns.get('reasoning', 'reasoning')}' has no texts, so it isn't the reasoning before the answers",
-            "To leave it out:  dataset.ignore_columns=[reasoning_content]",
-        )
-    return {"reasoning": texts[0]} if len(texts) == 1 and "reasoning" not in named else {}
+    if "reasoning" not in named_columns:
+        return {"reasoning": text_columns[0]} if len(text_columns) == 1 else {}
+    if "reasoning" not in text_columns:
+        name = columns.get("reasoning", "reasoning")
+        problem = f"{file}: '{name}' has no texts, so it isn't the reasoning before the answers"
+        raise DataError(problem, "To leave it out:  dataset.ignore_columns=[reasoning_content]")
+    return {}
 
 
 def _rename_columns(row: Values, columns: Columns) -> Values:
-    """Rename the user's columns (field -> column) to the format's."""
+    # `columns`: field of the format -> column of the row
     mapped = {field: row[column] for field, column in columns.items() if column in row}
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
 def _detect(rows: list[Values], file: str) -> str:
-    """Return the format of most rows. Raise UnknownColumns for none, DataError for several."""
+    # the format of most rows
     counts: Counter[str] = Counter()
     for row in rows:
-        matching = _formats_with(filled([row]))
+        matching = _formats_with(columns_with_values([row]))
         # many published datasets have a copy of the other columns in `text`
-        matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
+        if len(matching) > 1 and "text" in matching:
+            matching.remove("text")
         if len(matching) > 1:
-            names = " and ".join(matching)
-            raise DataError(
-                f"{file}: the columns ({column_list(rows)}) fit more than one format: {names}",
-                f"Choose one, for example  dataset.format={matching[0]}",
-            )
+            problem = f"{file}: the columns ({column_list(rows)}) fit more than one format: {' and '.join(matching)}"
+            raise DataError(problem, f"Choose one, for example  dataset.format={matching[0]}")
         counts.update(matching)
     if not counts:
         counts.update(_formats_with({name for row in rows for name in row}))
@@ -218,35 +214,30 @@ def _detect(rows: list[Values], file: str) -> str:
 
 
 def _check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
-    """Raise DataError for required or mapped columns that no row has; `rows` are not renamed."""
+    # `rows` are not renamed
     header = {key for row in rows for key in row}
     for field, column in columns.items():
         if field not in _FORMAT_FIELDS:
-            raise DataError(
-                f"dataset.columns: '{printable(field)}' is not a field of any format",
-                f"The fields are {', '.join(_FORMAT_FIELDS)}.",
-            )
+            problem = f"dataset.columns: '{printable(field)}' is not a field of any format"
+            raise DataError(problem, f"The fields are {', '.join(_FORMAT_FIELDS)}.")
+        # `role` and `content` are keys of messages
         if column not in header and field not in ("role", "content"):
-            raise DataError(
-                f"{file}: dataset.columns maps {field} to a column '{printable(column)}', and the file has {column_list(rows)}",
-                "Use a column name of the file.",
-            )
+            problem = f"{file}: dataset.columns maps {field} to a column '{printable(column)}', and the file has"
+            raise DataError(f"{problem} {column_list(rows)}", "Use a column name of the file.")
     required = FORMATS[format_name].required if format_name in FORMATS else ()
     missing = [column for column in required if column not in {*header, *columns}]
     if missing:
-        raise UnknownColumns(
-            f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {column_list(rows)}",
-            _FORMATS_HINT,
-        )
+        problem = f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {column_list(rows)}"
+        raise UnknownColumns(problem, _FORMATS_HINT)
 
 
-#: Fields that every message needs: they stay if a column of the same name is left out.
-_MESSAGE_PARTS = {"role", "content", "from", "value"}
+#: Fields that every message needs: they are not dropped with a column of the same name.
+_MESSAGE_FIELDS = {"role", "content", "from", "value"}
 
 
 def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
-    """Drop ignored columns and message fields, and write values that aren't text as JSON. Raise BadRow."""
-    # `reasoning_content` means reasoning under any name
+    # drop ignored columns and message fields, and write values of JSON columns as text
+    # ignoring `reasoning_content` ignores reasoning under any name
     if "reasoning_content" in ignored:
         ignored = {*ignored, "reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
     if not ignored and not as_json:
@@ -257,12 +248,13 @@ def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[st
             if not isinstance(value, str) and not is_missing(value):
                 applied[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
             continue
+        # messages may be JSON in a text column; only those with an ignored field are parsed
         if isinstance(value, str) and value.lstrip().startswith("[") and any(field in value for field in ignored):
-            with contextlib.suppress(BadRow):  # it is plain text
+            with contextlib.suppress(BadRow):  # plain text that begins with a bracket
                 value = parse_if_text(value, name)
         if isinstance(value, list):
             # parts of a message's content keep their fields
-            dropped = set() if in_message else {*ignored} - _MESSAGE_PARTS
+            dropped = set() if in_message else {*ignored} - _MESSAGE_FIELDS
             applied[name] = [
                 _apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
             ]
@@ -270,13 +262,11 @@ def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[st
 
 
 class PreferenceData(DataError):
-    """Rows with a better and a worse answer."""
+    """Rows of pairs where the method trains on one answer."""
 
     def __init__(self, file: str, chosen: str, rejected: str) -> None:
-        super().__init__(
-            f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt",
-            "To learn to prefer the chosen answers:  method=dpo",
-        )
+        problem = f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt"
+        super().__init__(problem, "To learn to prefer the chosen answers:  method=dpo")
         self.columns = {"chosen": chosen, "rejected": rejected}
 
 
@@ -294,15 +284,19 @@ def _check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[st
 _TURN = r"(?:^|[\s>])(?:[#*\[(<]* ?(?:{0})[*\])>]*:|<[|｜](?:\w+\|>)?(?:{0})\b|{1})"
 _USER = _TURN.format("user|human", r"\[INST\]|<start_of_turn>user")
 _ASSISTANT = _TURN.format("assistant|gpt|chatgpt|chatbot|bot|ai", r"\[/INST\]|<start_of_turn>model")
-_TRANSCRIPT = re.compile(f"(?>.*?{_USER}).*{_ASSISTANT}", re.I | re.S)  # atomic: one search for each, in any text
+# the atomic group (?>...) searches for the first user turn only once, which bounds the time
+_TRANSCRIPT = re.compile(f"(?>.*?{_USER}).*{_ASSISTANT}", re.I | re.S)
 _SAMPLE_ROWS, _SAMPLE_CHARACTERS = 50, 4_000
 
 
 def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
     """Return the columns whose texts are mostly whole conversations."""
-    texts = {name: [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)] for name in columns}
-    conversations = {name: [text for text in texts[name] if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])] for name in texts}
-    return [name for name in texts if 2 * len(conversations[name]) > len(texts[name])]
+    transcript_columns = []
+    for name in columns:
+        texts = [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)]
+        if 2 * sum(bool(_TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])) for text in texts) > len(texts):
+            transcript_columns.append(name)
+    return transcript_columns
 
 
 def transcript_error(file: str, column: str) -> DataError:
@@ -314,6 +308,7 @@ def transcript_error(file: str, column: str) -> DataError:
     )
 
 
+#: Columns of data without examples -> problem and fix; FILE is replaced.
 _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
     ("turns", "category"): (
         "these are evaluation questions (MT-Bench: turns, category) without answers to train on",
@@ -327,7 +322,7 @@ _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
 }
 
 
-def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:
+def _trained_texts(row: Values, format_name: str, example: Example) -> list[str]:
     if example.messages and format_name != "alpaca":
         texts = [message["content"] for message in example.messages if message["role"] not in ("system", "developer")]
     else:
@@ -343,14 +338,15 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
     if not all(map(is_local, paths)):
         return "sft", "the rows are not on this machine"
-    rows = [row.values for row in itertools.islice(sources_of(dataset)[0][0].rows(), 100) if isinstance(row, Row)]
-    renamed = [_rename_columns(values, dataset.columns) for values in rows]
-    filled_columns = filled(renamed)
+    training_sources, _ = sources_of(dataset)
+    first_rows = itertools.islice(training_sources[0].rows(), 100)
+    renamed = [_rename_columns(row.values, dataset.columns) for row in first_rows if isinstance(row, Row)]
+    filled_columns = columns_with_values(renamed)
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
     has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
     for column in ("label", "kto_tag") if has_answers else ():
-        if column in filled_columns and all(values.get(column) in _MARKS for values in renamed):
+        if column in filled_columns and all(values.get(column) in _GOOD_OR_BAD for values in renamed):
             return "kto", f"the answers are marked good or bad ({column})"
     return "sft", "the rows have one answer each"
 

@@ -97,10 +97,10 @@ class SourceReader:
 
     def finish(self) -> tuple[str, ...]:
         """Return the unread columns and fields. Raise DataError if they may change the meaning."""
-        if asked := self.unused.asked():
+        if blocking := self.unused.blocking():
             sample = [row for row in self._sample if isinstance(row, Row)]
-            fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
-            raise DataError(self.unused.problems(asked), "\n".join(fixes))
+            fixes = [*fixes_of(blocking, self.parser.file), *advice_for_unused(blocking, sample, self.parser, self._dataset)]
+            raise DataError(self.unused.problems(blocking), "\n".join(fixes))
         fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
         return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
 

@@ -125,7 +125,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if data.eval is not None and len(data.eval):
         data.eval.save_to_disk(str(run.data / "eval"))
     held_out = data.eval_report and data.eval_report.as_json()
-    write_json(run.data / "report.json", {**data.report.as_json(), "eval_report": held_out, "plain": data.plain})
+    write_json(run.data / "report.json", {**data.report.as_json(), "eval_report": held_out, "plain": data.is_plain})
     examples = [example for split in data.splits[1:] for example in split.examples]
     questions = questions_of(examples, Encoder(prepared.tokenizer, pictures=ModelPictures(settings)))
     write_json(run.data / "eval_examples.json", questions)

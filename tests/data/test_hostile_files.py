@@ -237,7 +237,7 @@ def test_a_table_of_a_hundred_thousand_columns_is_refused_by_its_header(tmp_path
 @pytest.mark.parametrize("pattern", ["/**/*.jsonl", "~/**/*.jsonl"])
 def test_a_pattern_that_searches_a_whole_disk_is_refused(pattern):
     with pytest.raises(DataError, match="would search all of"):
-        DataFiles.of(pattern)
+        DataFiles.find(pattern)
 
 
 @pytest.mark.parametrize("seed", [7, pytest.param(1, marks=pytest.mark.slow)])
