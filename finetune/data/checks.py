@@ -73,8 +73,7 @@ def valid_text(value: Any, field: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         code_point = ord(value[error.start])
-        # surrogateescape decodes an invalid byte to this range
-        if 0xDC80 <= code_point <= 0xDCFF:
+        if 0xDC80 <= code_point <= 0xDCFF:  # surrogateescape decodes an invalid byte to this range
             raise BadRow(field, f"is not UTF-8: byte 0x{code_point - 0xDC00:02x} at character {error.start + 1}") from None
         raise BadRow(field, f"has a lone surrogate (\\u{code_point:04x}) at character {error.start + 1}") from None
     return value

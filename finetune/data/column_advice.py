@@ -190,8 +190,7 @@ def _part_of(name: str, rows: list[Values]) -> str:
         return "other"
     if meaning or name_words & {*_QUESTIONS}:
         return "system" if "system" in name.lower() else "prompt"
-    # ids of rows, such as T-1, T-2, T-3
-    if kinds == {"token"} and len({*map(str, values)}) == len(values) > 2:
+    if kinds == {"token"} and len({*map(str, values)}) == len(values) > 2:  # ids of rows, such as T-1, T-2, T-3
         return "other"
     return "transcript" if transcripts(rows, [name]) else ""
 
@@ -201,8 +200,7 @@ def _suggest_questions(parts: ColumnsByPart, question: str | None = None, answer
     answer = answer or _first_named(parts["answer"], _ANSWERS)
     if question is None or answer is None:
         pair = [*parts["prompt"], *parts[""], *parts["answer"]]
-        # two columns alone are a question and its answer
-        if len(pair) != 2 or pair == parts["answer"]:
+        if len(pair) != 2 or pair == parts["answer"]:  # two columns alone are a question and its answer
             return
         question = question or pair[0]
         [answer] = {*pair} - {question}

@@ -111,8 +111,7 @@ class ColumnUse:
     value_digests: set[str] = field(default_factory=set)
 
     def add(self, row_number: int, kinds: set[str], value: Any) -> None:
-        # telling names are counted by row, other fields by message
-        if kinds != {NAMED} or row_number != self.last_row:
+        if kinds != {NAMED} or row_number != self.last_row:  # telling names are counted by row, other fields by message
             self.count += 1
         self.last_row = row_number
         if len(self.first_rows) < _MAX_LISTED_ROWS and row_number not in self.first_rows:
@@ -180,8 +179,7 @@ class UnusedColumns:
             # a file whose rows all have another split than train is no mixture
             is_mixture = use.count != self.totals[owner] or use.kinds != {NAMED}
             return name != "split" or (all_rows_read and is_mixture)
-        # short texts that nearly all differ are prose
-        prose_values = min(_MAX_DISTINCT, max(4, use.count // 2))
+        prose_values = min(_MAX_DISTINCT, max(4, use.count // 2))  # short texts that nearly all differ are prose
         is_prose = all_rows_read and "label" in use.kinds and len(use.value_digests) >= prose_values
         kinds = use.kinds | {"text"} if is_prose else use.kinds
         # all rows have the same value; a single row can't show that

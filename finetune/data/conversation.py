@@ -99,8 +99,7 @@ class MessageReader:
     def __init__(self, columns: Columns | None = None) -> None:
         columns = columns or {}
         self._keys = columns.get("role", "role"), columns.get("content", "content")
-        #: For each message.
-        self.unread: list[Values] = []
+        self.unread: list[Values] = []  # for each message
 
     def read(self, value: Any, field: str) -> list[Message]:
         """Read the messages in a row's `field`, also as JSON. Raise BadRow."""
@@ -147,8 +146,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
     speaker = {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"])
     has_question = "user" in [message["role"] for message in messages[:-1]]
-    # the chat template checks the rest of the order
-    if speaker == "a tool" or (speaker and not has_question):
+    if speaker == "a tool" or (speaker and not has_question):  # the chat template checks the rest of the order
         raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and there is no user message to answer")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
@@ -162,8 +160,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
 
 def _role_and_content_keys(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
     role, content = keys
-    # ShareGPT's keys
-    if role not in message and "from" in message:
+    if role not in message and "from" in message:  # ShareGPT's keys
         role = "from"
     if content not in message and "value" in message:
         content = "value"

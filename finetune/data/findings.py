@@ -70,8 +70,7 @@ _NOTES = {
 
 def find_leaks(train: DataSplit, held_out: DataSplit) -> Iterator[Finding]:
     """Yield a finding of held-out rows whose prompt is also trained on."""
-    # for plain text the digest covers the whole text
-    trained_prompts = train.stored.prompt_digests[train.row_mask]
+    trained_prompts = train.stored.prompt_digests[train.row_mask]  # for plain text the digest covers the whole text
     leaked = held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts)
     if leaked.any():
         text = "{rows} held out have the prompt of a training row, so their scores say little"
@@ -119,7 +118,7 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
             yield finding(note, text, rows, fix)
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row, so the tokens change every day"
-        yield Finding("today", text, int(used.sum()), (), "")
+        yield Finding("today", text, int(used.sum()))
 
 
 def _script_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
@@ -180,7 +179,7 @@ def _label_findings(stored: StoredRows, used: np.ndarray, good_weight: float, ba
         weight = f"desirable_weight={bad_weight * n_bad / n_good:.3g}"
         if ratio >= 1:
             weight = f"undesirable_weight={good_weight * n_good / n_bad:.3g}"
-        yield Finding("label balance", text, 0, (), f"To balance them:  {weight}")
+        yield Finding("label balance", text, fix=f"To balance them:  {weight}")
     rows = np.flatnonzero(used)
     answers = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
     labels = set(zip(answers, good[rows].tolist(), strict=True))

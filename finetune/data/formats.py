@@ -205,15 +205,14 @@ _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0
 def _from_labelled(row: Values, reader: MessageReader) -> Values:
     label = row["label"]
     key = label.strip().lower() if isinstance(label, str) else label
-    if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
+    if not isinstance(key, (int, float, str)) or key not in _LABELS:
         raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
     filled_columns = columns_with_values([row])
     name = next((name for name in LABELLED_ANSWERS if filled_columns.issuperset(FORMATS[name].required)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
     fields = FORMATS[name].parse(row, reader)
-    # the label is for the last answer of a conversation, or a whole completion
-    if name != "prompt_completion":
+    if name != "prompt_completion":  # the label is for the last answer of a conversation, or a whole completion
         fields["answers"] = fields["answers"][-1:]
     return {**fields, "desirable": _LABELS[key]}
 

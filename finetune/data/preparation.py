@@ -106,7 +106,7 @@ class SelectedRows:
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
         # a Finding formats its text, so braces are doubled
-        notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}"), 0, (), "") for note in self.encoded.notes]
+        notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}")) for note in self.encoded.notes]
         leaks = find_leaks(*self.encoded.splits) if len(self.splits) > 1 else ()
         train, *held_out = (tuple(find_problems(split, self.recipe, self.encoded.encoder)) for split in self.splits)
         return [(*notes, *leaks, *train), *held_out]
@@ -206,18 +206,16 @@ def encode(
 
 def _held_out_mask(prompt_digests: np.ndarray, size: float | None, seed: int) -> np.ndarray:
     # the rows that `test_split_size` holds out
-    digests = prompt_digests.tolist()
+    digests, total = prompt_digests.tolist(), len(prompt_digests)
     is_default = size is None
     if size is None:
-        size = DEFAULT_SHARE if len(digests) >= LEAST_ROWS else 0
+        size = DEFAULT_SHARE if total >= LEAST_ROWS else 0
     if not size:
-        return np.zeros(len(digests), dtype=bool)
-    target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
-    if target_rows >= len(digests):
-        raise DataError(
-            f"dataset.test_split_size holds out {target_rows:,} of {len(digests):,} usable rows; none are left to train on",
-            "Hold out fewer rows, or none:  dataset.test_split_size=0",
-        )
+        return np.zeros(total, dtype=bool)
+    target_rows = max(1, round(total * size)) if size < 1 else int(size)
+    if target_rows >= total:
+        problem = f"dataset.test_split_size holds out {target_rows:,} of {total:,} usable rows; none are left to train on"
+        raise DataError(problem, "Hold out fewer rows, or none:  dataset.test_split_size=0")
     # rows with the same prompt stay together, so no held-out prompt is trained on
     row_counts = Counter(digests)
     shuffled = list(row_counts)

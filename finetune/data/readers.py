@@ -81,8 +81,7 @@ def _rows_of_split(split: str, path: Path, name: str, requires_splits: bool) -> 
         if isinstance(row, Refused):
             yield row
         elif "split" not in row.values:
-            # a file without splits is read whole for any split
-            if requires_splits:
+            if requires_splits:  # a file without splits is read whole for any split
                 problem = "dataset.eval_split needs a hub dataset, a folder of save_to_disk or rows with a column 'split'"
                 fix = "Use dataset.eval_path, or hold rows out with dataset.test_split_size."
                 raise RecipeError(f"{problem}; {name} has no splits", fix)
@@ -115,8 +114,7 @@ def _check_text(path: Path, name: str) -> None:
         problem = "has only zero bytes" if head else "the file is empty (0 bytes)"
         raise DataError(f"{name}: {problem}", "Check that it was written or downloaded completely.")
     codec = next((codec for mark, codec in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "")
-    # UTF-16 without a mark: every second byte of Latin text is zero
-    if not codec and head.count(b"\0") * 4 > len(head):
+    if not codec and head.count(b"\0") * 4 > len(head):  # UTF-16 without a mark: every second byte of Latin text is zero
         codec = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
     if codec:
         command = f"iconv -f {codec} -t UTF-8 {shlex.quote(name)} > fixed{path.suffix}"
@@ -195,8 +193,7 @@ class _DuplicateKeyError(ValueError):
 
 def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> Values:
     fields = dict(pairs)
-    # Python would silently keep the last value
-    if len(fields) < len(pairs):
+    if len(fields) < len(pairs):  # Python would silently keep the last value
         keys = [key for key, _ in pairs]
         raise _DuplicateKeyError(printable(next(key for key in keys if keys.count(key) > 1)))
     return fields
@@ -239,8 +236,7 @@ def _json_content(path: Path, name: str) -> Any:
         position = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
         problem = f"{name}: {position}{_json_problem(error)}"
         raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
-    # `null` is refused as a row; None means a blank file
-    return [content] if content is None else content
+    return [content] if content is None else content  # `null` is refused as a row; None means a blank file
 
 
 def _list_of_rows(content: Any, name: str) -> list[Any]:
@@ -369,8 +365,7 @@ def _batch_rows(metadata: Any, name: str) -> int:
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = ((group, group.column(index)) for group in groups for index in range(group.num_columns))
     row_values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
-    # rows of a small compressed file could fill the memory
-    if row_values > _MAX_VALUES:
+    if row_values > _MAX_VALUES:  # rows of a small compressed file could fill the memory
         raise DataError(f"{name}: its rows have {row_values:,.0f} values each", "Check its source: no text row is that long.")
     row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
     return max(1, min(_BATCH_ROWS, int(_MAX_VALUES / max(1, row_values)), int(_BATCH_BYTES / max(1, row_bytes))))
@@ -379,7 +374,7 @@ def _batch_rows(metadata: Any, name: str) -> int:
 def _table_row(one_row_batch: Any, name: str, number: int) -> Row | Refused:
     try:
         return Row(name, number, {key: drop_nulls(value) for key, value in one_row_batch.to_pylist()[0].items()})
-    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         return Refused(name, number, None, f"has a value that can't be read: {error}")
 
 

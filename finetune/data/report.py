@@ -39,9 +39,9 @@ class Finding:
 
     kind: str
     text: str
-    rows: int
-    first: tuple[str, ...]  # locations of the first three rows
-    fix: str
+    rows: int = 0
+    first: tuple[str, ...] = ()  # locations of the first three rows
+    fix: str = ""
     blocks: bool = False  # whether a run is refused unless the recipe accepts the finding
 
     def __str__(self) -> str:

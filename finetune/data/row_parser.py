@@ -50,7 +50,7 @@ class RowParser:
     dataset: DatasetRecipe
     unused_columns: tuple[str, ...]  # unused columns of the first rows
     pictures: PictureUse
-    folder: str | None  # folder of the data file
+    folder: Path | None  # folder of the data file
     reads_pictures: bool = True  # if false, no image is opened, and examples have no images
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
@@ -115,8 +115,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     header = {name for values in rows for name in values}
     rows = [_apply_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
-        # LLaMA-Factory's name
-        columns = {**columns, "label": "kto_tag"}
+        columns = {**columns, "label": "kto_tag"}  # LLaMA-Factory's name
     names = {*columns, *header}
     splits_pairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
     _check_columns(rows, file, "preference" if splits_pairs else dataset.format, columns)
@@ -132,7 +131,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     used_columns = {*FORMATS[row_format].columns, *pictures.columns}
     names_in_order = [*(name for values in renamed_rows for name in values), *(name for name in ignored if name in header)]
     unused = tuple(dict.fromkeys(printable(name) for name in names_in_order if name not in used_columns))
-    return RowParser(file, format_name, row_format, columns, dataset, unused, pictures, None if folder is None else str(folder))
+    return RowParser(file, format_name, row_format, columns, dataset, unused, pictures, folder)
 
 
 #: Fields that dataset.columns can map.
@@ -220,8 +219,7 @@ def _check_columns(rows: list[Values], file: str, format_name: str, columns: Col
         if field not in _FORMAT_FIELDS:
             problem = f"dataset.columns: '{printable(field)}' is not a field of any format"
             raise DataError(problem, f"The fields are {', '.join(_FORMAT_FIELDS)}.")
-        # `role` and `content` are keys of messages
-        if column not in header and field not in ("role", "content"):
+        if column not in header and field not in ("role", "content"):  # `role` and `content` are keys of messages
             problem = f"{file}: dataset.columns maps {field} to a column '{printable(column)}', and the file has"
             raise DataError(f"{problem} {column_list(rows)}", "Use a column name of the file.")
     required = FORMATS[format_name].required if format_name in FORMATS else ()
@@ -270,8 +268,8 @@ class PreferenceData(DataError):
         self.columns = {"chosen": chosen, "rejected": rejected}
 
 
-def _check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
-    filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
+def _check_other_data(rows: list[Values], file: str, mapped_columns: set[str]) -> None:
+    filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - mapped_columns
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
         if filled_columns.issuperset(columns):
             raise DataError(f"{file}: {problem}", fix.replace("FILE", shlex.quote(file)))
@@ -345,8 +343,8 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
     has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
-    for column in ("label", "kto_tag") if has_answers else ():
-        if column in filled_columns and all(values.get(column) in _GOOD_OR_BAD for values in renamed):
+    for column in ("label", "kto_tag"):
+        if has_answers and column in filled_columns and all(values.get(column) in _GOOD_OR_BAD for values in renamed):
             return "kto", f"the answers are marked good or bad ({column})"
     return "sft", "the rows have one answer each"
 

@@ -52,7 +52,7 @@ class DataFiles:
 
     @classmethod
     def find(cls, path_text: str) -> DataFiles | None:
-        """Find the data files of a folder or pattern; None for anything else."""
+        """Find the data files of a folder or pattern; None without such files."""
         path, name = expanded(path_text), printable(path_text, 200)
         if _bundled_paths(path_text) or _is_saved_dataset(path):
             return None
@@ -74,7 +74,7 @@ class DataFiles:
         if is_pattern and {*splits.values()} == {_split_of(path.relative_to(root))}:
             # the pattern itself names the split, as in data/test-*.jsonl: read the files for any purpose
             splits = dict.fromkeys(splits)
-        return cls(name, splits)
+        return cls(name, splits) if splits else None
 
     @property
     def is_split(self) -> bool:
@@ -203,8 +203,7 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     """Return the training and held-out sources. Raise DataError or RecipeError."""
     _check_settings(dataset)
     names_split = "split" in dataset.model_fields_set
-    # without either setting, files are read whole
-    split = dataset.split if names_split or dataset.eval_split else None
+    split = dataset.split if names_split or dataset.eval_split else None  # without either setting, files are read whole
     train = find_sources(dataset.path, dataset, split=split, weights=dataset.weights)
     if dataset.eval_path:
         return train, find_sources(dataset.eval_path, dataset, purpose="eval")
@@ -214,8 +213,7 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
         return train, []
     if isinstance(dataset.path, str) and (bundled := _bundled_paths(dataset.path)):
         return train, [Source(f"{dataset.path} (eval)", bundled["eval"])]
-    # files named for testing are not read
-    folders = [] if names_split else _split_folders(dataset.path)
+    folders = [] if names_split else _split_folders(dataset.path)  # files named for testing are not read
     return train, [_file_source(file) for files in folders for file in files.with_split(VALIDATION)]
 
 
@@ -279,7 +277,7 @@ def _local_sources(path_text: str, purpose: str, split: str | None, requires_spl
     if arrow_files := _saved_arrow_files(path_text, split):
         return list(map(_file_source, arrow_files))
     files = DataFiles.find(path_text)
-    if files is None or not files.splits:
+    if files is None:
         local_sources = _file_or_bundled(path_text, purpose)
     elif split is not None and files.is_split:
         return list(map(_file_source, files.require_split(split)))
@@ -331,10 +329,7 @@ def _json_list(path: Path, key: str) -> list[Any]:
 
 def is_local(text: str) -> bool:
     """Return whether a file, a pattern's files or a bundled dataset is on this machine."""
-    if expanded(text).exists() or _bundled_paths(text):
-        return True
-    files = DataFiles.find(text)
-    return files is not None and bool(files.splits)
+    return expanded(text).exists() or bool(_bundled_paths(text)) or DataFiles.find(text) is not None
 
 
 def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:

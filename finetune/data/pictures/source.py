@@ -263,7 +263,7 @@ FileStat = tuple[int, int, int] | None
 class PictureReader:
     """Checks images in the data file's folder and in `image_folder`."""
 
-    def __init__(self, folder: str | None, image_folder: str | None) -> None:
+    def __init__(self, folder: Path | None, image_folder: str | None) -> None:
         require_pillow()
         # not Path.resolve(): symbolic links must not be followed
         folders = (image_folder and os.path.expanduser(image_folder), folder)  # noqa: PTH111
