@@ -21,10 +21,9 @@ TOKENISED = (
 
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
-    """A row that can't be trained on."""
+    """A row that can't be trained on; `field` is the path inside the row, None for the whole row."""
 
     def __init__(self, field: str | None, reason: str) -> None:
-        #: `field` is the path inside the row; None for the whole row.
         self.field, self.reason = field, reason
         super().__init__(reason)
 

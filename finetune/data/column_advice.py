@@ -68,12 +68,14 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
         unclear = [*parser.parse([*rows]).unused.blocking()]
         fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | parser.columns
         # of the unused columns only a context is guessed
-        suggestions = [item for item in _suggest_for_unused(unclear, parser, values) if "input" in item[1]["columns"]]
+        for_unused = _suggest_for_unused(unclear, parser, values)
+        suggestions = [(reason, settings) for reason, settings in for_unused if "input" in settings["columns"]]
     except DataError:
         suggestions = [*_suggest_questions(_by_part(columns, values))]
     is_guess = bool(unclear) and not dataset.columns
     if is_guess:
-        fields = _first_that_reads(suggestions, rows, "", dataset)[1].get("columns", fields)
+        _, settings = _first_that_reads(suggestions, rows, "", dataset)
+        fields = settings.get("columns", fields)
     field_of_column = {column: field for field, column in fields.items()}
     return {name: field_of_column.get(name, "ignore") for name in columns}, is_guess
 
@@ -203,7 +205,7 @@ def _suggest_questions(parts: ColumnsByPart, question: str | None = None, answer
         if len(pair) != 2 or pair == parts["answer"]:  # two columns alone are a question and its answer
             return
         question = question or pair[0]
-        [answer] = {*pair} - {question}
+        answer = pair[1] if question == pair[0] else pair[0]
     fields = {"instruction": question, "output": answer}
     fields |= {field: name for field in ("system", "reasoning") for name in parts[field][:1]}
     contexts = [name for name in parts["prompt"] if name not in fields.values()]

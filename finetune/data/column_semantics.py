@@ -57,10 +57,9 @@ def meaning_of(name: Any) -> str:
 
 
 def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: bool) -> bool | None:
-    # None: the name does not decide
     meaning = meaning_of(name)
     if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
-        return None
+        return None  # the name does not decide
     if meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS):
         return None
     if in_message and meaning in (_SPLIT, CONTEXT):
@@ -111,7 +110,7 @@ class ColumnUse:
     value_digests: set[str] = field(default_factory=set)
 
     def add(self, row_number: int, kinds: set[str], value: Any) -> None:
-        if kinds != {NAMED} or row_number != self.last_row:  # telling names are counted by row, other fields by message
+        if kinds != {NAMED} or row_number != self.last_row:  # known names are counted by row, other fields by message
             self.count += 1
         self.last_row = row_number
         if len(self.first_rows) < _MAX_LISTED_ROWS and row_number not in self.first_rows:
@@ -220,7 +219,7 @@ def _digest(value: Any) -> str:
 
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
-_CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"
+_CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"  # a time and its zone, such as 10:30 pm (UTC)
 #: Kind -> pattern of a short text; the first match counts.
 _PATTERNS = {
     "truth": "(?i:true|false|yes|no)",
@@ -252,7 +251,7 @@ def _word_set(text: str) -> set[str]:
 _ROLES = ("role", "from")  # fields of messages in an unused column, such as a copy of the conversation
 _INTEGERS = {"integer", "bit"}
 _NUMBERS = {"float", *_INTEGERS}
-_SHORT = {"word", "token", "label", "identifier"}
+_SHORT_TEXTS = {"word", "token", "label", "identifier"}
 _COUNTS = _word_set("length len count counts tokens turn turns words chars characters size bytes perplexity")
 #: Topics of questions; beside plain text they may be the label to learn.
 _CLASSES = _word_set(
@@ -260,19 +259,19 @@ _CLASSES = _word_set(
     "keyword keywords skill skills area theme subcategory subtopic"
 )
 #: Words in the name of a harmless column, and the kinds of its values.
-_FAMILIES = (
+_HARMLESS = (
     (_word_set("id ids uuid guid uid idx index hash sha sha1 sha256 md5 checksum fingerprint digest rowid doi unnamed"),
      {"identifier", "token", "url", "date", *_INTEGERS}),
     (_word_set("source sources origin dataset corpus model generator engine author license licence copyright publisher "
                "site website file filename filepath path repo repository dump username annotator worker contributor provider "
                "version"),
-     {*_SHORT, "url"}),
+     {*_SHORT_TEXTS, "url"}),
     (_word_set("url urls uri link links href homepage avatar thumbnail"), {"url", "token", "word", "identifier"}),
     (_word_set("lang language languages locale country script"), {"word", "token", "label"}),
     (_word_set("date time timestamp datetime year month created updated modified published retrieved crawled at utc"),
      {"date", "identifier", *_NUMBERS}),
-    (_word_set("meta metadata"), {*_SHORT, "url", "date", *_NUMBERS}),
-    (_CLASSES, {*_SHORT, *_NUMBERS}),
+    (_word_set("meta metadata"), {*_SHORT_TEXTS, "url", "date", *_NUMBERS}),
+    (_CLASSES, {*_SHORT_TEXTS, *_NUMBERS}),
 )  # fmt: skip
 #: Columns with these words in their name, such as vote_count, are harmless only as copies of a trained text.
 JUDGEMENTS = _word_set(
@@ -326,7 +325,7 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return False
     if new_kinds <= ({"url", "identifier", "date"} if has_answer else {"url", "identifier"}):
         return True
-    if any(name_words & family_words and new_kinds <= allowed for family_words, allowed in _FAMILIES):
+    if any(name_words & family_words and new_kinds <= allowed for family_words, allowed in _HARMLESS):
         return True
     return not has_answer and name.lower() in _TEXT_SCORES and new_kinds <= _NUMBERS
 

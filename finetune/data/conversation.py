@@ -111,7 +111,8 @@ class MessageReader:
         messages: list[Message] = []
         for turn in value:
             keys_by_role = _keys_by_role(turn)
-            for source in [{"role": role, "content": turn[key]} for role, key in keys_by_role.items()] or [turn]:
+            sources = [{"role": role, "content": turn[key]} for role, key in keys_by_role.items()]
+            for source in sources or [turn]:
                 messages.append(_message(source, f"{field}[{len(messages)}]", self._keys))
             read_keys = {*_MESSAGE_KEYS, *_role_and_content_keys(turn, self._keys), *keys_by_role.values()}
             self.unread.append({name: value for name, value in turn.items() if name not in read_keys})

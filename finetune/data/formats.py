@@ -76,7 +76,7 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow(f"history[{index}]", f"is {type_phrase(pair)}, not a pair of question and answer")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            messages += _messages(text, f"history[{index}]", role)
+            messages += _as_messages(text, f"history[{index}]", role)
     messages = _add_system(row, [*messages, question, {"role": "assistant", "content": answer}])
     reasoning = optional_text(row, "reasoning")
     thought, end_of_thought, _ = answer.partition("</think>")
@@ -87,7 +87,7 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
 
-def _messages(value: Any, field: str, role: str, reader: MessageReader | None = None) -> list[Message]:
+def _as_messages(value: Any, field: str, role: str, reader: MessageReader | None = None) -> list[Message]:
     if reader is None or isinstance(value, str):
         return [{"role": role, "content": required_text({field: value}, field)}]
     return reader.read([value] if isinstance(value, dict) else value, field)
@@ -104,8 +104,8 @@ def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
     if not any(isinstance(row.get(field), (list, dict)) for field in ("prompt", "completion")):
         # two texts are concatenated without a template
         return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
-    prompt, tools = _read_tools(row, _messages(row.get("prompt"), "prompt", "user", reader), "prompt")
-    completion = _messages(row.get("completion"), "completion", "assistant", reader)
+    prompt, tools = _read_tools(row, _as_messages(row.get("prompt"), "prompt", "user", reader), "prompt")
+    completion = _as_messages(row.get("completion"), "completion", "assistant", reader)
     messages, _ = read_tool_text([*prompt, *completion], "prompt")
     return {"messages": tuple(messages), "answers": _answers_after(len(prompt), messages, "prompt"), "tools": tools}
 
@@ -133,7 +133,7 @@ def _from_preference(row: Values, reader: MessageReader) -> Values:
         value = _instruction(row) if field == "instruction" else row[field]
         if field in ("messages", "conversations"):
             value = parse_if_text(value, field)
-        messages = _add_system(row, _messages(value, field, "user", reader))
+        messages = _add_system(row, _as_messages(value, field, "user", reader))
         prompt, tools = _read_tools(row, messages, field)
         # three texts are trained on without a template
         if field == "prompt" and len(messages) == 1 and all(isinstance(text, str) for text in (value, chosen, rejected)):
@@ -165,7 +165,7 @@ def _conversation(value: Any, field: str, prompt: list[Message], reader: Message
             raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")
         turns = zip(parts[::2], parts[1::2], strict=True)
         return MessageReader().read([{"role": speaker, "content": content.strip()} for speaker, content in turns], field)
-    messages = _messages(value, field, "assistant", reader)
+    messages = _as_messages(value, field, "assistant", reader)
     if not isinstance(value, str):
         messages, _ = read_tool_text(messages, field)
     if messages[0]["role"] == "assistant":

@@ -82,11 +82,11 @@ class SelectedRows:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether no training row uses a template."""
+        """Return whether each training row is a prompt and a completion, without a chat template."""
         return bool(self.splits[0].stored.has("pair")[self.splits[0].used].all())
 
     def sequence(self, index: int = 0) -> tuple[list[int], list[int], tuple[PictureSource, ...]]:
-        """Return ids, labels and images of a training sequence, all empty if there is none."""
+        """Return ids, labels and images of a training sequence, empty without sequences."""
         # unlike `train`, the tables don't import datasets, which takes a second
         for table in self.splits[0].tables():
             if index < table.num_rows:
@@ -105,6 +105,7 @@ class SelectedRows:
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
+        """Return the findings of each split."""
         # a Finding formats its text, so braces are doubled
         notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}")) for note in self.encoded.notes]
         leaks = find_leaks(*self.encoded.splits) if len(self.splits) > 1 else ()
@@ -127,10 +128,8 @@ class SelectedRows:
         problems, fixes = [], []
         if refused and recipe.dataset.on_bad_rows == "fail":
             problems += refusal_lines(refused, rows_read)
-            fixes.append(
-                "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  "
-                "(in the recipe on_bad_rows: skip, under dataset)"
-            )
+            in_recipe = "(in the recipe on_bad_rows: skip, under dataset)"
+            fixes.append(f"Correct these rows, or leave them out:  dataset.on_bad_rows=skip  {in_recipe}")
             fixes += json_advice(refused, recipe.dataset)
         if too_long and recipe.excess_length in ("raise", "chunk"):
             longest = sorted((entry for split in splits for entry in split.longest()), key=lambda entry: -entry[1])
@@ -205,7 +204,6 @@ def encode(
 
 
 def _held_out_mask(prompt_digests: np.ndarray, size: float | None, seed: int) -> np.ndarray:
-    # the rows that `test_split_size` holds out
     digests, total = prompt_digests.tolist(), len(prompt_digests)
     is_default = size is None
     if size is None:

@@ -22,8 +22,7 @@ class Refused:
 
     @property
     def kind(self) -> str:
-        """Return the reason without the row's details."""
-        # rows of the same kind have the same remedy
+        """Return the reason without the row's details; rows of a kind have the same remedy."""
         name = re.sub(r"\[\d+\]", "[]", self.field) if self.field else ""
         reason = re.split(r"[;:(]| \d", self.reason, maxsplit=1)[0].strip()
         return f"{name} {reason}" if name else reason
@@ -64,7 +63,7 @@ class DataReport:
     rows_truncated: int = 0
     rows_chunked: int = 0  # of plain text, cut into several sequences
     rows_left_out: int = 0  # by dataset.weights
-    rows_repeated: int = 0  # used more often than once, by dataset.weights; each more counts
+    rows_repeated: int = 0  # repeats by dataset.weights: a row used three times counts twice
     tokens_dropped: int = 0  # in rows dropped or truncated for their length
     duplicate_rows: int = 0  # equal to an earlier row; kept
     sequences: int = 0  # more than rows_used where a chat template needs one per answer

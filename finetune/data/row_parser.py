@@ -54,6 +54,7 @@ class RowParser:
     reads_pictures: bool = True  # if false, no image is opened, and examples have no images
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
+        """Parse rows; a row that can't be trained on is refused with a reason."""
         examples: list[tuple[Example, list[PictureReference]]] = []
         refused: list[Refused] = []
         unused = UnusedColumns(self.file, self.format)
@@ -111,7 +112,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
         dataset = dataset.model_copy(update={"ignore_columns": [*dataset.ignore_columns, columns.pop("reasoning")]})
     ignored = dataset.ignore_columns
     if dataset.format not in METHOD_FORMATS:
-        _check_other_data(rows, file, {*columns.values(), *ignored})
+        _refuse_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
     rows = [_apply_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
@@ -122,14 +123,14 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     if not columns and dataset.format == "auto":
         columns = _alpaca_columns(rows)
     renamed_rows = [_rename_columns(values, columns) for values in rows]
-    format_name = _detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
+    format_name = _most_common_format(renamed_rows, file) if dataset.format == "auto" else dataset.format
     row_format = "preference" if splits_pairs else format_name
     if dataset.format not in METHOD_FORMATS:
         columns = columns | _reasoning_column(renamed_rows, file, format_name, columns)
         renamed_rows = [_rename_columns(values, columns) for values in rows]
     pictures = picture_use(file, renamed_rows)
     used_columns = {*FORMATS[row_format].columns, *pictures.columns}
-    names_in_order = [*(name for values in renamed_rows for name in values), *(name for name in ignored if name in header)]
+    names_in_order = itertools.chain(*renamed_rows, (name for name in ignored if name in header))
     unused = tuple(dict.fromkeys(printable(name) for name in names_in_order if name not in used_columns))
     return RowParser(file, format_name, row_format, columns, dataset, unused, pictures, folder)
 
@@ -147,7 +148,7 @@ _ALPACA_NAMES = [
 
 
 class UnknownColumns(DataError):
-    """No format has the columns, or the recipe's format has others."""
+    """No format has the columns, or the recipe's format needs other columns."""
 
 
 def _formats_with(columns: set[str]) -> list[str]:
@@ -193,8 +194,7 @@ def _rename_columns(row: Values, columns: Columns) -> Values:
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
-def _detect(rows: list[Values], file: str) -> str:
-    # the format of most rows
+def _most_common_format(rows: list[Values], file: str) -> str:
     counts: Counter[str] = Counter()
     for row in rows:
         matching = _formats_with(columns_with_values([row]))
@@ -268,7 +268,7 @@ class PreferenceData(DataError):
         self.columns = {"chosen": chosen, "rejected": rejected}
 
 
-def _check_other_data(rows: list[Values], file: str, mapped_columns: set[str]) -> None:
+def _refuse_other_data(rows: list[Values], file: str, mapped_columns: set[str]) -> None:
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - mapped_columns
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
         if filled_columns.issuperset(columns):

@@ -56,7 +56,7 @@ class DataFiles:
         path, name = expanded(path_text), printable(path_text, 200)
         if _bundled_paths(path_text) or _is_saved_dataset(path):
             return None
-        is_pattern = bool(_WILDCARDS & {*path_text})
+        is_pattern = not _WILDCARDS.isdisjoint(path_text)
         try:
             if path.is_dir():
                 root, files = path, _files_in(path)
@@ -79,7 +79,7 @@ class DataFiles:
     @property
     def is_split(self) -> bool:
         """Return whether a file's name says that it is not for training."""
-        return bool(set(self.splits.values()) - {TRAIN, None})
+        return not {TRAIN, None}.issuperset(self.splits.values())
 
     def with_split(self, *splits: str | None) -> list[Path]:
         return [file for file, split in self.splits.items() if split in splits]
@@ -124,7 +124,7 @@ def _files_in(folder: Path) -> list[Path]:
     entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     folders = [entry for entry in entries if entry.is_dir()]
     for subfolder in folders:
-        # "rows" stands for a file: only the folder's name can say the split
+        # a path with any file name, so that only the folder's name can say the split
         if _split_of(Path(subfolder.name, "rows")) is not None:
             entries += subfolder.iterdir()
     files = [entry for entry in entries if entry.is_file() and file_type(entry) in FOLDER_TYPES and _is_named_as_data(entry)]
@@ -230,13 +230,14 @@ def _check_settings(dataset: DatasetRecipe) -> None:
         raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 
-def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
+def split_notes(dataset: DatasetRecipe, train: list[Source], held_out: list[Source]) -> list[str]:
     """Describe which files of each folder or pattern are trained on, held out and not read."""
-    trained = {source.path for source in training if source.path}
-    evaluated = {source.path for source in held_out if source.path}
+    train_paths = {source.path for source in train if source.path}
+    held_out_paths = {source.path for source in held_out if source.path}
     notes = []
     for files in _split_folders(dataset.path):
-        paths_by_use = {"to train on": trained, "held out": evaluated, "not read": {*files.splits} - trained - evaluated}
+        unread_paths = {*files.splits} - train_paths - held_out_paths
+        paths_by_use = {"to train on": train_paths, "held out": held_out_paths, "not read": unread_paths}
         uses = []
         for use, paths in paths_by_use.items():
             if listing := files.listing([file for file in files.splits if file in paths]):
@@ -249,8 +250,7 @@ def find_sources(
     paths: str | list[str], dataset: DatasetRecipe, *, purpose: str = TRAIN, split: str | None = None,
     requires_splits: bool = False, weights: list[float] | None = None,
 ) -> list[Source]:  # fmt: skip
-    """Find and check the sources of `paths`. Raise DataError with every problem."""
-    # `purpose` (train, eval) chooses the rows of a bundled dataset or a folder
+    """Find and check the sources of `paths`; `purpose` is train or eval. Raise DataError with every problem."""
     sources, problems, fixes = [], [], []
     path_list = [paths] if isinstance(paths, str) else paths
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
@@ -273,7 +273,6 @@ def _split_folders(paths: str | list[str]) -> list[DataFiles]:
 
 
 def _local_sources(path_text: str, purpose: str, split: str | None, requires_splits: bool) -> list[Source]:
-    # empty for a hub id
     if arrow_files := _saved_arrow_files(path_text, split):
         return list(map(_file_source, arrow_files))
     files = DataFiles.find(path_text)
@@ -281,10 +280,9 @@ def _local_sources(path_text: str, purpose: str, split: str | None, requires_spl
         local_sources = _file_or_bundled(path_text, purpose)
     elif split is not None and files.is_split:
         return list(map(_file_source, files.require_split(split)))
-    elif purpose == TRAIN:
-        local_sources = list(map(_file_source, files.training_files()))
     else:  # eval_path may name a folder with all splits, or with held-out files alone
-        local_sources = list(map(_file_source, files.with_split(VALIDATION) or files.with_split(TEST) or files.splits))
+        held_out = files.with_split(VALIDATION) or files.with_split(TEST) or files.splits
+        local_sources = list(map(_file_source, files.training_files() if purpose == TRAIN else held_out))
     return [replace(source, split=split, requires_splits=requires_splits) for source in local_sources]
 
 
@@ -309,7 +307,8 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
             raise DataError(problem, fix)
         if splits and split not in (None, *splits):
             raise DataError(f"{label}: has no split {printable(str(split))}; it has {listing}", "Name one of them.")
-        folder = folder / (split or splits[0]) if splits else folder
+        if splits:
+            folder /= split or splits[0]
     # `save_to_disk` lists its data files in order
     names = [entry.get("filename") for entry in _json_list(folder / "state.json", "_data_files") if isinstance(entry, dict)]
     # a name with folders could lead out of this folder
@@ -349,7 +348,7 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
         require_path_or_id(path_text)
         if _looks_local(path, path_text):
             raise DataError(f"{name}: there is no such file", _path_hint(path))
-        return []
+        return []  # a hub id
     if not stat.S_ISDIR(mode):
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
     try:
