@@ -81,7 +81,7 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
 
 
 def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRecipe) -> DataError:
-    """Put settings that read the rows in front of an error's fix."""
+    """Return the error, with settings that read the rows before its fix."""
     values = [row.values for row in rows]
     fixes = [error.fix]
     if isinstance(error, PreferenceData):

@@ -145,7 +145,7 @@ class UnusedColumns:
                 self.uses[owner].setdefault(name, ColumnUse()).merge(use)
 
     def add(self, owner: str, unread: Values, row_number: int, texts: Sequence[str] = ()) -> None:
-        """Add unread columns or fields of a usable row; `texts` are read from the row."""
+        """Count unread columns or fields of a usable row; `texts` are the row's trained texts."""
         self.totals[owner] += 1
         for name, value in unread.items():
             changes_meaning = _changes_meaning(name, value, self.format, in_message=owner == FIELDS)

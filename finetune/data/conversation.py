@@ -120,7 +120,7 @@ class MessageReader:
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
-    """Move calls, replies and tools from Hermes' tags in texts to fields. Raise BadRow."""
+    """Return messages with Hermes' tagged calls and replies as fields, and the tagged tools. Raise BadRow."""
     converted: list[Message] = []
     tools: tuple[Values, ...] = ()
     for index, message in enumerate(messages):

@@ -37,7 +37,7 @@ class Finding:
     """A property of the data to know before training."""
 
     kind: str
-    text: str
+    text: str  # `{rows}` is replaced by the number of rows
     rows: int = 0
     first: tuple[str, ...] = ()  # locations of the first three rows
     fix: str = ""

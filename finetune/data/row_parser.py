@@ -164,7 +164,7 @@ def _alpaca_columns(rows: list[Values]) -> Columns:
 
 
 def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
-    # the field `reasoning` -> the only column with a usual name of reasoning
+    # maps `reasoning` to the only column with a usual name for it; DataError for transcripts and unusable reasoning
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
     if names := transcripts(rows, answers):
         raise transcript_error(file, columns.get(names[0], names[0]))
@@ -189,7 +189,7 @@ def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: 
 
 
 def _rename_columns(row: Values, columns: Columns) -> Values:
-    # `columns`: field of the format -> column of the row
+    # `columns` maps fields of the format to columns of the row
     mapped = {field: row[column] for field, column in columns.items() if column in row}
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
@@ -278,7 +278,7 @@ def _refuse_other_data(rows: list[Values], file: str, mapped_columns: set[str]) 
             raise PreferenceData(file, chosen, rejected)
 
 
-#: Where somebody begins to speak in a text: USER:, ### Human:, **User**:, <|im_start|>user, [INST].
+#: The start of a turn in a text: USER:, ### Human:, **User**:, <|im_start|>user, [INST]. {0} are speakers, {1} special tokens.
 _TURN = r"(?:^|[\s>])(?:[#*\[(<]* ?(?:{0})[*\])>]*:|<[|｜](?:\w+\|>)?(?:{0})\b|{1})"
 _USER = _TURN.format("user|human", r"\[INST\]|<start_of_turn>user")
 _ASSISTANT = _TURN.format("assistant|gpt|chatgpt|chatbot|bot|ai", r"\[/INST\]|<start_of_turn>model")
@@ -292,7 +292,8 @@ def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
     transcript_columns = []
     for name in columns:
         texts = [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)]
-        if 2 * sum(bool(_TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])) for text in texts) > len(texts):
+        conversations = [text for text in texts if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])]
+        if 2 * len(conversations) > len(texts):
             transcript_columns.append(name)
     return transcript_columns
 
