@@ -28,13 +28,13 @@ ROLES = {
 _SYSTEM_ROLES = ("system", "developer")
 _COPIED_KEYS = ("name", "tool_call_id")
 #: Keys of the reasoning before an answer. Each chat template gets the key that it reads.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether a message is trained on, from Axolotl, ms-swift, OpenAI and others.
 _FLAG_KEYS, _WEIGHT_KEYS = ("train", "trainable", "training", "loss"), ("weight", "loss_weight")
 _FLAG_SPELLINGS = {False: (0, "0", "0.0", "false"), True: (1, "1", "1.0", "true")}
 #: Keys of a turn that holds a question and its answer.
 _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("question", "answer"), ("prompt", "response"))
-_MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_FLAG_KEYS, *_WEIGHT_KEYS, "tool_calls", "function_call")
+_MESSAGE_KEYS = (*_COPIED_KEYS, *THOUGHT_KEYS, *_FLAG_KEYS, *_WEIGHT_KEYS, "tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MessageReader:
         self.unread: list[Values] = []  # for each message
 
     def read(self, value: Any, field: str) -> list[Message]:
-        """Read the messages in a row's `field`, also as JSON. Raise BadRow."""
+        """Read the messages in a row's `field`, a list or its JSON. Raise BadRow."""
         value = parse_if_text(value, field)
         if not isinstance(value, list):
             raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
@@ -193,10 +193,10 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     for key in _COPIED_KEYS:
         if not is_missing(source.get(key)):
             message[key] = valid_text(source[key], f"{path}.{key}")
-    reasoning_texts = list(dict.fromkeys(source[key] for key in REASONING if source.get(key) and not is_missing(source[key])))
-    if reasoning_texts:
-        message["reasoning_content"] = valid_text(reasoning_texts[0], f"{path}.{REASONING[0]}")
-    if len(reasoning_texts) > 1:
+    thoughts = list(dict.fromkeys(source[key] for key in THOUGHT_KEYS if source.get(key) and not is_missing(source[key])))
+    if thoughts:
+        message["reasoning_content"] = valid_text(thoughts[0], f"{path}.{THOUGHT_KEYS[0]}")
+    if len(thoughts) > 1:
         raise BadRow(path, "has two different reasoning texts")
     if not _is_trained(source, path, message["role"]):
         message["weight"] = 0

@@ -174,8 +174,8 @@ def _label_findings(stored: StoredRows, used: np.ndarray, good_weight: float, ba
     lowest, highest = _KTO_BALANCE
     # 1 % more on both ends: the weight in the fix is rounded
     if n_good + n_bad >= _MIN_ROWS and not lowest * 0.99 <= ratio <= highest * 1.01:
-        text = f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; the KTO paper advises"
-        text = f"{text} {lowest:g} to {highest:.2f}"
+        advice = f"the KTO paper advises {lowest:g} to {highest:.2f}"
+        text = f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; {advice}"
         weight = f"desirable_weight={bad_weight * n_bad / n_good:.3g}"
         if ratio >= 1:
             weight = f"undesirable_weight={good_weight * n_good / n_bad:.3g}"

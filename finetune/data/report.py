@@ -111,8 +111,8 @@ class DataReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of `finetune data --json`."""
-        names = ("trained_token_share", "rows_dropped", "warnings")
-        return {**asdict(self), **{name: getattr(self, name) for name in names}, "account": self.account()}
+        counts = {"trained_token_share": self.trained_token_share, "rows_dropped": self.rows_dropped}
+        return asdict(self) | counts | {"warnings": self.warnings, "account": self.account()}
 
 
 def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10) -> list[str]:

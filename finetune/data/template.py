@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
-from finetune.data.conversation import REASONING, Example, Message
+from finetune.data.conversation import THOUGHT_KEYS, Example, Message
 from finetune.data.pictures.placement import PICTURE_MARK, text_pieces, with_parts
 from finetune.data.report import printable
 from finetune.data.tool_calls import Answer
@@ -75,7 +75,7 @@ class Template:
         self.source = _template_source(tokenizer)
         self.has_markers = bool(_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
-        self._reasoning = next((name for name in REASONING if re.search(rf"[.\['\"]{name}\b", self.source)), REASONING[0])
+        self._reasoning = next((name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)), THOUGHT_KEYS[0])
         self._values: dict[str, Any] = {**tokenizer.special_tokens_map}
         if "date_string" in self.source:
             self._values["date_string"] = _DATE
