@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Columns = dict[str, str]  # field of a format -> the recipe's column
-
 #: Role in the data -> role in chat templates.
 ROLES = {
     name: names.split()[0]

@@ -251,16 +251,18 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
         # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:
             continue
-        prompt = question if isinstance(question, str) else question[-1]["content"]
-        if not isinstance(question, str) and "pictures" in question[-1]:
+        if isinstance(question, str):
+            prompt = question
+        elif "pictures" in question[-1]:
             prompt = " ".join(text_pieces(question[-1]))
+        else:
+            prompt = question[-1]["content"]
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer}
         if example.messages:
             messages = list(example.messages[: example.answers[-1] + 1])
             all_ids = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
-            # thought and answer
-            row |= {"thought": thought, "answer_tokens": max(0, len(all_ids) - len(prompt_ids))}
+            row |= {"thought": thought, "answer_tokens": max(0, len(all_ids) - len(prompt_ids))}  # with the thought
         if example.tools or calls:
             row |= {"tools": list(example.tools), "calls": calls}
         if example.pictures:

@@ -148,7 +148,6 @@ def _split_of(path: Path) -> str | None:
 
 _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # file types with a row per line
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
-
 #: Builders of `datasets` for formats that are also read locally. Other builders may run a dataset's code.
 _HUB_BUILDERS = ("json", "csv", "parquet")
 _URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
@@ -378,8 +377,8 @@ def _file_source(path: Path, name: str = "") -> Source:
         fix = f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(path.stem)}  and use  {setting}"
         raise DataError(f"{name}: is a zip file, which is not supported", fix)
     if file_type(path) not in READERS or (file_type(path) in TABLES and path.suffix.lower() in COMPRESSED):
-        problem = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
-        problem = f"{name}: {problem}, which is not supported"
+        ending = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
+        problem = f"{name}: {ending}, which is not supported"
         raise DataError(problem, f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.")
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
