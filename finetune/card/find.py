@@ -25,7 +25,7 @@ MEMORY_TOLERANCE = 0.08  # a card whose memory differs from the catalogue's by m
 _DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")  # index in nvidia-smi, or a UUID or its beginning
 #: Patterns in names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
-_BRANDS = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
+_IGNORED_WORDS = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
 _SPELLINGS = (("mobile", "laptop"), ("maxq", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
 _COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
@@ -124,7 +124,7 @@ def _name_of_device(device: Device) -> str | None:
     differences = {
         name: abs(entry["total_gib"] * GIB / device.total_bytes - 1)
         for name, entry in _entries().items()
-        if _without_brand(entry["device"]) == _without_brand(device.name)
+        if _normalised(entry["device"]) == _normalised(device.name)
     }
     closest = min(differences, key=differences.__getitem__, default="")
     return closest if closest and differences[closest] <= MEMORY_TOLERANCE else None
@@ -149,7 +149,7 @@ def _catalogue_name(typed: str) -> str | None:
     names = {_search_key(name): name for name in _entries()}
     if exact := names.get(_search_key(typed)):
         return exact
-    driver_names = [name for name, entry in _entries().items() if _without_brand(entry["device"]) == _without_brand(typed)]
+    driver_names = [name for name, entry in _entries().items() if _normalised(entry["device"]) == _normalised(typed)]
     if len(driver_names) == 1:  # several catalogue cards share a driver name
         return driver_names[0]
     if size := _SIZE.search(typed.lower()):  # a size that the catalogue's name leaves out: RTX 4090 24GB
@@ -171,12 +171,12 @@ def _similar_names(typed: str) -> list[str]:
     return [names[key] for key in difflib.get_close_matches(typed_key, names, n=3, cutoff=0.55)]
 
 
-def _without_brand(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", _BRANDS.sub("", name.lower()))
+def _normalised(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", _IGNORED_WORDS.sub("", name.lower()))
 
 
 def _search_key(name: str) -> str:
-    key = re.sub(r"(\d\d)s$", r"\1super", _without_brand(name))  # 4070s is 4070 Super
+    key = re.sub(r"(\d\d)s$", r"\1super", _normalised(name))  # 4070s is 4070 Super
     for ending, standard in _SPELLINGS:
         key = re.sub(rf"{ending}$", standard, key)
     return re.sub(r"^(rtx|gtx)", "", key)

@@ -145,7 +145,7 @@ class UnusedColumns:
                 self.uses[owner].setdefault(name, ColumnUse()).merge(use)
 
     def add(self, owner: str, unread: Values, row_number: int, texts: Sequence[str] = ()) -> None:
-        """Count unread columns or fields of a usable row; `texts` are the row's trained texts."""
+        """Count unread columns or fields of a usable row; `texts`: all texts of the row."""
         self.totals[owner] += 1
         for name, value in unread.items():
             changes_meaning = _changes_meaning(name, value, self.format, in_message=owner == FIELDS)
@@ -237,7 +237,7 @@ _PATTERNS = {
 _ANY_KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
 _LONG_URL = re.compile(_PATTERNS["url"])
 _LABEL_CHARACTERS, _LABEL_WORDS = 64, 6  # a longer text is a sentence, not a label
-#: Scripts without spaces between words (Thai, Japanese, Chinese, Korean), and the length of a label in them.
+#: Scripts with few or no spaces between words (Thai, Japanese, Chinese, Korean), and the length of a label in them.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _UNSPACED_CHARACTERS = 8
 _TOKEN_CHARACTERS, _URL_CHARACTERS = 200, 2_000
@@ -273,7 +273,7 @@ _HARMLESS = (
     (_word_set("meta metadata"), {*_SHORT_TEXTS, "url", "date", *_NUMBERS}),
     (_CLASSES, {*_SHORT_TEXTS, *_NUMBERS}),
 )  # fmt: skip
-#: Columns with these words in their name, such as vote_count, are harmless only as copies of a trained text.
+#: Columns with these words in their name, such as vote_count, are harmless only as copies of a text that is read.
 JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )

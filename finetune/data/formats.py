@@ -193,7 +193,7 @@ def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 def columns_with_values(rows: Iterable[Values]) -> set[str]:
-    """Return the columns that are not missing in every row."""
+    """Return the columns that have a value in some row."""
     return {name for row in rows for name, value in row.items() if not is_missing(value)}
 
 

@@ -96,7 +96,7 @@ class RowParser:
         references: list[PictureReference] = []
         if row_pictures is not None or self.pictures.are_usual or any("pictures" in message for message in example.messages):
             example, references = place_pictures(example, row_pictures, self.pictures)
-        unused.add(COLUMNS, unread, row.number, _trained_texts(renamed, self.row_format, example) if unread else [])
+        unused.add(COLUMNS, unread, row.number, _read_texts(renamed, self.row_format, example) if unread else [])
         for fields in reader.unread:
             unused.add(FIELDS, fields, row.number)
         check_media_tags(row.values, example.texts())
@@ -321,7 +321,7 @@ _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
 }
 
 
-def _trained_texts(row: Values, format_name: str, example: Example) -> list[str]:
+def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:
     if example.messages and format_name != "alpaca":
         texts = [message["content"] for message in example.messages if message["role"] not in ("system", "developer")]
     else:

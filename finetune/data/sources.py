@@ -148,7 +148,7 @@ def _split_of(path: Path) -> str | None:
 
 _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # file types with a row per line
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
-#: Builders of `datasets` for formats that are also read locally. Other builders may run a dataset's code.
+#: The allowed builders of `datasets`: formats that are also read locally.
 _HUB_BUILDERS = ("json", "csv", "parquet")
 _URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
@@ -296,7 +296,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
         return []
     label = printable(path_text, 200)
     if (folder / "dataset_dict.json").is_file():
-        names = _json_list(folder / "dataset_dict.json", "splits")
+        names = dict.fromkeys(filter(lambda name: isinstance(name, str), _json_list(folder / "dataset_dict.json", "splits")))
         splits = [name for name in names if (folder / name / "state.json").is_file()]
         listing = ", ".join(map(printable, splits))
         if split is None and len(splits) > 1:
@@ -326,8 +326,9 @@ def _json_list(path: Path, key: str) -> list[Any]:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a file, a pattern's files or a bundled dataset is on this machine."""
-    return expanded(text).exists() or bool(_bundled_paths(text)) or DataFiles.find(text) is not None
+    """Return whether a file, a folder, a pattern's files or a bundled dataset is on this machine."""
+    # unlike Path.exists, os.path.exists raises nothing for names that are too long
+    return os.path.exists(expanded(text)) or bool(_bundled_paths(text)) or DataFiles.find(text) is not None  # noqa: PTH110
 
 
 def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
@@ -398,7 +399,7 @@ def _looks_local(path: Path, path_text: str) -> bool:
         path.suffix.lower() in (*READERS, *_UNSUPPORTED_SUFFIXES)
         or any(character in path_text for character in "*?[\\")
         or path_text.startswith((".", "/", "~"))
-        or path_text.count("/") > 1  # a hub id has one
+        or path_text.count("/") > 1  # a hub id has at most one
         or ("/" in path_text and path.parent.is_dir())
     )
 

@@ -44,7 +44,7 @@ def check_driver() -> Finding:
             what = f"there is an NVIDIA GPU, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
         what = f"no NVIDIA GPU in this machine ({reason})"
-        for unsupported in filter(None, map(why_unsupported, sorted(makers))):
+        if unsupported := next(filter(None, map(why_unsupported, sorted(makers))), None):
             return Finding("driver", "warn", f"{what}; {unsupported[0]}", unsupported[1])
         return Finding("driver", "warn", what, _NO_CARD_FIX)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}

@@ -334,12 +334,13 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") else data.rows
     processes = recipe.launch.num_processes
     accumulation = choices.value("effective_batch_size") // (processes * micro)
-    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)  # the last, smaller batch of an epoch counts as a step
+    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)
+    # the last, smaller batch of an epoch counts as a step
     return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
 
 
 def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
-    """Yield the choices, then shorter max_lengths unless long rows are errors."""
+    """Yield the choices, then shorter max_lengths unless the recipe sets it or known long rows are errors."""
     yield choices
     longest: int = choices.value("max_length")
     lengths_known = data is not None and bool(data.lengths)

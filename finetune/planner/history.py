@@ -24,7 +24,7 @@ MOST_RUNS = 20
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Each has a column of the forecast and one of the measurement.
 _FIGURES = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Seconds that only an uninterrupted run has; `workload_s` by the speed model.
+#: Seconds of a whole run: an interrupted run has only `workload_s`, which is the speed model's.
 _WHOLE_RUN_COLUMNS = ("workload_s", "train_s", "load_s")
 #: Columns that may leave this machine: no name of a model, file or person.
 _SHARED_COLUMNS = (

@@ -65,7 +65,7 @@ def verdict_of(forecast: Forecast, budget_bytes: int, offload_target: object = N
     return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 
-#: Most entries of `DataStatistics.most_trained`: no micro-batch of one GPU has more rows.
+#: Most entries of `DataStatistics.most_trained`. In larger micro-batches, all tokens count as trained on.
 MOST_ROWS = 256
 
 
@@ -107,8 +107,9 @@ class DataStatistics:
 
     @property
     def only_pictures(self) -> DataStatistics | None:
-        if not self.pictures:  # without lengths, rows of max_length are assumed
+        if not self.pictures:
             return None
+        # without lengths, rows of max_length are assumed
         return DataStatistics(
             0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens,
             usual_pictures=self.usual_pictures, picture_share=self.picture_share,

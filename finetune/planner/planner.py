@@ -226,8 +226,8 @@ class _Planner:
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
         time_factor, steps = self.history.speed_factor or 1.0, defaults.total_steps(choices, chosen.strategy.micro, self.data)
-        if not attempt.compiled:  # keeps an earlier reason
-            search.rule_out_compiling([chosen.strategy], "the plan does not fit")
+        if not attempt.compiled:
+            search.rule_out_compiling([chosen.strategy], "the plan does not fit")  # an earlier reason stays
         why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
         choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen, attempt.fastest)
         choices = defaults.choose_cadence(choices, steps, self.data)

@@ -57,7 +57,7 @@ def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free_b
         return ""
     return (
         f"activation_checkpointing=offload was not tried: it pins {format_bytes(needed_bytes)} of host memory; "
-        f"{format_bytes(max(0, host_free_bytes))} are free"
+        f"{format_bytes(max(0, host_free_bytes))} are available"
     )
 
 
@@ -79,7 +79,7 @@ def too_little_host_memory(target: str, layers: int, needed_bytes: int, free_byt
     close = "Set layer_offloading=nvme to read layers from a file; or close" if target == "cpu" else "Close"
     return MachineError(
         f"layer_offloading {target}: {layers} layers need {format_bytes(needed_bytes)} of pinned host memory; "
-        f"{format_bytes(max(0, free_bytes))} are free",
+        f"{format_bytes(max(0, free_bytes))} are available",
         f"{close} programs, give a container or WSL more memory, or take a smaller model.",
     )
 

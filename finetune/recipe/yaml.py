@@ -144,7 +144,7 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
         problems.append(f"{location}: {text} is not a finite number")
         return None
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 20 else text  # 64 bits have up to 19 digits
+        return int(text) if len(text) < 20 else text  # a signed 64-bit integer has up to 19 digits
     if _FLOAT.fullmatch(text) and not re.fullmatch(r"[-+]?0[0-9]+", text):
         value = float(text)
         if math.isinf(value):

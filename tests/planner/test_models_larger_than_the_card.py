@@ -178,7 +178,7 @@ def test_a_machine_with_too_little_host_memory_reads_from_a_file(planned, here):
     card = here(6)
     plan = planned(LLAMA_70B, "", "max_length=2048", card=card)
     assert plan.verdict == "fits, very slow" and plan.settings.layer_offloading == "nvme"
-    with pytest.raises(MachineError, match="cpu: 80 layers need .* of pinned host memory; .* are free") as error:
+    with pytest.raises(MachineError, match="cpu: 80 layers need .* of pinned host memory; .* are available") as error:
         planned(LLAMA_70B, "", "layer_offloading=cpu", "offloaded_layers=80", card=card)
     assert "layer_offloading=nvme" in error.value.fix
 

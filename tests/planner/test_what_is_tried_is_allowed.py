@@ -92,6 +92,6 @@ def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold():
     large, small = planned(host_memory="64GiB"), planned(host_memory="4GiB")
     assert (large.settings.activation_checkpointing, large.verdict) == ("offload", "fits")
     assert small.settings.activation_checkpointing != "offload" and small.verdict != "fits"
-    assert any("pins 4.50 GiB of host memory; 3.22 GiB are free" in note for note in small.forecast.notes)
+    assert any("pins 4.50 GiB of host memory; 3.22 GiB are available" in note for note in small.forecast.notes)
     chosen = planned(host_memory="4GiB", activation_checkpointing="offload")  # what the recipe sets is planned
     assert chosen.settings.activation_checkpointing == "offload"

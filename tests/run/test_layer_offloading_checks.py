@@ -37,7 +37,7 @@ def plan(monkeypatch):
 
 
 def test_too_little_host_memory_is_reported_before_anything_is_loaded(plan):
-    with pytest.raises(MachineError, match=r"80 layers need 32.0 GiB of pinned host memory; 7.22 GiB are free") as error:
+    with pytest.raises(MachineError, match=r"80 layers need 32.0 GiB of pinned host memory; 7.22 GiB are available") as error:
         check_layer_offloading(plan(place="cpu", weight_bytes=32 * GIB, pinned_bytes=32 * GIB))
     assert "layer_offloading=nvme" in error.value.fix
     with pytest.raises(MachineError, match="layer_offloading nvme: 80 layers need 9.00 GiB"):
