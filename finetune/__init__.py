@@ -22,7 +22,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # lazy: `import finetune` takes milliseconds, importing torch takes seconds
+    # imports on first use: `import finetune` takes milliseconds, importing torch seconds
     if name not in _MODULES:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
     return getattr(import_module(f"finetune.api.{_MODULES[name]}"), name)

@@ -19,21 +19,21 @@ _DISK_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out."""
+    """Return whether an error or its cause is out of GPU or host memory."""
     import torch  # slow: a command that prints a recipe's error doesn't need it
 
     return any(
-        isinstance(seen, (MemoryError, torch.OutOfMemoryError))
-        or (isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS))
-        for seen in _with_causes(error)
+        isinstance(cause, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _MEMORY_TEXTS))
+        for cause in _with_causes(error)
     )
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a disk was full or read-only."""
+    """Return whether an error or its cause is a full or read-only disk."""
     return any(
-        (isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS) or any(text in str(seen) for text in _DISK_TEXTS)
-        for seen in _with_causes(error)
+        (isinstance(cause, OSError) and cause.errno in _DISK_ERRNOS) or any(text in str(cause) for text in _DISK_TEXTS)
+        for cause in _with_causes(error)
     )
 
 

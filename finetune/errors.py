@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-#: Tokens of hubs and clouds, which errors mask.
+#: Access tokens of hubs and clouds. Errors mask them.
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
 
 FINISHED, FAILED, STOPPED = 0, 1, (130, 143)  # exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM
-_CAUSES: dict[int, str] = {}
+_CAUSES: dict[int, str] = {}  # by exit code
 
 
 class FinetuneError(Exception):
@@ -22,14 +22,14 @@ class FinetuneError(Exception):
     run_state = "failed"
     title = "Something went wrong"
 
-    def __init_subclass__(cls, **facts: int | str) -> None:
-        for name, value in facts.items():
+    def __init_subclass__(cls, **attributes: int | str) -> None:
+        for name, value in attributes.items():
             setattr(cls, name, value)
-        if cls.exit_code != FAILED:  # the help text names the internal error itself, and a class may inherit the code
+        if cls.exit_code != FAILED:  # `finetune --help` names the internal error itself
             _CAUSES[cls.exit_code] = cls.cause
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
-        # one line each, all problems together: a user corrects a file in one go
+        # all problems together, one line each: a user corrects a file in one go
         self.problems = [SECRET.sub("***", problem) for problem in ([problems] if isinstance(problems, str) else problems)]
         #: What to type.
         self.fix = SECRET.sub("***", fix)
@@ -45,7 +45,7 @@ class FinetuneError(Exception):
 
     @staticmethod
     def written_by(output: str) -> FinetuneError | None:
-        """Return the error that another process printed, or None."""
+        """Return the error that another process printed as its last line, or None."""
         try:
             return FinetuneError.from_json(json.loads(output.strip().splitlines()[-1]))
         except (ValueError, KeyError, IndexError, TypeError):
@@ -85,7 +85,7 @@ class DoesNotFit(FinetuneError, exit_code=3, cause="GPU", title="This will not f
 
 
 class CardError(RecipeError, exit_code=3, cause="GPU", title="The GPU can't be used"):
-    """The planned GPU can't be used: its driver, its memory, or the installed torch."""
+    """The driver, the free memory or the installed torch prevents using the planned GPU."""
 
 
 class DataError(FinetuneError, exit_code=4, cause="data", title="The data needs a change"):
@@ -97,10 +97,10 @@ class OutOfMemory(FinetuneError, exit_code=5, cause="out of memory", title="Out 
 
 
 class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged", title="Training diverged"):
-    """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
+    """Loss or gradients are no longer finite, or the chosen answers of DPO have become unlikely."""
 
 
-# no user sees it: the supervisor resumes from the last checkpoint
+# no user sees it: the supervisor retries from the last checkpoint
 class LossSpike(Diverged):
     """The loss spiked."""
 

@@ -19,16 +19,16 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_tran
 from pydantic import Field
 
 from finetune.checksum import is_damaged, with_checksum
-from finetune.serialise import from_json, readable, to_json
+from finetune.serialise import from_json, parse_leniently, to_json
 from finetune.system import one_writer_at_a_time
 
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
 #: States of a run's last event, from which it needs a new attempt to go on.
 ENDED_STATES = ("paused", "finished", "diverged", "failed")
-#: A larger number is damage, and could overflow a float.
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-WholeOrNone = Whole | None
+#: A number outside this range is damage, and could overflow a float.
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64OrNone = Int64 | None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -43,7 +43,7 @@ class Event:
 
     def __init_subclass__(cls, kind: str, durable: bool = False) -> None:
         cls.kind, cls.durable = kind, durable
-        # here, so that no kind can lack the decorator
+        # here: a subclass can't forget the decorator
         dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -51,29 +51,29 @@ class Event:
 class Memory:
     """Memory now, and at the peak since the start of the step or phase. Null where this machine can't measure it."""
 
-    allocated_bytes: Annotated[WholeOrNone, "allocated by torch's allocator to live tensors"] = None
-    peak_allocated_bytes: Annotated[WholeOrNone, "peak of allocated memory"] = None
-    reserved_bytes: Annotated[WholeOrNone, "reserved by torch's allocator"] = None
-    peak_reserved_bytes: Annotated[WholeOrNone, "peak of reserved memory"] = None
-    inactive_split_bytes: Annotated[WholeOrNone, "free parts of split blocks: fragmentation"] = None
-    segments: Annotated[WholeOrNone, "number of segments of reserved memory; null where expandable"] = None
-    peak_segments: Annotated[WholeOrNone, "peak number of segments"] = None
-    allocation_retries: Annotated[WholeOrNone, "how often torch has freed cached blocks to find memory so far"] = None
-    card_used_bytes: Annotated[WholeOrNone, "in use on the whole GPU, by all programs"] = None
-    card_total_bytes: Annotated[WholeOrNone, "total memory of the GPU"] = None
-    other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU by other programs"] = None
-    process_rss_bytes: Annotated[WholeOrNone, "host memory of the training process"] = None
-    process_peak_rss_bytes: Annotated[WholeOrNone, "peak host memory since the process started"] = None
+    allocated_bytes: Annotated[Int64OrNone, "allocated by torch's allocator to live tensors"] = None
+    peak_allocated_bytes: Annotated[Int64OrNone, "peak of allocated memory"] = None
+    reserved_bytes: Annotated[Int64OrNone, "reserved by torch's allocator"] = None
+    peak_reserved_bytes: Annotated[Int64OrNone, "peak of reserved memory"] = None
+    inactive_split_bytes: Annotated[Int64OrNone, "free parts of split blocks: fragmentation"] = None
+    segments: Annotated[Int64OrNone, "number of segments of reserved memory; null where expandable"] = None
+    peak_segments: Annotated[Int64OrNone, "peak number of segments"] = None
+    allocation_retries: Annotated[Int64OrNone, "how often torch has freed cached blocks to find memory so far"] = None
+    card_used_bytes: Annotated[Int64OrNone, "in use on the whole GPU, by all programs"] = None
+    card_total_bytes: Annotated[Int64OrNone, "total memory of the GPU"] = None
+    other_processes_bytes: Annotated[Int64OrNone, "in use on the GPU by other programs"] = None
+    process_rss_bytes: Annotated[Int64OrNone, "host memory of the training process"] = None
+    process_peak_rss_bytes: Annotated[Int64OrNone, "peak host memory since the process started"] = None
 
     @property
     def own_card_bytes(self) -> int | None:
-        # unknown where the driver doesn't report other programs
+        # this process's GPU memory; unknown where the driver doesn't report other programs
         used, others = self.card_used_bytes, self.other_processes_bytes
         return None if used is None or others is None else used - others
 
     @property
     def context_bytes(self) -> int | None:
-        """Return the bytes of the CUDA context, or None."""
+        """Return the bytes of the CUDA context, or None if unknown."""
         own, reserved = self.own_card_bytes, self.reserved_bytes
         return None if own is None or reserved is None else own - reserved
 
@@ -82,31 +82,31 @@ class State(Event, kind="state", durable=True):
     """The run's state has changed."""
 
     state: Annotated[str, "queued, starting, running, pausing, paused, finished, diverged or failed"]
-    attempt: Annotated[WholeOrNone, "number of the attempt that starts, from 1"] = None
+    attempt: Annotated[Int64OrNone, "number of the attempt that starts, from 1"] = None
     message: Annotated[str, "reason, and the next command"] = ""
-    exit_code: Annotated[WholeOrNone, "exit status of a run that ended"] = None
+    exit_code: Annotated[Int64OrNone, "exit status of a run that ended"] = None
 
 
 class Phase(Event, Memory, kind="phase"):
     """A phase other than training has ended; its peaks are of this phase."""
 
     phase: Annotated[str, "load, evaluate or save"]
-    step: Annotated[WholeOrNone, "optimizer steps done; null in load"] = None
+    step: Annotated[Int64OrNone, "optimizer steps done; null in load"] = None
     phase_s: Annotated[float | None, "duration"] = None
 
 
 class Start(Event, kind="start"):
     """Training starts, from the beginning or a checkpoint. Every attempt has one."""
 
-    version: Annotated[WholeOrNone, "version of these lines"] = None
+    version: Annotated[Int64OrNone, "version of these lines"] = None
     resumed_from: Annotated[str | None, "name of the checkpoint; null for a new run"] = None
-    step: Annotated[Whole, "optimizer steps already done"] = 0
-    total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
-    eval_steps: Annotated[WholeOrNone, "optimizer steps from one evaluation to the next; null without evaluations"] = None
+    step: Annotated[Int64, "optimizer steps already done"] = 0
+    total_steps: Annotated[Int64OrNone, "optimizer steps of the whole run"] = None
+    eval_steps: Annotated[Int64OrNone, "optimizer steps from one evaluation to the next; null without evaluations"] = None
     exact: Annotated[bool | None, "whether the result is bit-exact, as if the run had never stopped"] = None
     approximate_because: Annotated[tuple[str, ...], "why the result is not bit-exact"] = ()
     versions: Annotated[dict[str, str], "versions of the libraries"] = field(default_factory=dict)
-    trainable_parameters: Annotated[WholeOrNone, "number of trainable parameters"] = None
+    trainable_parameters: Annotated[Int64OrNone, "number of trainable parameters"] = None
     memory_is: Annotated[str | None, "what the memory fields measure: card or process"] = None
 
 
@@ -120,8 +120,8 @@ class Chart(NamedTuple):
 class Step(Event, Memory, kind="step"):
     """One optimizer step has ended; its peaks are of this step."""
 
-    step: Annotated[Whole, "optimizer steps done, this one included"]
-    total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
+    step: Annotated[Int64, "optimizer steps done, this one included"]
+    total_steps: Annotated[Int64OrNone, "optimizer steps of the whole run"] = None
     epoch: Annotated[float | None, "epochs done, with fraction"] = None
     loss: Annotated[float | None, "mean loss of the step's supervised tokens"] = None
     learning_rate: Annotated[float | None, Chart("Learning rate"), "learning rate of this step"] = None
@@ -129,9 +129,9 @@ class Step(Event, Memory, kind="step"):
     token_accuracy: Annotated[
         float | None, Chart("Token accuracy", "percent"), "share of the supervised tokens predicted correctly"
     ] = None
-    supervised_tokens: Annotated[WholeOrNone, "tokens that count in the loss"] = None
-    real_tokens: Annotated[WholeOrNone, "tokens without padding"] = None
-    padded_tokens: Annotated[WholeOrNone, "tokens with padding"] = None
+    supervised_tokens: Annotated[Int64OrNone, "tokens that count in the loss"] = None
+    real_tokens: Annotated[Int64OrNone, "tokens without padding"] = None
+    padded_tokens: Annotated[Int64OrNone, "tokens with padding"] = None
     metrics: Annotated[dict[str, float], "the method's metrics by TRL's names, such as rewards/margins of dpo"] = field(
         default_factory=dict
     )
@@ -143,28 +143,28 @@ class Step(Event, Memory, kind="step"):
     host_wait_s: Annotated[float | None, "how long the host waited for the GPU at the end of the step"] = None
 
 
-#: Charts by field of Step: a field with a Chart is on the run's page and in trackers.
+#: Charts by field of Step. The run's page and trackers show the fields with a Chart.
 CHARTS = {
-    name: part for name, hint in get_type_hints(Step, include_extras=True).items()
-    for part in getattr(hint, "__metadata__", ()) if isinstance(part, Chart)
+    name: annotation for name, hint in get_type_hints(Step, include_extras=True).items()
+    for annotation in getattr(hint, "__metadata__", ()) if isinstance(annotation, Chart)
 }  # fmt: skip
 
 
 class Compiled(Event, kind="compiled"):
     """torch has compiled layers; the counts are of the whole attempt so far."""
 
-    step: Annotated[WholeOrNone, "optimizer steps done"] = None
-    graphs: Annotated[WholeOrNone, "forward graphs compiled"] = None
-    recompiles: Annotated[WholeOrNone, "graphs compiled again for other inputs"] = None
+    step: Annotated[Int64OrNone, "optimizer steps done"] = None
+    graphs: Annotated[Int64OrNone, "forward graphs compiled"] = None
+    recompiles: Annotated[Int64OrNone, "graphs compiled again for other inputs"] = None
     reasons: Annotated[tuple[str, ...], "reasons for compiling again"] = ()
-    graph_breaks: Annotated[WholeOrNone, "how often a layer could not be compiled as one graph"] = None
+    graph_breaks: Annotated[Int64OrNone, "how often a layer could not be compiled as one graph"] = None
     compile_s: Annotated[float | None, "seconds spent compiling"] = None
 
 
 class Evaluation(Event, kind="eval"):
     """The held-out rows were evaluated."""
 
-    step: Annotated[Whole, "optimizer steps done"]
+    step: Annotated[Int64, "optimizer steps done"]
     eval_loss: Annotated[float | None, "mean loss of the held-out rows"] = None
     eval_s: Annotated[float | None, "duration"] = None
     eval_token_accuracy: Annotated[float | None, "share of the held-out rows' supervised tokens predicted correctly"] = None
@@ -174,9 +174,9 @@ class Evaluation(Event, kind="eval"):
 class Checkpoint(Event, kind="checkpoint", durable=True):
     """A checkpoint is sealed and can be resumed from."""
 
-    step: Annotated[Whole, "optimizer steps done"]
+    step: Annotated[Int64, "optimizer steps done"]
     path: Annotated[str | None, "folder in the run directory"] = None
-    bytes: Annotated[WholeOrNone, "size of its files"] = None
+    bytes: Annotated[Int64OrNone, "size of its files"] = None
     save_s: Annotated[float | None, "how long saving blocked training"] = None
     seal_s: Annotated[float | None, "how long hashing and syncing took, in the background"] = None
 
@@ -184,10 +184,10 @@ class Checkpoint(Event, kind="checkpoint", durable=True):
 class Result(Event, kind="result", durable=True):
     """The adapter is written, from the step with the lowest held-out loss or, without evaluations, from the last step."""
 
-    step: Annotated[Whole, "optimizer steps that the adapter was trained for"]
+    step: Annotated[Int64, "optimizer steps that the adapter was trained for"]
     path: Annotated[str | None, "folder in the run directory"] = None
     eval_loss: Annotated[float | None, "held-out loss of the adapter"] = None
-    last_step: Annotated[WholeOrNone, "optimizer steps done at the end of the run"] = None
+    last_step: Annotated[Int64OrNone, "optimizer steps done at the end of the run"] = None
     last_path: Annotated[str | None, "folder of the last step's adapter; null if the last step is the best"] = None
     last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, if the best step is earlier"] = None
 
@@ -196,43 +196,43 @@ class ForecastCheck(Event, kind="forecast"):
     """Forecast and measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
 
     at: Annotated[str, "first steps, or end"] = "first steps"
-    step: Annotated[WholeOrNone, "optimizer steps done"] = None
-    predicted_allocated_bytes: Annotated[WholeOrNone, "forecast peak of allocated memory"] = None
-    measured_allocated_bytes: Annotated[WholeOrNone, "measured peak of allocated memory"] = None
+    step: Annotated[Int64OrNone, "optimizer steps done"] = None
+    predicted_allocated_bytes: Annotated[Int64OrNone, "forecast peak of allocated memory"] = None
+    measured_allocated_bytes: Annotated[Int64OrNone, "measured peak of allocated memory"] = None
     allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
-    predicted_peak_bytes: Annotated[WholeOrNone, "forecast peak of the whole GPU, on a CPU of the process"] = None
-    predicted_low_bytes: Annotated[WholeOrNone, "lower end of the forecast peak"] = None
-    predicted_high_bytes: Annotated[WholeOrNone, "upper end of the forecast peak"] = None
-    measured_card_bytes: Annotated[WholeOrNone, "on the whole GPU, without other programs; on a CPU of the process"] = None
-    measured_reserved_bytes: Annotated[WholeOrNone, "measured peak of reserved memory"] = None
+    predicted_peak_bytes: Annotated[Int64OrNone, "forecast peak of the whole GPU, on a CPU of the process"] = None
+    predicted_low_bytes: Annotated[Int64OrNone, "lower end of the forecast peak"] = None
+    predicted_high_bytes: Annotated[Int64OrNone, "upper end of the forecast peak"] = None
+    measured_card_bytes: Annotated[Int64OrNone, "on the whole GPU, without other programs; on a CPU of the process"] = None
+    measured_reserved_bytes: Annotated[Int64OrNone, "measured peak of reserved memory"] = None
     predicted_reserved_bytes: Annotated[
-        WholeOrNone, "forecast peak of reserved memory in training, by the replayed allocator"
+        Int64OrNone, "forecast peak of reserved memory in training, by the replayed allocator"
     ] = None
     reserved_error: Annotated[float | None, "measured / forecast - 1 of reserved memory"] = None
-    predicted_segments: Annotated[WholeOrNone, "forecast number of segments in training; null where expandable"] = None
-    measured_segments: Annotated[WholeOrNone, "measured number of segments; null where expandable"] = None
-    predicted_context_bytes: Annotated[WholeOrNone, "forecast CUDA context; null on a CPU"] = None
-    measured_context_bytes: Annotated[WholeOrNone, "median CUDA context; null if the driver lists no memory by process"] = None
-    predicted_other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU when the run was planned; null on a CPU"] = None
+    predicted_segments: Annotated[Int64OrNone, "forecast number of segments in training; null where expandable"] = None
+    measured_segments: Annotated[Int64OrNone, "measured number of segments; null where expandable"] = None
+    predicted_context_bytes: Annotated[Int64OrNone, "forecast CUDA context; null on a CPU"] = None
+    measured_context_bytes: Annotated[Int64OrNone, "median CUDA context; null if the driver lists no memory by process"] = None
+    predicted_other_processes_bytes: Annotated[Int64OrNone, "in use on the GPU when the run was planned; null on a CPU"] = None
     measured_other_processes_bytes: Annotated[
-        WholeOrNone, "most in use by other programs after a step; null if the driver lists none"
+        Int64OrNone, "most in use by other programs after a step; null if the driver lists none"
     ] = None
-    predicted_card_used_bytes: Annotated[WholeOrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
-    measured_card_used_bytes: Annotated[WholeOrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
+    predicted_card_used_bytes: Annotated[Int64OrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
+    measured_card_used_bytes: Annotated[Int64OrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
 
     @property
     def measured_peak_bytes(self) -> int | None:
         """Return the process's peak bytes, on a CPU resident memory."""
         if self.measured_reserved_bytes is None:
             return self.measured_card_bytes
-        # some drivers list no memory by process, so that only the forecast knows the context
+        # some drivers list no memory by process: then the context is the forecast's
         return self.measured_reserved_bytes + (self.measured_context_bytes or self.predicted_context_bytes or 0)
 
 
 class Sample(Event, kind="sample"):
     """The model's answer to a held-out prompt."""
 
-    step: Annotated[Whole, "optimizer steps done"]
+    step: Annotated[Int64, "optimizer steps done"]
     prompt: Annotated[str | None, "the prompt"] = None
     expected: Annotated[str | None, "the answer of the row"] = None
     answer: Annotated[str | None, "the model's answer"] = None
@@ -248,7 +248,7 @@ class RunWarning(Event, kind="warning"):
 class Retry(Event, kind="retry", durable=True):
     """An attempt has failed; the next attempt starts automatically."""
 
-    attempt: Annotated[WholeOrNone, "number of the next attempt"] = None
+    attempt: Annotated[Int64OrNone, "number of the next attempt"] = None
     reason: Annotated[str, "reason for the retry"] = ""
     changes: Annotated[dict[str, Any], "changed settings with their new values"] = field(default_factory=dict)
 
@@ -258,18 +258,18 @@ class OutOfMemory(Event, Memory, kind="out_of_memory"):
 
     phase: Annotated[str | None, "load, train, evaluate or save"] = None
     message: Annotated[str, "the error's text"] = ""
-    asked_bytes: Annotated[WholeOrNone, "size of the allocation that failed"] = None
-    micro_batch: Annotated[WholeOrNone, "micro-batch size"] = None
-    max_length: Annotated[WholeOrNone, "longest example in tokens"] = None
-    forecast_allocated_bytes: Annotated[WholeOrNone, "forecast peak of the phase's allocated memory"] = None
-    forecast_reserved_bytes: Annotated[WholeOrNone, "forecast peak of the phase's reserved memory"] = None
-    room_bytes: Annotated[WholeOrNone, "bytes still reservable within the run's limit and the GPU's free memory"] = None
-    free_bytes: Annotated[WholeOrNone, "free bytes of reserved memory in all blocks"] = None
-    largest_free_block_bytes: Annotated[WholeOrNone, "largest free block in reserved memory"] = None
-    largest_usable_block_bytes: Annotated[WholeOrNone, "largest free block that the failed allocation can use"] = None
-    free_blocks: Annotated[WholeOrNone, "number of free blocks in reserved memory"] = None
+    asked_bytes: Annotated[Int64OrNone, "size of the allocation that failed"] = None
+    micro_batch: Annotated[Int64OrNone, "micro-batch size"] = None
+    max_length: Annotated[Int64OrNone, "longest example in tokens"] = None
+    forecast_allocated_bytes: Annotated[Int64OrNone, "forecast peak of the phase's allocated memory"] = None
+    forecast_reserved_bytes: Annotated[Int64OrNone, "forecast peak of the phase's reserved memory"] = None
+    room_bytes: Annotated[Int64OrNone, "bytes still reservable within the run's limit and the GPU's free memory"] = None
+    free_bytes: Annotated[Int64OrNone, "free bytes of reserved memory in all blocks"] = None
+    largest_free_block_bytes: Annotated[Int64OrNone, "largest free block in reserved memory"] = None
+    largest_usable_block_bytes: Annotated[Int64OrNone, "largest free block that the failed allocation can use"] = None
+    free_blocks: Annotated[Int64OrNone, "number of free blocks in reserved memory"] = None
     fragmented: Annotated[bool | None, "whether free memory would have been enough in one piece"] = None
-    holders: Annotated[dict[str, Whole], "largest holders of allocated memory: line of code, or size, to bytes"] = field(
+    holders: Annotated[dict[str, Int64], "largest holders of allocated memory: line of code, or size, to bytes"] = field(
         default_factory=dict
     )
 
@@ -281,7 +281,7 @@ class LossSpike(Event, kind="loss_spike"):
     learning_rate: Annotated[float | None, "of the failed attempt"] = None
 
 
-#: `kind` of a line -> its type.
+#: Event types by the `kind` of a line.
 KINDS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
@@ -290,12 +290,12 @@ KINDS: dict[str, type[Event]] = {
     )
 }  # fmt: skip
 
-_Kinds = Mapping[str, type[Event]]
+_KindTypes = Mapping[str, type[Event]]
 E = TypeVar("E", bound=Event)
 
 
 class EventWriter:
-    """Append events to a file."""
+    """Append events to a file, one JSON line each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -304,20 +304,20 @@ class EventWriter:
         self._write_lock = one_writer_at_a_time(path)
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
-            self._is_incomplete = file.read(1) not in (b"", b"\n")  # a killed writer's incomplete line must not be continued
+            self._ends_in_half_line = file.read(1) not in (b"", b"\n")  # of a killed writer
 
     def emit(self, event: Event) -> None:
-        """Write one event. Raises OSError."""
+        """Write an event with the current time, and pass it to the listeners. Raises OSError."""
         event = dataclasses.replace(event, time_s=round(time.time(), 3))
         line = with_checksum(json.dumps(event_json(event), allow_nan=False)).encode() + b"\n"
-        if self._is_incomplete:
-            line = b"\n" + line
+        if self._ends_in_half_line:
+            line = b"\n" + line  # a reader skips the half line
         with self._write_lock:  # one write(): readers see only complete lines of a live writer
             written = self._file.write(line)
         if written != len(line):
-            self._is_incomplete = self._is_incomplete or written > 0
+            self._ends_in_half_line = self._ends_in_half_line or written > 0
             raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
-        self._is_incomplete = False
+        self._ends_in_half_line = False
         if event.durable:
             os.fsync(self._file.fileno())
         for listener in self.listeners:
@@ -333,11 +333,11 @@ class EventWriter:
 class EventReader:
     """Read appended events from a byte offset."""
 
-    def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
+    def __init__(self, path: Path, offset: int = 0, kinds: _KindTypes = KINDS) -> None:
         self.path, self.offset, self._kinds = path, offset, kinds
 
     def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
-        """Return events appended since the last call."""
+        """Return events of the next `max_bytes` appended since the last call."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
                 return []
@@ -349,11 +349,11 @@ class EventReader:
         # a later call reads an incomplete last line, which may be half written
         complete_bytes = data.rfind(b"\n") + 1
         self.offset += complete_bytes
-        events = (_event_of(line, self._kinds) for line in data[:complete_bytes].splitlines())
+        events = (_parse_event(line, self._kinds) for line in data[:complete_bytes].splitlines())
         return [event for event in events if event is not None]
 
 
-def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
+def read_events(path: Path, kinds: _KindTypes = KINDS) -> list[Event]:
     """Return all events of a file."""
     reader, events = EventReader(path, kinds=kinds), list[Event]()
     while new := reader.new():
@@ -362,7 +362,7 @@ def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
 
 
 def newest(kind: type[E], events: Sequence[Event]) -> E | None:
-    """Return a kind's last event, or None."""
+    """Return the last event of a type, or None."""
     return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
@@ -379,19 +379,19 @@ def event_from(values: dict[str, Any]) -> Event:
 
 @functools.cache
 def _field_order(kind: Any) -> tuple[str, ...]:
-    # time, fields of the kind, fields shared with other kinds
+    # time first, inherited fields last
     names = [field.name for field in dataclasses.fields(kind)]
-    return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
+    return tuple(sorted(names, key=lambda name: (name != "time_s", name not in kind.__annotations__)))
 
 
 _KIND = re.compile(rb'\{"kind": "(\w+)"')  # the writer puts the kind first
 
 
-def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    # a line with a wrong checksum becomes a warning; skipped are what a killed writer leaves, and kinds of a later version
+def _parse_event(line: bytes, kinds: _KindTypes) -> Event | None:
+    # a damaged line becomes a warning; a killed writer's half line and the kinds of a later version are skipped
     if is_damaged(line):
         message = "a line of events.jsonl has changed since it was written; it is skipped"
         return RunWarning(message=message) if RunWarning.kind in kinds else None
     match = _KIND.match(line)
     kind = kinds.get(match[1].decode()) if match else None
-    return readable(kind, line) if kind is not None else None
+    return parse_leniently(kind, line) if kind is not None else None

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,31 +19,30 @@ from finetune.checksum import has_checksum, is_damaged, with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.system import WINDOWS, replace
 
-
-def cache_dir() -> Path:
-    """Return the cache folder."""
-    if chosen := os.environ.get("FINETUNE_CACHE"):
-        return Path(chosen)
-    usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
-
-
 MAX_JSON_BYTES = 2**28  # the largest tokenizer.json has 40 MB
 MAX_JSON_DEPTH = 100  # nested values: well below Python's recursion limit
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: https://github.com/huggingface/safetensors#format
-_LARGE_BYTES = 2**26  # a process starts while this is read
-#: With a low priority, which Windows has no `nice` for.
+_LARGE_BYTES = 2**26  # reading fewer bytes takes less time than starting a process
+#: Program of `sha256_in_subprocess`, at a low priority; Windows has no os.nice, so `abs` takes its place.
 _PRINT_SHA256 = """import hashlib, os, sys
 getattr(os, "nice", abs)(10)
 print(hashlib.file_digest(open(sys.argv[1], "rb"), "sha256").hexdigest())"""
-#: Phrases of error messages and their fixes.
+#: Phrases of error messages, and their fixes.
 IS_LFS_POINTER, LFS_FIX = "is a pointer of git-lfs, not the file", "git lfs pull"
 IS_GGUF = "is a GGUF file, which can't be trained"
 GGUF_FIX = "Give the model that it was made from, and make a GGUF file of the result: finetune export RUN --to gguf"
 
 
+def cache_dir() -> Path:
+    """Return FINETUNE_CACHE, or `finetune` in the user's cache folder."""
+    if folder := os.environ.get("FINETUNE_CACHE"):
+        return Path(folder)
+    windows_folder = os.environ.get("LOCALAPPDATA") if WINDOWS else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or windows_folder or Path.home() / ".cache") / "finetune"
+
+
 def expanded(path_text: str) -> Path:
-    """Return the path with `~` expanded."""
+    """Return a path, its `~` replaced by the home folder."""
     # Path.expanduser raises RuntimeError for an unknown user
     return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
@@ -61,7 +60,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
-    """Read an untrusted JSON file. Raises OSError or ValueError."""
+    """Read an untrusted JSON file whose top level is a `kind`. Raises OSError or ValueError."""
     content = read_limited(path, max_bytes)
     # an editor changes a file without renewing its checksum
     values = parse_json(content) if may_be_edited else parse_checked(content)
@@ -71,7 +70,7 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None."""
+    """Return the object in a JSON file, or None if it can't be read."""
     try:
         return read_json(path, dict)
     except (OSError, ValueError):
@@ -91,16 +90,19 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
 
 def is_too_deep(values: Any) -> bool:
     """Return whether JSON values are nested deeper than MAX_JSON_DEPTH."""
-    level = [values] if isinstance(values, (dict, list)) else []
-    for _ in range(MAX_JSON_DEPTH):
-        children = (child for value in level for child in (value.values() if isinstance(value, dict) else value))
-        if not (level := [child for child in children if isinstance(child, (dict, list))]):
+    level: Iterable[Any] = [values]  # all values at one depth
+    for _ in range(MAX_JSON_DEPTH + 1):
+        containers = [value for value in level if isinstance(value, (dict, list))]
+        if not containers:
             return False
+        level = (
+            child for container in containers for child in (container.values() if isinstance(container, dict) else container)
+        )
     return True
 
 
 def parse_checked(text: bytes) -> Any:
-    """Parse JSON without its checksum. Raises ValueError."""
+    """Parse JSON, and verify and drop its checksum, if any. Raises ValueError."""
     if is_damaged(text):
         raise ValueError("it has changed since it was written")
     values = parse_json(text)
@@ -110,7 +112,7 @@ def parse_checked(text: bytes) -> Any:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's tensors by name and their offset. Raises ValueError."""
+    """Return header entries by tensor name, and the offset of the data in bytes. Raises ValueError."""
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
@@ -120,28 +122,28 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
         raise ValueError("its header is not an object")  # noqa: TRY004 - a fault of the file
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        if not _is_tensor(entry):
+        if not _is_header_entry(entry):
             raise ValueError(f"its header has no dtype, shape and offsets of {name[:80]!r}")
     return header, 8 + length
 
 
 def write_safetensors(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], read: Callable[[str], Any]) -> None:
     """Write a safetensors file tensor by tensor. Raises OSError."""
-    # the library writes a whole file from memory; format: https://github.com/huggingface/safetensors#format
+    # safetensors' own writer needs all tensors in memory; format: https://github.com/huggingface/safetensors#format
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (dtype, shape, size) in entries.items():  # size: bytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
+    for name, (dtype, shape, size_bytes) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size_bytes]}
+        end += size_bytes
     encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded_header += b" " * (-len(encoded_header) % 8)
+    encoded_header += b" " * (-len(encoded_header) % 8)  # the data begins at a multiple of 8 bytes
     with path.open("wb") as output:
         output.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
         for name in entries:
             output.write(read(name))
 
 
-def _is_tensor(entry: Any) -> bool:
+def _is_header_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -160,12 +162,12 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file atomically. Raises OSError."""
-    # the names of process and thread: `remove_left_over` finds files of killed processes by them
+    # named after process and thread: `remove_left_over` removes the files of killed processes
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
-            if durable:  # else a power cut can leave an empty file
+            if durable:  # else a power failure can leave an empty file
                 file.flush()
                 os.fsync(file.fileno())
         replace(temporary, path)
@@ -174,41 +176,40 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, values: Any, *, checksum: bool = False) -> None:
-    """Replace a JSON file atomically and durably."""
+    """Replace a JSON file atomically and durably. `checksum`: of an object with keys."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
-    # a checksum follows at least one key
     write_text(path, with_checksum(text) if checksum else text, durable=True)
 
 
-def write_output(path: Path, text: str, *, new: bool = False) -> None:
+def write_output(path: Path, text: str, *, must_be_new: bool = False) -> None:
     """Write a command's output file atomically. Raises DiskFull or CommandError."""
     try:
-        if new and path.exists():
+        if must_be_new and path.exists():
             raise CommandError(f"{path} exists already", "Edit it, or delete or rename it first.")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(path)
         write_text(path, text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        wrong = f"{str(path)[:200]!r} can't be written: {reason}"
+        problem = f"{str(path)[:200]!r} can't be written: {reason}"
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            raise CommandError(wrong, "Give another name.") from None
-        raise DiskFull(wrong, "Free some space, or choose a folder that you can write to.") from None
+            raise CommandError(problem, "Give another name.") from None
+        raise DiskFull(problem, "Free some space, or choose a folder that you can write to.") from None
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove temporary files of killed writers. Raises OSError."""
+    """Remove temporary files of killed processes. Raises OSError."""
     import psutil
 
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
-        writer = left.name.split(".")[-2]
-        if writer.isdigit() and not psutil.pid_exists(int(writer)):
-            left.unlink(missing_ok=True)
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
+        process_id = temporary.name.split(".")[-2]
+        if process_id.isdigit() and not psutil.pid_exists(int(process_id)):
+            temporary.unlink(missing_ok=True)
 
 
 def existing_parent(path: Path) -> Path:
     """Return the path or its nearest existing parent."""
-    # the working folder where the whole drive is missing
+    # the working folder if even the drive is missing, on Windows
     return next((parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()), Path.cwd())
 
 
@@ -223,12 +224,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_apart(path: Path) -> str:
+def sha256_in_subprocess(path: Path) -> str:
     """Return a file's hexadecimal SHA-256, of a large file by another process. Raises OSError."""
-    # a thread that reads gigabytes takes the interpreter's lock so often that a model loads ten times slower beside it
+    # a thread that hashes gigabytes takes the interpreter's lock so often that a model loads ten times slower meanwhile
     if path.stat().st_size >= _LARGE_BYTES:
         command = [sys.executable, "-I", "-S", "-c", _PRINT_SHA256, str(path)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode == 0:
-            return ended.stdout.strip()
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode == 0:
+            return process.stdout.strip()
     return sha256_of(path)

@@ -1,32 +1,32 @@
-"""Thresholds of Python's garbage collector in processes with torch."""
+"""Thresholds of Python's garbage collector in processes that import torch."""
 
-# Importing the libraries makes half a million lasting objects. Scanning them repeatedly takes a sixth of the start-up time, and
-# 1.5 s at exit, which `gc.freeze()` saves.
+# Importing torch and its libraries makes half a million lasting objects. Scanning them repeatedly takes a sixth of the start-up
+# time, and 1.5 s at exit, which `gc.freeze()` saves.
 
 import atexit
 import gc
 import os
 import sys
 
-_USUAL = gc.get_threshold()
+_DEFAULT_THRESHOLDS = gc.get_threshold()
 
 
 def raise_gc_thresholds() -> None:
-    """Raise the thresholds, first in a process."""
+    """Raise the thresholds before torch is imported."""
     gc.set_threshold(50_000, 20, 20)
-    # handlers run in reverse order: this one runs last
+    # exit handlers run in reverse order: the first registered runs last
     atexit.register(_hide_leak_report)
 
 
 def restore_gc_thresholds() -> None:
-    """Restore the thresholds for training."""
-    # cycles of training can hold tensors; existing objects last, and need no scan
+    """Restore the default thresholds before training."""
+    # training's reference cycles can hold tensors; the objects of the imports stay, so they need no scan
     gc.freeze()
-    gc.set_threshold(*_USUAL)
+    gc.set_threshold(*_DEFAULT_THRESHOLDS)
 
 
 def _hide_leak_report() -> None:
-    # Triton 3.9 writes thirty lines to stderr about objects that are not collected; its own processes hide them, too
+    # Triton 3.9 reports uncollected objects on stderr in thirty lines; its own processes hide the report, too
     if gc.get_freeze_count() and "triton" in sys.modules:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -11,15 +11,16 @@ from pathlib import Path
 from finetune.compat.hub import set_offline
 from finetune.errors import CommandError
 
-#: Timeout of the check and validity of its result: offline, the libraries would retry for most of a minute.
-DEADLINE_S, HOLDS_S = 3.0, 60.0
+#: The libraries would retry for most of a minute without a network.
+_TIMEOUT_S = 3.0
+VALID_S = 60.0  # seconds for which the result of a check is used
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 #: OWNER/NAME; ids of the first models and datasets have no owner.
 REPO_ID, HUB_ID = re.compile(f"{_NAME}/{_NAME}"), re.compile(f"{_NAME}(/{_NAME})?")
 _lock = threading.Lock()
-_asked_s: float | None = None
-_switched_off_here = False
+_checked_s: float | None = None
+_is_unreachable = False
 
 
 def require_repo_id(repo: str) -> None:
@@ -29,7 +30,7 @@ def require_repo_id(repo: str) -> None:
 
 
 def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
-    """Return a file in the hub's cache, or None."""
+    """Return the path of a file in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, name, revision=revision)
@@ -41,22 +42,22 @@ def is_switched_off() -> bool:
     from huggingface_hub import constants
 
     offline = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") == "1"
-    return bool(offline) and not _switched_off_here  # `is_reachable` sets the same constant
+    return bool(offline) and not _is_unreachable  # `is_reachable` sets the same constant
 
 
 def is_reachable() -> bool:
-    """Return whether the hub answers; if not, use the caches."""
-    global _asked_s, _switched_off_here
+    """Return whether the hub answers; if not, the libraries use their caches."""
+    global _checked_s, _is_unreachable
     from huggingface_hub import constants
 
     if is_switched_off():
         return False
     with _lock:
-        if _asked_s is None or time.monotonic() - _asked_s > HOLDS_S:
-            _switched_off_here = not _answers(constants.ENDPOINT)
-            set_offline(_switched_off_here)
-            _asked_s = time.monotonic()
-    return not _switched_off_here
+        if _checked_s is None or time.monotonic() - _checked_s > VALID_S:
+            _is_unreachable = not _answers(constants.ENDPOINT)
+            set_offline(_is_unreachable)
+            _checked_s = time.monotonic()
+    return not _is_unreachable
 
 
 def _answers(address: str) -> bool:
@@ -67,8 +68,8 @@ def _answers(address: str) -> bool:
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=DEADLINE_S).close()
-        except urllib.error.HTTPError:  # an answer, too
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT_S).close()
+        except urllib.error.HTTPError:  # an error status is an answer, too
             pass
         except (OSError, ValueError):
             return
@@ -77,5 +78,5 @@ def _answers(address: str) -> bool:
     # a thread: DNS lookups have no timeout
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(DEADLINE_S)
+    asking.join(_TIMEOUT_S)
     return bool(answered)

@@ -14,28 +14,28 @@ from finetune.files import read_object, sha256_of, write_text
 from finetune.system import sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
-#: Added files that a library would load; others, such as README.md, are no change.
-_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
+#: Suffixes of files that libraries load: an added file is a change only with one of them.
+_LOADED_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 _THREADS = 4
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     """Sync a folder's files, and write their manifest last. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
-        synced = [disk.submit(sync_file, path) for path in paths]
+    with ThreadPoolExecutor(1) as pool:  # hash while the disk syncs
+        syncs = [pool.submit(sync_file, path) for path in paths]
         files = {
             path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in paths
         }
-        for future in synced:
-            future.result()
+        for sync in syncs:
+            sync.result()  # raises the error of the thread
     manifest = {**values, "files": files}
     write_text(folder / MANIFEST, json.dumps({**manifest, "seal": _seal_of(manifest)}, indent=1), durable=True)
     sync_folder(folder)
 
 
 def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
-    """Return a line for each changed file."""
+    """Return a line for each changed, missing or added file, or about the file `only`."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110
         return [f"its {MANIFEST} is missing"] if required else []
     manifest = read_object(folder / MANIFEST)
@@ -46,15 +46,15 @@ def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[s
     files = {name: expected for name, expected in manifest["files"].items() if only in ("", name)}
     with ThreadPoolExecutor(_THREADS) as pool:
         changes = pool.map(lambda name: _change(folder / name, name, files[name]), files)
-        problems = [problem for problem in changes if problem]
-    if only:  # quick: no search for added files
+        problems = [change for change in changes if change]
+    if only:  # skip the slow search for added files
         return problems
-    loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
-    return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
+    present = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED_SUFFIXES)
+    return problems + [f"{name} is not in its manifest" for name in present if name not in files and name != MANIFEST]
 
 
 def require_unchanged(folder: Path, kind: type[FinetuneError], fix: str, *, required: bool = True) -> None:
-    """Raise `kind` if a folder differs from its manifest."""
+    """Raise an error of `kind` if a folder differs from its manifest."""
     if changes := changes_in(folder, required=required):
         raise kind([f"{folder}: {change}" for change in changes[:5]], fix)
 

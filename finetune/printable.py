@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 
-#: Shows a message about work that goes on.
+#: Callback that shows what a long task is doing.
 Progress = Callable[[str], None]
 
 
@@ -14,8 +14,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        letter
-        if letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
-        else letter.encode("unicode_escape").decode()
-        for letter in text
+        character
+        if character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
+        else character.encode("unicode_escape").decode()
+        for character in text
     )

@@ -22,7 +22,7 @@ class Package:
     installed: str | None
 
     @property
-    def fits(self) -> bool:
+    def is_supported(self) -> bool:
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
     def __str__(self) -> str:
@@ -38,24 +38,24 @@ def installed_version(name: str) -> str | None:
 
 
 def packages(extra: str = "") -> list[Package]:
-    """Return finetune's requirements."""
-    parsed = []  # in a checkout without `pip install`
+    """Return finetune's requirements, including an extra's."""
+    requirements = []  # stays empty in a checkout without `pip install`
     with contextlib.suppress(metadata.PackageNotFoundError):
-        parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
-    return [Package(item, installed_version(item.name)) for item in needed]
+        requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    needed = [entry for entry in requirements if entry.marker is None or entry.marker.evaluate({"extra": extra})]
+    return [Package(entry, installed_version(entry.name)) for entry in needed]
 
 
-def how_to_install(wrong: list[Package]) -> str:
+def how_to_install(missing: list[Package]) -> str:
     """Return the pip command for these packages."""
-    return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in wrong)
+    return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in missing)
 
 
 def refuse_other_versions(names: Collection[str]) -> None:
     """Raise PackagesError if a package is missing or unsupported."""
-    if wrong := [package for package in packages() if package.requirement.name in names and not package.fits]:
-        fix = f"Forecasts hold for supported versions only. Run: {how_to_install(wrong)}"
-        raise PackagesError([str(package) for package in wrong], fix)
+    if unsupported := [package for package in packages() if package.requirement.name in names and not package.is_supported]:
+        fix = f"Forecasts hold for supported versions only. Run: {how_to_install(unsupported)}"
+        raise PackagesError([str(package) for package in unsupported], fix)
 
 
 def refuse_missing_extra(extra: str, subject: str) -> None:

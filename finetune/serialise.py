@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Convert dataclasses, pydantic models, collections and paths to JSON."""
-    if isinstance(value, float):  # JSON has no NaN or infinity: text, which `from_json` reads where a float belongs
-        return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    """Convert dataclasses, pydantic models, collections and paths to values that `json.dumps` takes."""
+    if isinstance(value, float):  # JSON has no NaN or infinity: "nan", "inf" or "-inf", which `from_json` reads as a float
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {key: to_json(part) for key, part in value.items()}
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [to_json(part) for part in value]
+        return [to_json(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, BaseModel):
@@ -35,12 +35,12 @@ def from_json(cls: type[T], values: Any) -> T:
     try:  # ignores unknown keys: files of later versions may have them
         return _adapter(cls).validate_python(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_text(fault) for fault in error.errors(include_url=False, include_context=False))) from None
+        raise ValueError("; ".join(map(_message, error.errors(include_url=False, include_context=False)))) from None
 
 
-def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
-    """Read a `cls` from a JSON file, or None."""
-    from finetune.files import read_object  # here: events and all above them need this module, and no files
+def read_json_as(path: Path, cls: type[T], key: str = "") -> T | None:
+    """Read a `cls`, or the `cls` under `key`, from a JSON file; None if that fails."""
+    from finetune.files import read_object  # imported here: events needs this module, but not files
 
     values = read_object(path)
     try:
@@ -49,23 +49,23 @@ def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
         return None
 
 
-def readable(cls: type[T], text: bytes) -> T | None:
-    """Read a dataclass from a possibly damaged line, or None."""
+def parse_leniently(cls: type[T], text: bytes) -> T | None:
+    """Parse a JSON object, ignoring fields of a wrong type; None if that fails."""
     try:
         return _adapter(cls).validate_json(text)
     except ValidationError as error:
-        wrong = {fault["loc"][0] for fault in error.errors(include_url=False, include_context=False) if fault["loc"]}
-    try:  # a field of a wrong type keeps its default
+        invalid = {fault["loc"][0] for fault in error.errors(include_url=False, include_context=False) if fault["loc"]}
+    try:  # without the invalid fields, which get their defaults
         values = json.loads(text)
-        return _adapter(cls).validate_python({name: value for name, value in values.items() if name not in wrong})
+        return _adapter(cls).validate_python({name: value for name, value in values.items() if name not in invalid})
     except (ValueError, AttributeError, RecursionError):  # ValueError: pydantic's and json's
         return None
 
 
-#: Making an adapter takes about a millisecond.
+#: Cached: making an adapter takes about a millisecond.
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
-def _text(fault: Any) -> str:
+def _message(fault: Any) -> str:
     location = ".".join(str(part) for part in fault["loc"])
     return f"{location}: {fault['msg']}" if location else fault["msg"]

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 WINDOWS = sys.platform == "win32"  # native Windows; WSL is Linux
-_IN_USE_S = 5.0  # seconds for which Windows may refuse to rename what a reader or a virus scanner has open
-_LOOK_S = 0.05  # seconds for which a process that only checks a lock may hold it
-_READING = threading.Lock()  # locked by the thread that moves a file's position, where reading moves it
+_IN_USE_S = 5.0  # seconds for which Windows may refuse to rename a file that a reader or a virus scanner has open
+_CHECK_S = 0.05  # seconds for which `is_locked` waits: another process that only checks may hold the lock
+_SEEK_LOCK = threading.Lock()  # on Windows, held from seeking to reading: threads share a file's position
 
 
 def start_detached(command: list[str], log: IO[bytes] | int, **options: Any) -> subprocess.Popen[bytes]:
@@ -37,25 +37,25 @@ def start_detached(command: list[str], log: IO[bytes] | int, **options: Any) -> 
 
 
 def send_line(pipe: IO[bytes], value: Any) -> None:
-    """Send a value as a line of JSON through an unbuffered pipe to a child process. Raises OSError if the child has ended."""
-    pipe.write(json.dumps(value).encode() + b"\n")
+    """Send a value to a child process as a line of JSON. Raises OSError if the child has ended."""
+    pipe.write(json.dumps(value).encode() + b"\n")  # the pipe has no buffer to flush
 
 
-def received_line() -> Any:
+def receive_line() -> Any:
     """Return the value that the parent process sent by `send_line`; None if it closed the pipe."""
     line = sys.stdin.buffer.readline()
     return json.loads(line) if line else None
 
 
-def append_output(log: Path) -> None:
-    """Append this process's output to a file."""
+def redirect_output(log: Path) -> None:
+    """Append this process's stdout and stderr to a file."""
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
 
 
 def exec_command(command: list[str]) -> int:
-    """Replace this process; returns only on Windows."""
+    """Replace this process by a command. Only on Windows: wait, and return its exit code."""
     sys.stdout.flush()
     if sys.platform == "win32":
         process = subprocess.Popen(command)
@@ -67,18 +67,18 @@ def exec_command(command: list[str]) -> int:
 @contextlib.contextmanager
 def caught_interrupts() -> Iterator[list[int]]:
     """Collect SIGINTs and SIGTERMs in a list."""
-    numbers: list[int] = []
+    received: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
-    previous_handlers = [signal.signal(number, lambda number, _: numbers.append(number)) for number in signals]
+    previous_handlers = [signal.signal(number, lambda number, _frame: received.append(number)) for number in signals]
     try:
-        yield numbers
+        yield received
     finally:
         for number, handler in zip(signals, previous_handlers, strict=True):
             signal.signal(number, handler)
 
 
 def ignore_hangup() -> None:
-    """Ignore SIGHUP."""
+    """Outlive the terminal: ignore SIGHUP."""
     if sys.platform != "win32":
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -88,15 +88,15 @@ def peak_rss_bytes() -> int:
     if sys.platform == "win32":
         import psutil
 
-        used = psutil.Process().memory_info()
-        return int(getattr(used, "peak_wset", used.rss))
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     import resource
 
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB on Linux
-    # ru_maxrss is at least the memory of the process that started this one (fs/exec.c)
-    _, there, peak = Path("/proc/self/status").read_text(encoding="utf-8").partition("VmHWM:")
-    return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    # Linux starts ru_maxrss at the peak of the process that started this one (fs/exec.c); VmHWM starts at 0
+    _, label, peak_kib = Path("/proc/self/status").read_text(encoding="utf-8").partition("VmHWM:")
+    return 1024 * (int(peak_kib.split()[0]) if label else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def usable_cpus() -> int:
@@ -106,14 +106,14 @@ def usable_cpus() -> int:
 
 def return_freed_memory() -> None:
     """Return freed memory from glibc to the system."""
-    # measured while quantising a model of 131 MB: 0.73 times its size at the peak, 1.6 times without
+    # peak memory while quantising a model of 131 MB: 0.73 times its size, without this call 1.6 times
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
-    """Lock a file; None if another process holds the lock."""
+    """Lock a file, waiting up to `wait_s`; None if another process holds the lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -125,11 +125,11 @@ def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock."""
+    """Return whether a process holds a file's lock."""
     if not path.exists():
         return False
     try:
-        lock = take_lock(path, _LOOK_S)
+        lock = take_lock(path, _CHECK_S)
     except OSError:
         return False
     if lock is None:
@@ -139,8 +139,8 @@ def is_locked(path: Path) -> bool:
 
 
 def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
-    """Return a lock for appending a line."""
-    if not WINDOWS:  # Linux appends each write as a whole
+    """Return a context manager that locks a file for appending a line."""
+    if not WINDOWS:  # Linux appends each write() as a whole
         return contextlib.nullcontext()
     from filelock import FileLock
 
@@ -153,19 +153,19 @@ def replace(source: Path, target: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a folder or file. Raises OSError."""
+    """Rename a folder or file, and return its new path. Raises OSError."""
     _retry_while_in_use(source.rename, target)
     return target
 
 
 def _retry_while_in_use(move: Any, target: Path) -> None:
-    end = time.monotonic() + (_IN_USE_S if WINDOWS else 0.0)
+    deadline_s = time.monotonic() + (_IN_USE_S if WINDOWS else 0.0)
     while True:
         try:  # Windows refuses to rename open files
             move(target)
             return
         except PermissionError:
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline_s:
                 raise
             time.sleep(0.02)
 
@@ -180,11 +180,11 @@ def sync_file(path: Path) -> None:
 
 
 def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
-    """Fill `buffer` from a file's offset, and return the bytes read."""
+    """Fill `buffer` from offset `begin` of a file, and return the number of bytes read."""
     n_read = 0
     while n_read < len(buffer):
-        if sys.platform == "win32":  # Windows has no positioned read, and a duplicated descriptor shares the position
-            with _READING:
+        if sys.platform == "win32":  # no preadv, and a duplicated descriptor would share the position
+            with _SEEK_LOCK:
                 os.lseek(descriptor, begin + n_read, os.SEEK_SET)
                 data = os.read(descriptor, min(len(buffer) - n_read, 2**24))
             buffer[n_read : n_read + len(data)] = data
@@ -198,13 +198,13 @@ def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's names to disk."""
+    """Sync a folder's list of files to disk."""
     if not WINDOWS:  # Windows can't open folders; NTFS logs names
         sync_file(path)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link a file, or copy it on Windows."""
+    """Create a symbolic link to a file; on Windows copy the file."""
     if WINDOWS:  # symbolic links need a privilege
         shutil.copyfile(source, target)
     else:
@@ -212,7 +212,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def port_socket(family: int = socket.AF_INET) -> socket.socket:
-    """Return a socket for a just closed port."""
+    """Return a socket that can bind to a port closed a moment ago."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     if not WINDOWS:  # on Windows, SO_REUSEADDR shares a port with another program
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -23,7 +23,7 @@ def format_bytes(count: int | float | None) -> str:
 
 def gib(size: float) -> str:
     """Return `22.7 GiB`, or MiB below 0.1 GiB."""
-    return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"
+    return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"  # 102 MiB would be 0.1 GiB
 
 
 def parse_bytes(text: str) -> int:
@@ -38,24 +38,24 @@ def format_seconds(seconds: float | None) -> str:
     """Return `42 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds is None:
         return "unknown"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    if total_s < 3600:
+        return f"{total_s // 60} min {total_s % 60:02d} s"
+    return f"{total_s // 3600} h {total_s % 3600 // 60:02d} min"
 
 
 def format_count(count: int | float | None) -> str:
     """Return `1,234`, `12.3k`, `4.5M` or `8.0B`."""
     if count is None:
         return "unknown"
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(count) >= factor:
-            return f"{count / (1e3 if unit == 'k' else factor):.1f}{unit}"
+    for unit, minimum, factor in (("B", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):  # four digits need no k
+        if abs(count) >= minimum:
+            return f"{count / factor:.1f}{unit}"
     return f"{count:,.0f}" if float(count).is_integer() else f"{count:,.1f}"
 
 
 def format_measured(value: float | None, form: str = ".4f") -> str:
-    """Return a formatted value or `not measured`."""
+    """Return a value in the format `form`, or `not measured`."""
     return "not measured" if value is None else format(value, form)

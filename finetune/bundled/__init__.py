@@ -1,5 +1,4 @@
-"""The bundled base models `tiny` and `tiny-vision`, the datasets `support`, `support-pairs` and `parcels`, made by
-scripts/bundled/, and general questions."""
+"""Models and datasets made by scripts/bundled/, and questions that measure forgetting."""
 
 from __future__ import annotations
 
@@ -11,21 +10,18 @@ _DATASETS = {
     name: {split: _HERE / name / f"{split}.jsonl" for split in ("train", "eval")}
     for name in ("support", "support-pairs", "parcels")
 }
-
-
 #: Short questions of general knowledge, arithmetic, language and form, to measure forgetting.
 PROBE = _HERE / "probe.jsonl"
-
-#: Questions with tools that none of them answers, to measure whether a model calls one all the same.
+#: Questions with tools that can't answer them, to measure whether a model calls a tool anyway.
 NO_CALL_PROBE = _HERE / "no_call_probe.jsonl"
 
 
 def model_path(name: str) -> Path | None:
-    """Folder of the bundled model `name`; None when there is no such model."""
+    """Return the folder of a bundled model, or None."""
     return _MODELS.get(name)
 
 
 def dataset_paths(name: str) -> dict[str, Path] | None:
-    """Files of the bundled dataset `name`, as {"train": ..., "eval": ...}; None when there is no such dataset."""
+    """Return the files of a bundled dataset, by `train` and `eval`, or None."""
     paths = _DATASETS.get(name)
     return dict(paths) if paths else None

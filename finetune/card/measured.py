@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from finetune.card.card import Card
 from finetune.card.nvidia import Device
 from finetune.files import cache_dir, read_object, write_json
-from finetune.serialise import read_own, to_json
+from finetune.serialise import read_json_as, to_json
 from finetune.units import GIB, MIB
 
 CONTEXTS, RATES = "contexts.json", "rates.json"
@@ -41,7 +41,7 @@ def measured_context(card_name: str) -> tuple[int, int] | None:
 
 def _contexts() -> dict[str, list[int]]:
     # a damaged cache counts as empty, as the next run measures again
-    return read_own(cache_dir() / CONTEXTS, dict[str, list[PositiveInt]]) or {}
+    return read_json_as(cache_dir() / CONTEXTS, dict[str, list[PositiveInt]]) or {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def store_rates(card: Card, rates: Rates) -> None:
 
 def with_measured_rates(card: Card, device: Device | None = None) -> Card:
     """Apply rates measured under the same conditions."""
-    rates, conditions = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
+    rates, conditions = read_json_as(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
     if rates is None or rates.conditions != conditions:
         why = f"measured with {rates.conditions}; now {conditions}: measure again" if rates else "not measured here"
         return replace(card, reason=f"{card.reason}; rates: {why}")

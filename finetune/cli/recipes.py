@@ -35,7 +35,7 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
         print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
         path = find_recipe(name)
-        write_output(Path(path.name), path.read_text(encoding="utf-8"), new=True)  # an edited copy is never overwritten
+        write_output(Path(path.name), path.read_text(encoding="utf-8"), must_be_new=True)  # an edited copy is never overwritten
         out.print(f"{path.name} written; run it with: finetune run {path.name}")
     else:
         raise CommandError(
@@ -106,7 +106,7 @@ def convert_file(
     carried, not_carried = read.with_outcome("carried over"), read.with_outcome("not carried over")
     unneeded = read.with_outcome("no effect")
     if output is not None:
-        write_output(Path(output), text, new=True)  # an edited recipe is never overwritten
+        write_output(Path(output), text, must_be_new=True)  # an edited recipe is never overwritten
     if as_json:
         keys = [asdict(key) for key in (*carried, *not_carried, *unneeded)]
         print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})

@@ -28,7 +28,7 @@ def check_packages() -> Finding:
     installed = {package.requirement.name: package.installed for package in checked}
     python = sys.version.split()[0]
     facts = {"finetune": __version__, "python": python, **installed}
-    unfit = [package for package in checked if not package.fits]
+    unfit = [package for package in checked if not package.is_supported]
     if not unfit:
         libraries = ", ".join(f"{name} {installed.get(name)}" for name in ("torch", "transformers"))
         what = f"finetune {__version__}, python {python}, {libraries}"

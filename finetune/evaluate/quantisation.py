@@ -22,10 +22,10 @@ from finetune.printable import Progress
 from finetune.privacy import keep_private
 from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_own, to_json
+from finetune.serialise import read_json_as, to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
-from finetune.system import append_output
+from finetune.system import redirect_output
 
 #: Weights that take more of the free memory than this leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
@@ -76,7 +76,7 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
 
 
 def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
-    append_output(Path(os.devnull))  # of libraries
+    redirect_output(Path(os.devnull))  # of libraries
     os.environ.update(visibility(cards))
     keep_private()
     try:
@@ -109,7 +109,7 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
             "Give the original 16-bit model.",
         )
     path = cost_path(settings, rows, on_cpu=on_cpu, adapter=adapter)
-    if cost := read_own(path, QuantisationCost):
+    if cost := read_json_as(path, QuantisationCost):
         return cost
     tokens = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
     formats: list[FormatLoss] = []

@@ -13,7 +13,7 @@ from finetune.checksum import with_checksum
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.files import parse_checked, read_object, remove_left_over, write_json
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_own
+from finetune.serialise import read_json_as
 from finetune.units import format_measured
 
 #: Scores of benchmark tasks, in a run's folder of evaluations.
@@ -224,19 +224,19 @@ def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
 
 def read_tasks(run: RunDirectory) -> list[TaskScore]:
     """Return a run's scores of benchmark tasks."""
-    return read_own(run.path / "evaluations" / TASKS_FILE, list[TaskScore], "tasks") or []
+    return read_json_as(run.path / "evaluations" / TASKS_FILE, list[TaskScore], "tasks") or []
 
 
 def read_no_call(run: RunDirectory) -> NoCall | None:
     """Return the last measurement of needless calls, if any."""
-    return read_own(run.path / "evaluations" / "no-call.json", NoCall)
+    return read_json_as(run.path / "evaluations" / "no-call.json", NoCall)
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """Return a run's evaluations, by file name."""
     evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        comparison = read_own(path, Comparison)
+        comparison = read_json_as(path, Comparison)
         if comparison and _is_consistent(comparison):
             evaluations[path.stem.removeprefix("scores-")] = asdict(comparison)
     return evaluations
@@ -262,7 +262,7 @@ def _is_consistent(comparison: Comparison) -> bool:
 
 def read_forgetting(run: RunDirectory) -> list[Forgetting]:
     """Return the last measurement of forgetting."""
-    return read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
+    return read_json_as(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
 
 
 class Journal:

@@ -22,7 +22,7 @@ from finetune.data.pictures.source import PictureSource, require_pillow
 from finetune.data.tokenizer import ModelPictures, load_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import ModelError
-from finetune.hub import HOLDS_S
+from finetune.hub import VALID_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
@@ -47,8 +47,8 @@ class PicturePrompt:
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
     """Return a message of images of these sizes and one character. Raises RecipeError for an unknown processor."""
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
-    # the last input changes every HOLDS_S seconds, so a hub that failed is tried again
-    return _prompt(*model, pixel_limit(settings), pictures, int(time.monotonic() / HOLDS_S))
+    # the last input changes every VALID_S seconds, so a hub that failed is tried again
+    return _prompt(*model, pixel_limit(settings), pictures, int(time.monotonic() / VALID_S))
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from finetune.files import (
     is_lfs_pointer,
     read_json,
     read_safetensors_header,
-    sha256_apart,
+    sha256_in_subprocess,
     sha256_of,
     write_text,
 )
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file
-from finetune.serialise import from_json, read_own
+from finetune.serialise import from_json, read_json_as
 from finetune.settings import Settings
 
 #: Files of a checkpoint in several parts, and of an adapter.
@@ -90,9 +90,9 @@ def _hash(path: Path, reread: bool) -> str:
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
     # unchanged size, time and inode; only rereading finds damage by a failing disk
-    if not reread and (cached := read_own(cache_file, str, "sha256")):
+    if not reread and (cached := read_json_as(cache_file, str, "sha256")):
         return cached
-    digest = sha256_apart(path)
+    digest = sha256_in_subprocess(path)
     if is_of_hub:
         if digest != path.name:
             raise ModelError(f"{path} is damaged: its content differs from the hub's file", f"Delete it. {DOWNLOAD_AGAIN}")

@@ -13,7 +13,7 @@ import numpy as np
 from finetune.files import cache_dir, sha256_of
 from finetune.memory.cache import key_of
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
-from finetune.serialise import read_own, to_json
+from finetune.serialise import read_json_as, to_json
 from finetune.settings.base_formats import INT8, NF4, base_format_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def with_measured_cost(plan: Plan, splits: Sequence[LimitedSplit]) -> Plan:
         path = cost_path(settings, held_out_rows(splits), on_cpu=plan.card.is_cpu)
     except (OSError, ValueError):  # rows or weights are gone: the plan lacks only the quote
         return plan
-    cost = read_own(path, QuantisationCost)
+    cost = read_json_as(path, QuantisationCost)
     if cost is None:
         return plan
     base = base_format_of(settings)

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_own, to_json
+from finetune.serialise import read_json_as, to_json
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: lis
 
 def row_losses_of(run: RunDirectory) -> list[RowLosses]:
     """Return the saved held-out losses of an arm by step."""
-    entries = (read_own(path, RowLosses) for path in (run.path / "evaluations").glob("held-out-*.json"))
+    entries = (read_json_as(path, RowLosses) for path in (run.path / "evaluations").glob("held-out-*.json"))
     return sorted(filter(None, entries), key=lambda entry: entry.step)
 
 

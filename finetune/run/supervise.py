@@ -29,7 +29,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
-from finetune.system import WINDOWS, append_output, ignore_hangup, received_line, send_line, take_lock
+from finetune.system import WINDOWS, ignore_hangup, receive_line, redirect_output, send_line, take_lock
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024
@@ -44,12 +44,12 @@ def main() -> int:
         early = subprocess.Popen(
             worker_command(), stdin=subprocess.PIPE, stdout=unread, stderr=unread, bufsize=0, env=environment
         )
-        if (path := received_line()) is None:
+        if (path := receive_line()) is None:
             early.kill()
             early.wait()
             return 0
         sys.argv.append(path)
-        append_output(RunDirectory(Path(path)).log)
+        redirect_output(RunDirectory(Path(path)).log)
     run = RunDirectory(Path(sys.argv[1]))
     lock = take_lock(run.lock, wait_s=1)  # a process that tests the lock holds it for a moment
     if lock is None:

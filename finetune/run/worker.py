@@ -42,7 +42,7 @@ from finetune.run.seal import Checkpoint, facts_differ, newest_verified
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
-from finetune.system import append_output, ignore_hangup, received_line, take_lock
+from finetune.system import ignore_hangup, receive_line, redirect_output, take_lock
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -359,11 +359,11 @@ def wait_for_run() -> None:
     for name in ("datasets", "torch._dynamo", "transformers.modeling_utils"):
         with contextlib.suppress(Exception):  # the next import fails in the run, which has a log
             importlib.import_module(name)
-    if (order := received_line()) is None:
+    if (order := receive_line()) is None:
         sys.exit(0)
     os.environ.update(order["environment"])
     sys.argv.append(order["run"])
-    append_output(RunDirectory(Path(order["run"])).log)
+    redirect_output(RunDirectory(Path(order["run"])).log)
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
-from finetune.files import sha256_apart
+from finetune.files import sha256_in_subprocess
 from finetune.model.transformers_config import config_from
 from finetune.model.weights import check_weights
 
@@ -99,6 +99,6 @@ def test_a_large_file_is_hashed_by_another_process(tmp_path, monkeypatch):
     with path.open("wb") as file:
         file.truncate(2**26)
     monkeypatch.setattr("finetune.files.sha256_of", lambda path: "in this process")
-    assert sha256_apart(path) == hashlib.sha256(bytes(2**26)).hexdigest()
+    assert sha256_in_subprocess(path) == hashlib.sha256(bytes(2**26)).hexdigest()
     monkeypatch.setattr("sys.executable", shutil.which("false"))
-    assert sha256_apart(path) == "in this process"
+    assert sha256_in_subprocess(path) == "in this process"
