@@ -1,4 +1,4 @@
-"""The command line; every report has `--json`, every error a fix."""
+"""The command line. Every report has `--json`, every error a fix."""
 
 from finetune.cli.entry import main, process
 

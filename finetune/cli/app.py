@@ -28,7 +28,7 @@ def command(
     group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
     rare: str = "", extra: str = "",
 ) -> None:  # fmt: skip
-    """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters only in --help-all."""
+    """Register a command. `function`: MODULE.NAME in finetune.cli. `rare`: parameters that only --help-all lists."""
 
     def call(context: typer.Context, **options: Any) -> Any:
         options.pop("help_all", None)
@@ -37,19 +37,19 @@ def command(
         # imported when the command runs: --help and wrong usage import no torch
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
-        taken = signature(run).parameters
-        if "alone" in taken:
+        accepted = signature(run).parameters
+        if "alone" in accepted:
             options["alone"] = bool(context.obj)  # from `entry.main`: the process runs nothing else
-        if "base_folder" not in taken and (folder := options.pop("base_folder", None)):
+        if "base_folder" not in accepted and (folder := options.pop("base_folder", None)):
             from finetune.run import directory, fingerprint
 
-            # saved in the run, so that the command and later ones find the base
+            # saved in the run: this and later commands find the base there
             fingerprint.find_base(directory.open_run(options["source"]), folder)
         return run(**options)
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
     # typer reads options from the signature, and gives --no-NAME to each bool without flags
-    for parameter in parameters:  # a parameter of several commands must not be rare
+    for parameter in parameters:  # `rare` must not name a parameter that other commands share
         parameter.default.hidden |= parameter.name in rare.split()
     call.__signature__ = Signature([context, *parameters, *([HELP_ALL] if rare else [])])  # type: ignore[attr-defined]
     text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
@@ -200,7 +200,7 @@ command(
     [
         *RUN,
         flag("now", "Stop immediately, without a checkpoint."),
-        flag("every", "Pause all running runs.", "--all"),
+        flag("all_runs", "Pause all running runs.", "--all"),
     ],
     "The run writes a checkpoint and frees the GPU.", "pause latest", "pause --all"
 )

@@ -22,16 +22,16 @@ def use_cache(verb: str, *, as_json: bool) -> None:
 
     rows, pictures, models = cache_folder(), pictures_folder(), quantised_files.folder()
     # measured before they are cleared: the report says what was deleted
-    entries = [entry for entry in rows.iterdir() if entry.is_dir()] if rows.is_dir() else []
+    row_folders = [path for path in rows.iterdir() if path.is_dir()] if rows.is_dir() else []
     rows_bytes, pictures_bytes = (
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in (rows, pictures)
     )
-    quantised, quantised_bytes = len(quantised_files.complete_models()), quantised_files.size_bytes()
-    clear = verb == "clear"
-    if clear:
+    model_count, model_bytes = len(quantised_files.complete_models()), quantised_files.size_bytes()
+    must_clear = verb == "clear"
+    if must_clear:
         try:
-            for entry in entries:
-                shutil.rmtree(entry)
+            for folder in row_folders:
+                shutil.rmtree(folder)
             quantised_files.clear()
             # the folder exists only once a dataset had pictures
             shutil.rmtree(pictures, ignore_errors=not pictures.exists())
@@ -39,16 +39,16 @@ def use_cache(verb: str, *, as_json: bool) -> None:
             raise DiskFull(f"{error.filename or rows} can't be deleted: {error.strerror}", "Check its permissions.") from None
     if as_json:
         print_json({
-            "folder": str(rows), "files_of_rows": len(entries), "bytes": rows_bytes, "models_folder": str(models),
+            "folder": str(rows), "files_of_rows": len(row_folders), "bytes": rows_bytes, "models_folder": str(models),
             "pictures_folder": str(pictures), "pictures_bytes": pictures_bytes,
-            "quantised_models": quantised, "quantised_bytes": quantised_bytes, "cleared": clear,
+            "quantised_models": model_count, "quantised_bytes": model_bytes, "cleared": must_clear,
         })  # fmt: skip
         return
-    for what in (
-        f"tokenised rows of {len(entries):,} file(s), {format_bytes(rows_bytes)}, in {rows}",
+    for line in (
+        f"tokenised rows of {len(row_folders):,} file(s), {format_bytes(rows_bytes)}, in {rows}",
         f"sizes and copies of images, {format_bytes(pictures_bytes)}, in {pictures}",
-        f"{quantised:,} quantised model(s), {format_bytes(quantised_bytes)}, in {models}",
+        f"{model_count:,} quantised model(s), {format_bytes(model_bytes)}, in {models}",
     ):
-        out.print(escape(f"cleared: {what}" if clear else what), soft_wrap=True)
-    if not clear:
+        out.print(escape(f"cleared: {line}" if must_clear else line), soft_wrap=True)
+    if not must_clear:
         out.print("To delete them:  finetune cache clear")

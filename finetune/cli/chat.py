@@ -38,16 +38,16 @@ def chat_command(
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
         raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")
-    answerer = _loaded(open_run(source), models, tools, max_new_tokens, as_json=as_json)
+    answerer = _load_answerer(open_run(source), models, tools, max_new_tokens, as_json=as_json)
     from finetune.model.generate import Sampling
 
-    # one seed for both models, so that only the weights differ
+    # the same seed for both models: only their weights differ
     sampling = Sampling(temperature, top_p, seed)
     chat = _Chat(answerer, models, tools, sampling, max_new_tokens, system, as_json, is_interactive=prompt is None)
     if prompt is not None:
         chat.ask(prompt)
         return
-    for line in _questions():
+    for line in _typed_questions():
         if line.split()[0] == "/image":
             chat.add_picture(Path(line.removeprefix("/image").strip()).expanduser())
         else:
@@ -55,7 +55,7 @@ def chat_command(
 
 
 def read_tools_file(path: str | None) -> Tools:
-    """Read tools as in the rows of a dataset. Raises CommandError."""
+    """Read tools from a JSON file; none without a path. Raises CommandError."""
     from finetune.data.checks import BadRow
     from finetune.data.tool_calls import read_tools
     from finetune.files import parse_json
@@ -71,10 +71,10 @@ def read_tools_file(path: str | None) -> Tools:
         raise CommandError(f"{path} is not a list of tools: {reason}", "Write them as in a dataset's `tools` column.") from None
 
 
-def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
+def _load_answerer(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
-        # before the imports: bitsandbytes opens CUDA in its import
+        # before the imports: importing bitsandbytes opens CUDA
         restrict_visible_devices(run)
         from finetune.evaluate.answerer import Answerer
         from finetune.evaluate.kv_cache import chat_memory
@@ -106,7 +106,7 @@ class _Chat:
     as_json: bool
     is_interactive: bool
     pictures: list[PictureSource] = field(default_factory=list)  # sent with the next message
-    sent_pictures: list[PictureSource] = field(default_factory=list)  # all pictures of the conversation, in order
+    sent_pictures: list[PictureSource] = field(default_factory=list)  # sent so far, in order
     #: Messages by model: a model continues only from answers that it wrote.
     turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -114,7 +114,8 @@ class _Chat:
         from finetune.data.pictures.placement import message_with_pictures
 
         message = message_with_pictures(question, len(self.pictures))
-        self.sent_pictures, self.pictures = [*self.sent_pictures, *self.pictures], []
+        self.sent_pictures = [*self.sent_pictures, *self.pictures]
+        self.pictures = []
         for model in self.models:
             turns = self.turns.setdefault(model, [{"role": "system", "content": self.system}] if self.system else [])
             turns.append(message)
@@ -131,7 +132,8 @@ class _Chat:
                 return
             if was_thought and not is_thought:
                 print("\n")
-            was_thought, text = is_thought, escape(printable(piece))  # a model may write escape sequences
+            was_thought = is_thought
+            text = escape(printable(piece))  # a model may write escape sequences
             out.print(f"[dim]{text}[/]" if is_thought else text, end="", soft_wrap=True, highlight=False)
 
         with self.answerer.using(model), _stop_on_ctrl_c() as stopped:
@@ -148,7 +150,8 @@ class _Chat:
                 "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
             })  # fmt: skip
             return
-        print(end="\n" if answer.text or not answer.calls else "")
+        if answer.text or not answer.calls:
+            print()
         for call in answer.calls:
             out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
         if answer.is_unreadable:
@@ -166,7 +169,7 @@ class _Chat:
             note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, will be sent with the next message"
         except BadPicture as error:
             note = f"{path} {error} Give an image file:  /image PATH"
-        except CommandError as error:  # a note: the chat goes on
+        except CommandError as error:  # shown as a note: the chat continues
             note = " ".join([*error.problems, error.fix]).strip()
         if not self.as_json:
             err.print(f"[dim]{escape(note)}[/]")
@@ -181,17 +184,17 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         pressed.append(True)
 
-    before = signal.signal(signal.SIGINT, press)
+    previous_handler = signal.signal(signal.SIGINT, press)
     try:
         yield lambda: bool(pressed)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def _questions() -> Any:
-    if sys.stdin is None:  # closed by whoever started this
+def _typed_questions() -> Any:
+    if sys.stdin is None:  # closed by the parent process
         return
-    # a pasted byte that is not UTF-8 must not end the chat
+    # pasted bytes that are not UTF-8 must not end the chat
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     if sys.stdin.isatty():
         out.print("[dim]exit, or Ctrl-D, ends the chat[/]")

@@ -25,7 +25,7 @@ def show_data(
     """Print statistics of the rows, and the first example."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
-    # importing torch takes longer than reading a million prepared rows, but code of the hub may need torch
+    # importing torch takes longer than reading a million prepared rows, but a model's own code may need torch
     if alone and not recipe.trust_remote_code:
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
@@ -37,7 +37,7 @@ def show_data(
         recipe, *_ = complete(recipe)
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
-    refused = None  # printed last: the statistics help to correct the data
+    refused = None  # the DataError is printed last: the statistics help to correct the data
     try:
         selected.raise_problems()
     except DataError as error:
@@ -48,8 +48,8 @@ def show_data(
     if as_json:
         print_json({
             **selected.report.as_json(),
-            "eval_report": held_out and held_out.as_json(),
-            "data_problem": refused and {"problems": refused.problems, "fix": refused.fix},
+            "eval_report": held_out.as_json() if held_out else None,
+            "data_problem": {"problems": refused.problems, "fix": refused.fix} if refused else None,
             "fingerprint": selected.fingerprint,
             "example": [{"text": text, "trained": trained} for text, trained in segments],
             "example_pictures": [
@@ -63,7 +63,7 @@ def show_data(
         out.print()
         _print_report("Held-out rows", held_out, refused)
     if segments:
-        # an image's tokens are one token, repeated hundreds of times
+        # an image's placeholder token is repeated hundreds of times
         _print_example([(with_counts(text), trained) for text, trained in segments])
         for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
@@ -73,8 +73,8 @@ def show_data(
 
 def _print_example(segments: list[tuple[str, bool]]) -> None:
     coloured = out.is_terminal and not out.no_color
-    marks = "[black on green]marked[/]" if coloured else f"in {escape(_BRACKETS[0])} {escape(_BRACKETS[1])}"
-    out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
+    marking = "[black on green]marked[/]" if coloured else f"in {escape(_BRACKETS[0])} {escape(_BRACKETS[1])}"
+    out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marking}:")
     shown = Text()
     for text, trained in segments:
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
@@ -85,8 +85,8 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
 def _print_report(title: str, report: Any, refused: DataError | None) -> None:
     out.print(f"[bold]{title}[/] ({report.format})")
     if report.columns:
-        read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
-        out.print(f"columns: {read}", markup=False)  # names and rows may have brackets, which rich reads as styles
+        columns = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
+        out.print(f"columns: {columns}", markup=False)  # names and rows may have brackets, which rich reads as styles
     out.print(report.account(), markup=False)
     share = "none" if report.trained_token_share is None else f"{report.trained_token_share:.1%}"
     rows = [
@@ -100,9 +100,9 @@ def _print_report(title: str, report: Any, refused: DataError | None) -> None:
     for row in rows:
         shown.add_row(*row)
     out.print(shown)
-    # an error lists them after everything else
-    for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused and not refused else []:
-        out.print(line, markup=False)
+    if report.rows_refused and not refused:  # a DataError lists them at the end
+        for line in refusal_lines(list(report.rows_refused), report.rows_read):
+            out.print(line, markup=False)
     if len(report.rows_refused) > 3:
         out.print("Every refused row with its reason: --json")
     if report.unused_columns:

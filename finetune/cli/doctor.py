@@ -29,7 +29,7 @@ def show_doctor(
     from finetune.doctor import examine, worst
     from finetune.recipe.complete import named_model, read_base_adapter
 
-    began = time.monotonic()
+    start_s = time.monotonic()
     with show_progress(quiet=as_json) as progress:
         progress("checking")
         if measure:
@@ -42,18 +42,18 @@ def show_doctor(
             if recipe and recipe.adapter_name_or_path:
                 read_base_adapter(recipe.adapter_name_or_path)  # raises if it is missing
             findings = examine(recipe, progress)
-    state, took_s = worst(findings), round(time.monotonic() - began, 1)
-    shown = [finding.as_json() for finding in findings]
+    state, took_s = worst(findings), round(time.monotonic() - start_s, 1)
+    findings_json = [finding.as_json() for finding in findings]  # without the user's name
     if as_json:
-        print_json({"finetune": __version__, "state": state, "took_s": took_s, "findings": shown})
+        print_json({"finetune": __version__, "state": state, "took_s": took_s, "findings": findings_json})
         return 1 if state == "fail" else 0
-    rows = table("", "")
-    rows.show_header = False
-    for finding, values in zip(findings, shown, strict=True):
+    shown = table("", "")
+    shown.show_header = False
+    for finding, values in zip(findings, findings_json, strict=True):
         fix = f"\n[dim]fix:[/] {escape(values['fix'])}" if finding.fix else ""
         state_in_colour = f"[{_COLOURS[finding.state]}]{finding.state}[/]"
-        rows.add_row(state_in_colour, f"[bold]{finding.check}[/]: {escape(values['what'])}{fix}")
-    out.print(rows)
+        shown.add_row(state_in_colour, f"[bold]{finding.check}[/]: {escape(values['what'])}{fix}")
+    out.print(shown)
     return 1 if state == "fail" else 0
 
 
@@ -67,6 +67,6 @@ def _print_measurements(*, as_json: bool) -> None:
         print_json(rows)
         return
     # csv writes \r\n by default
-    table = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)

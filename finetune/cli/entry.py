@@ -19,7 +19,7 @@ from finetune.printable import printable
 from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full, limited or not ours to write
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full or not writable
 
 
 def process() -> int:
@@ -39,26 +39,26 @@ def process() -> int:
 
 def main(*, alone: bool = False) -> int:
     """Return a command's exit code. `alone`: the process runs nothing else."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning)  # for developers of libraries; a user can't act on them
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
     try:
         return int(cli(standalone_mode=False, obj=alone) or 0)  # typer.Exit arrives here as its code
     except FinetuneError as error:
         return report(error)
-    except typer.Exit as ended:
-        return int(ended.exit_code)
+    except typer.Exit as request:
+        return int(request.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:  # the reader of a pipe left, as `head` does
+    except BrokenPipeError:  # the reader of a pipe has ended, as in `finetune runs | head -1`
         return _closed_pipe()
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in _DISK_ERRNOS:
             return _unexpected(error)
         filename = f"{error.filename}: " if error.filename else ""
         fix = "Free some space, or choose a folder that you can write to."
         return report(DiskFull(f"{filename}{error.strerror or error}", fix))
-    except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer turns it into SystemExit
+    except SystemExit as request:
+        if isinstance(request.__context__, BrokenPipeError):  # typer turns it into SystemExit
             return _closed_pipe()
         raise
     except Exception as error:  # noqa: BLE001 - click's usage errors and unexpected ones
@@ -66,7 +66,7 @@ def main(*, alone: bool = False) -> int:
 
 
 def _closed_pipe() -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's flush at exit would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's flush at exit would fail again
     return 0
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from finetune.evaluate.results import Comparison, Forgetting, NoCall
     from finetune.run.directory import RunDirectory
 
-#: Values of --show, and their words.
+#: Values of --show, as printed.
 ORDERS = {"differ": "largest difference", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
@@ -30,13 +30,13 @@ def evaluate_run(
     source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
     pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, tasks: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Score a run on rows, on tasks, or by format of the base."""
+    """Score a run on rows or tasks, or measure its loss in each base format."""
     if tasks is not None:
-        of_rows = {
+        row_options = {
             "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
             "--forgetting": forgetting, "--quantisation": quantisation,
         }  # fmt: skip
-        if others := ", ".join(name for name, value in of_rows.items() if value):
+        if others := ", ".join(name for name, value in row_options.items() if value):
             raise CommandError(f"--tasks can't be combined with {others}", "Leave one of them out.")
         _evaluate_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
         return
@@ -45,24 +45,23 @@ def evaluate_run(
         return
     from finetune.evaluate.scorers import scorer
 
-    scored = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
+    chosen_scorer = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
     if forgetting and data is not None:
         raise CommandError("--forgetting and --data both choose the rows", "Keep one of them.")
     run = open_run(source)
-    restrict_visible_devices(run)  # before the imports: bitsandbytes opens CUDA in its import
+    restrict_visible_devices(run)  # before the imports: importing bitsandbytes opens CUDA
     from finetune.evaluate.answerer import answerer_loader
     from finetune.evaluate.score import compare, measure_forgetting, measure_no_call
 
     if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
-    # on stderr, so also beside JSON: scoring takes minutes
+    # on stderr, even beside JSON: scoring takes minutes
     with show_progress(quiet=False) as progress:
         load = answerer_loader(run, progress, last=last)
         result = compare(
-            run, rows=rows, last=last, data=data, forgetting=forgetting, score=scored, load=load, progress=progress
+            run, rows=rows, last=last, data=data, forgetting=forgetting, score=chosen_scorer, load=load, progress=progress
         )
-        # --data and --forgetting ask about certain rows only
-        probe = probe and data is None and not forgetting
+        probe = probe and data is None and not forgetting  # these two choose the only rows to score
         losses = measure_forgetting(run, load, last=last, progress=progress) if probe else []
         no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
@@ -85,8 +84,10 @@ def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting
         out.print(f"[dim]score: {result.score}, chosen for {result.score_because}; choose another with --score NAME[/]")
     _print_warnings(result, no_call)
     _print_measures(result)
-    for summary in [group.summary() for group in losses] + ([no_call.summary()] if no_call else []):
-        out.print(escape(summary))
+    for group in losses:
+        out.print(escape(group.summary()))
+    if no_call:
+        out.print(escape(no_call.summary()))
 
 
 def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
@@ -102,10 +103,10 @@ def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
         out.print(escape(cost.sentence))
 
 
-def _print_rows(result: Comparison, order: str, most: int) -> None:
+def _print_rows(result: Comparison, order: str, limit: int) -> None:
     from finetune.evaluate.paired import rank_rows
 
-    rows = rank_rows(result.base.scores, result.tuned.scores, order)[:most]
+    rows = rank_rows(result.base.scores, result.tuned.scores, order)[:limit]
     if rows:
         out.print(f"\nrows by score ({escape(result.score)}), {ORDERS[order]} first:")
     for row in rows:
@@ -123,10 +124,10 @@ def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
 
     if no_call and no_call.is_worse:
         out.print(f"[red]worse:[/] {escape(no_call.summary())}")
-    restraint = result.field_differences.get(NO_CALL_DUE)
-    if restraint and restraint.is_significant and restraint.value < 0:
-        verdict = format_difference(restraint, 100, " points")
-        out.print(f"[red]worse:[/] calls tools in rows that need no call: {verdict}")
+    no_call_due = result.field_differences.get(NO_CALL_DUE)
+    if no_call_due and no_call_due.is_significant and no_call_due.value < 0:
+        points = format_difference(no_call_due, 100, " points")
+        out.print(f"[red]worse:[/] calls tools in rows that need no call: {points}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: memorised rows score well here")
@@ -146,7 +147,8 @@ def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
 def _print_measures(result: Comparison) -> None:
     from finetune.evaluate.results import measures
 
-    shown, figures = table("", *(f">{name}" for name in result.models)), measures(asdict(result))
+    figures = measures(asdict(result))
+    shown = table("", *(f">{name}" for name in result.models))
     for figure in figures:
         shown.add_row(escape(_one_line(figure.title)), *figure.values)
     out.print(shown)
@@ -154,10 +156,10 @@ def _print_measures(result: Comparison) -> None:
         if figure.difference:
             out.print(f"{escape(_one_line(figure.title))}: {figure.gap}")
     if result.tuned.answers:
-        gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
-        better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
-        than, equal = "before" if result.against_adapter else "the base's", len(gaps) - better - worse
-        out.print(f"rows by {escape(result.score)}: {better:,} better than {than}, {worse:,} worse, {equal:,} the same")
+        gains = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
+        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        equal, reference = len(gains) - better - worse, "before" if result.against_adapter else "the base's"
+        out.print(f"rows by {escape(result.score)}: {better:,} better than {reference}, {worse:,} worse, {equal:,} the same")
     if result.labels_in_order is not None:
         out.print(f"good answers gained more than bad ones in {result.labels_in_order:.1%} of all pairs of these rows")
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
-from finetune.cli.source import bytes_of
+from finetune.cli.source import option_bytes
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
@@ -54,28 +54,28 @@ def export_run(
 
 
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
-    """Merge a run's adapter; `check`: compare answers of some rows."""
+    """Merge a run's adapter, and compare answers to `check` rows before and after."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.export.merge import merge
 
-    most, changed = bytes_of("--max-shard-size", max_shard_size), None
-    if most is not None and most < 2**20:  # the unit is missing, or the model would be thousands of files
+    max_shard_bytes, effect = option_bytes("--max-shard-size", max_shard_size), None
+    if max_shard_bytes is not None and max_shard_bytes < 2**20:  # the unit is missing, or the model would be thousands of files
         raise CommandError(f"--max-shard-size {max_shard_size} is less than 1 MiB", "For example --max-shard-size 5GB")
     with show_progress(quiet=False) as progress:
-        folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=progress)
+        folder = merge(run, Path(output) if output else None, max_shard_bytes=max_shard_bytes, progress=progress)
         if check:
             from finetune.export.merge_effect import measure_merge_effect
 
-            changed = measure_merge_effect(run, folder, check, progress)
+            effect = measure_merge_effect(run, folder, check, progress)
     if as_json:
-        print_json({"run": str(run.path), "merged": str(folder), **({"check": asdict(changed)} if changed else {})})
+        print_json({"run": str(run.path), "merged": str(folder), **({"check": asdict(effect)} if effect else {})})
         return
     out.print(f"merged model in {escape(str(folder))}")
     settings = read_plan(run.plan).settings
-    if changed:
-        loss = f"; loss {changed.loss:.4f} before, {changed.merged_loss:.4f} merged" if changed.loss is not None else ""
-        out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
+    if effect:
+        loss = f"; loss {effect.loss:.4f} before, {effect.merged_loss:.4f} merged" if effect.loss is not None else ""
+        out.print(f"answers changed by merging: {effect.answers_changed:,} of {effect.rows:,}{loss}")
     elif requested_formats(settings):
         out.print("trained on quantised weights, merged into 16-bit weights: --check 20 shows how many answers change")
 
@@ -84,10 +84,10 @@ def push_run(
     source: str, repo: str, *, adapter: bool, merged: bool, gguf: list[str], public: bool, update: bool, dry_run: bool,
     yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """List the files, and push them once confirmed."""
+    """List the files, and push them after a confirmation."""
     if adapter + merged + bool(gguf) > 1:
         raise CommandError("--adapter, --merged and --gguf can't be combined", "Push each to a separate repository.")
-    # a script must not wait for an answer; stdin is None if the parent closed the stream
+    # a script must not wait for a confirmation; stdin is None if the parent closed the stream
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
         raise CommandError("the push needs a confirmation from a terminal", "See the files with --dry-run, then add --yes.")
     from finetune.export.push import files_to_send, push
@@ -96,14 +96,14 @@ def push_run(
     require_repo_id(repo)
     run, kind = open_run(source), "merged" if merged else "gguf" if gguf else "adapter"
     files = files_to_send(run, kind, gguf)
-    total, seen = sum(file.size for file in files), "public" if public else "private"
+    total_bytes, visibility = sum(file.size for file in files), "public" if public else "private"
     if not as_json:
         shown = table("file", ">size")
         for file in files:
             shown.add_row(escape(file.name), format_bytes(file.size))
         out.print(shown)
-        out.print(f"{len(files)} files, {format_bytes(total)}, for {escape(repo)} ({seen})")
-    values = {"run": str(run.path), "repo": repo, "kind": kind, "public": public, "bytes": total}
+        out.print(f"{len(files)} files, {format_bytes(total_bytes)}, for {escape(repo)} ({visibility})")
+    values = {"run": str(run.path), "repo": repo, "kind": kind, "public": public, "bytes": total_bytes}
     listed = [{"name": file.name, "bytes": file.size} for file in files]
     if dry_run:
         if as_json:
@@ -112,7 +112,7 @@ def push_run(
             out.print("dry run: nothing was sent")
         return
     if not yes:
-        print(f"Push them? The repository will be {seen}. [y/N] ", end="", flush=True)
+        print(f"Push them? The repository will be {visibility}. [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             out.print("nothing was sent")
             return

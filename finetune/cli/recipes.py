@@ -27,10 +27,10 @@ Row = dict[str, Any]
 
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
-    """List, show or copy."""
+    """List, show or copy shipped recipes; list settings or models."""
     if verb in _LISTS:
-        rows, show = _LISTS[verb]
-        (print_json if as_json else show)(rows())
+        read_rows, print_rows = _LISTS[verb]
+        (print_json if as_json else print_rows)(read_rows())
     elif verb == "show" and name:
         print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
@@ -67,7 +67,7 @@ def _print_keys(rows: list[Row]) -> None:
 def _models() -> list[Row]:
     rows = []
     for name, entry in entries().items():
-        # multimodal models nest the values of their language model
+        # multimodal models nest their language model's configuration
         language_model = entry.config.get("text_config", entry.config)
         rows.append({
             "name": name, "family": entry.config["model_type"], "parameters": round(entry.parameters),
@@ -90,6 +90,7 @@ def _print_models(rows: list[Row]) -> None:
     )
 
 
+#: By verb: the rows, and how they are printed.
 _LISTS = {
     "list": (_recipes, _print_recipes), "keys": (lambda: [asdict(row) for row in settings_reference()], _print_keys),
     "models": (_models, _print_models),
@@ -100,26 +101,26 @@ def convert_file(
     source: str, overrides: list[str], *, model: str | None, data: str | None, output: str | None, as_json: bool
 ) -> None:
     """Print or write a recipe, and report each key."""
-    recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))
-    # stdout has the recipe alone, for a pipe
-    text, tool = write_recipe(recipe), read.tool.name
-    carried, not_carried = read.with_outcome("carried over"), read.with_outcome("not carried over")
-    unneeded = read.with_outcome("no effect")
+    recipe, conversion = foreign.convert_file(source, with_model_and_data(overrides, model, data))
+    # stdout has only the recipe, for a pipe
+    text, tool = write_recipe(recipe), conversion.tool.name
+    carried, not_carried = conversion.with_outcome("carried over"), conversion.with_outcome("not carried over")
+    unneeded = conversion.with_outcome("no effect")
     if output is not None:
         write_output(Path(output), text, must_be_new=True)  # an edited recipe is never overwritten
     if as_json:
         keys = [asdict(key) for key in (*carried, *not_carried, *unneeded)]
-        print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})
+        print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": conversion.assumed, "notes": conversion.notes})
         return
     counts = f"{len(carried)} keys carried over, {len(not_carried)} not, {len(unneeded)} without effect here"
     err.print(f"[bold]{escape(source)}[/] is {tool}'s: {counts}", soft_wrap=True)
-    defaults = ", ".join(f"{setting}: {short(value)}" for setting, value in read.assumed.items())
+    defaults = ", ".join(f"{setting}: {short(value)}" for setting, value in conversion.assumed.items())
     lines = [
         *(f"[green]{escape(key.key)}[/]  {escape(key.text)}" for key in carried),
         f"[green]{tool}'s defaults[/]  {escape(defaults)}",
         *(f"[dim]{names}[/]  {reason}" for reason, names in _by_reason(unneeded)),
         *(f"[yellow]{names}[/]  not carried over: {reason}" for reason, names in _by_reason(not_carried, with_values=True)),
-        *(f"[yellow]{escape(note)}[/]" for note in read.notes),
+        *(f"[yellow]{escape(note)}[/]" for note in conversion.notes),
     ]
     for line in lines:
         err.print(f"  {line}", soft_wrap=True)

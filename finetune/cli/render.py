@@ -31,7 +31,7 @@ class SafeConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # only the console's own styles may act on the terminal
+            # text must not act on the terminal, only the console's own styles
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
@@ -42,33 +42,33 @@ _STATE_COLOURS = {
     "finished": "green", "running": "cyan", "starting": "cyan", "pausing": "yellow", "paused": "yellow",
     "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
-#: Colours of verdicts, and the most lines of notes that a plan of 25 lines has room for.
-_COLOURS, _NOTE_LINES = {"ok": "green", "warn": "yellow"}, 3
-_REPEAT_S = 10.0  # seconds between lines of the same count in a file
+_VERDICT_COLOURS = {"ok": "green", "warn": "yellow"}
+_MOST_NOTE_LINES = 3  # of a plan's 25 lines
+_REPEAT_S = 10.0  # seconds between two lines of the same task's progress in a file
 
 
 def print_error(error: FinetuneError) -> None:
     """Print the problems and the fix."""
     err.print(f"[bold red]{escape(error.title)}[/]")
-    # data may have a problem in every row, a recipe has few
-    most = _MOST_ROWS if isinstance(error, DataError) else len(error.problems)
-    for problem in error.problems[:most]:
+    # every row of the data may have a problem
+    limit = _MOST_ROWS if isinstance(error, DataError) else len(error.problems)
+    for problem in error.problems[:limit]:
         err.print(f"  {escape(problem)}")
-    if len(error.problems) > most:
-        err.print(f"  ... and {len(error.problems) - most} more")
+    if len(error.problems) > limit:
+        err.print(f"  ... and {len(error.problems) - limit} more")
     if error.fix:
         err.print(f"[bold]Fix:[/] {escape(error.fix)}")
 
 
 def print_text(text: str) -> None:
-    """Print a file's text."""
-    # a pipe gets the bytes unchanged
+    """Print a file's text, escaped on a terminal."""
+    # a pipe gets the text unchanged
     print(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[Progress]:
-    """Yield a callback that shows a message on stderr."""
+    """Yield a callback that shows progress messages on stderr."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
@@ -85,35 +85,36 @@ def show_progress(quiet: bool) -> Iterator[Progress]:
     else:
         printed_s: dict[str, float] = {}
 
-        # a log file gets a line for each message, but a count only every ten seconds
+        # a log file gets one line per task and ten seconds: `reading: 10 rows`, `reading: 20 rows` are the same task
         def report(message: str) -> None:
-            kind, now_s = message.partition(":")[0], time.monotonic()
-            if message and now_s - printed_s.get(kind, -_REPEAT_S) >= _REPEAT_S:
-                printed_s[kind] = now_s
+            task, now_s = message.partition(":")[0], time.monotonic()
+            if message and now_s - printed_s.get(task, -_REPEAT_S) >= _REPEAT_S:
+                printed_s[task] = now_s
                 err.print(f"[dim]{escape(message)} ...[/]")
 
         yield report
 
 
-def table(*columns: str, title: str | None = None) -> Table:
+def table(*columns: str) -> Table:
     """Return a table; columns that start with `>` are right-aligned."""
-    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):  # names stay whole, long text wraps
+    result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        whole = justify == "right" or (index == 0 and out.width >= 80)  # a narrow terminal wraps names, too
-        result.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=whole)
+        # numbers and, except on a narrow terminal, the names in the first column are not wrapped
+        no_wrap = justify == "right" or (index == 0 and out.width >= 80)
+        result.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=no_wrap)
     return result
 
 
 def step_line(step: Step, left_s: float | None) -> str:
     """Return a step as a line of at most 80 columns."""
-    shown = "-" if step.loss is None else f"{step.loss:.4f}"
+    loss = "-" if step.loss is None else f"{step.loss:.4f}"
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     memory = f"process {format_bytes(step.process_rss_bytes)} / {format_bytes(step.process_peak_rss_bytes)}"
     if step.peak_allocated_bytes is not None:  # None on a CPU
         memory = f"GPU {format_bytes(step.allocated_bytes)} / {format_bytes(step.peak_allocated_bytes)}"
     left = "-" if left_s is None else format_seconds(left_s)
-    return f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory}  left {left}"
+    return f"step {step.step}/{step.total_steps or '?'}  loss {loss}  {rate} tok/s  {memory}  left {left}"
 
 
 def state_text(state: str, style: str = "") -> Text:
@@ -123,35 +124,41 @@ def state_text(state: str, style: str = "") -> Text:
 
 def print_summary(plan: Plan) -> int:
     """Print a plan in short, and return the number of lines."""
-    from finetune.memory.forecast import LEAN  # here: an error of a recipe is printed without it
+    from finetune.memory.forecast import LEAN  # imported here: printing an error doesn't need it
 
     card, forecast = plan.card, plan.forecast
     where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
     template, values = plan.verdict_sentence()
-    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"]
-    head, body = [*head, f"[bold]{coloured(plan.verdict, template.format(**values))}[/]"], list[str]()
+    head = [
+        f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}",
+        f"[bold]{coloured(plan.verdict, template.format(**values))}[/]",
+    ]
+    body: list[str] = []
     if card.problem:
         body += wrap(f"no run can use this GPU now: {card.problem}. Fix: {card.problem_fix}", out.width)
     if forecast:
         sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
         head += [coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]
         head += ["{} at the peak, at most {}, of {} it may use".format(*sizes), _largest_parts(plan, forecast)]
-        body += [] if plan.verdict.level == "bad" else wrap(_time(plan, forecast), out.width)
+        if plan.verdict.level != "bad":
+            body += wrap(_time_text(plan, forecast), out.width)
         notes: list[str] = []
-        for note in reversed(forecast.notes):  # the last ones are about the rows
+        for note in reversed(forecast.notes):  # the last notes are about the rows, and matter most
             wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
-            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
+            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _MOST_NOTE_LINES else notes
         body += notes
-    # soft_wrap: wrapped above, so that the lines can be counted
+    # wrapped above, to count the lines
     out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
     return len(head) + len(body)
 
 
 def _bar(forecast: Forecast, budget: int) -> str:
     # likely peak, interval above, and free memory, to scale; `|` marks a budget that is too small
-    cells, whole = min(out.width, 79), max(forecast.peak_high_bytes, budget)
-    likely, most, end = (round(cells * size / whole) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget))
-    bar = "█" * likely + "▒" * (most - likely) + "·" * (cells - most)
+    cells, bytes_per_line = min(out.width, 79), max(forecast.peak_high_bytes, budget)
+    likely, high, end = (
+        round(cells * size / bytes_per_line) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget)
+    )
+    bar = "█" * likely + "▒" * (high - likely) + "·" * (cells - high)
     return bar if end == cells else f"{bar[:end]}|{bar[end + 1 :]}"
 
 
@@ -163,20 +170,20 @@ def _largest_parts(plan: Plan, forecast: Forecast) -> str:
     return ", ".join(f"{name} {format_bytes(sizes[name])}" for name in [*largest, "other"])
 
 
-def _time(plan: Plan, forecast: Forecast) -> str:
+def _time_text(plan: Plan, forecast: Forecast) -> str:
     steps, tokens, rate = plan.total_steps, plan.settings.max_length, forecast.tokens_per_s
     if plan.run_time and steps:
         time = plan.run_time.summary
     elif rate and forecast.step_s:
         seconds = forecast.step_s * steps if steps else 1000 * tokens / rate
-        what = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
-        time = f"about {format_seconds(seconds)} for {what} ({rate:,.0f} tokens/s)"
+        work = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
+        time = f"about {format_seconds(seconds)} for {work} ({rate:,.0f} tokens/s)"
     else:
         time = "not known before the first run on this machine"
     cost = "" if plan.cost is None else f"; it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour"
     return f"Time: {time}{cost}"
 
 
-def coloured(verdict: Verdict, text: str = "") -> str:
+def coloured(verdict: Verdict, text: str) -> str:
     """Return `text` in the verdict's colour."""
-    return f"[{_COLOURS.get(verdict.level, 'red')}]{text or verdict}[/]"
+    return f"[{_VERDICT_COLOURS.get(verdict.level, 'red')}]{text}[/]"

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
     from finetune.run.state import RunState
 
-#: Seconds that the processes of an ended run get to free the GPU before a command returns.
-_EXIT_DEADLINE_S = 60
-_EXIT_OF = {"finished": FINISHED, Diverged.run_state: Diverged.exit_code}
+_EXIT_DEADLINE_S = 60  # for the processes of an ended run to free the GPU before a command returns
+_EXIT_CODES = {"finished": FINISHED, Diverged.run_state: Diverged.exit_code}
 
 
 def run_recipe(
@@ -47,7 +46,7 @@ def run_recipe(
     """Plan, start and follow a run."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
-    if alone:  # a dry run would open a CUDA context of 0.3 to 0.5 GiB, which the run then lacks
+    if alone:  # else the dry run opens a CUDA context of 0.3 to 0.5 GiB, which the run then lacks
         hide_gpus()
     from finetune.run.prepare import create_run, prepare
 
@@ -76,7 +75,7 @@ def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
-    # `update_settings` refuses settings that affect the result
+    # `update_settings` refuses settings that change the result
     if overrides := with_model_and_data(overrides, base_folder, None):
         changed = ", ".join(f"{name}={value}" for name, value in control.update_settings(run, overrides).items())
         if not as_json:
@@ -89,29 +88,29 @@ def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as
 
 def watch_run(source: str, *, as_json: bool) -> int:
     """Follow a run."""
-    return _follow(open_run(source), 0, as_json, owner=False)  # Ctrl-C does not pause the run
+    return _follow(open_run(source), 0, as_json, pauses=False)
 
 
-def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: bool) -> None:
+def pause_run(source: str, *, now: bool = False, all_runs: bool = False, as_json: bool) -> None:
     """Pause a run and wait; `now`: without a checkpoint."""
-    runs = runs_from_here() if every else [open_run(source)]
-    # all are asked before the first wait: their steps end in parallel
-    asked = [run for run in runs if control.stop(run)]
+    runs = runs_from_here() if all_runs else [open_run(source)]
+    # all get the request before the first wait: their steps end in parallel
+    stopping = [run for run in runs if control.stop(run)]
     if now:
-        time.sleep(0.3)  # two pending signals arrive as one
-        for run in asked:
+        time.sleep(0.3)  # two signals sent together would arrive as one
+        for run in stopping:
             control.stop(run, now=True)
-    for run in asked:
+    for run in stopping:
         control.wait(run, deadline_s=300)  # for the step and its checkpoint
         state = read_state(run)
         if now or state.state != "paused" or as_json:
             _print_state(run, state, as_json)
         else:
-            at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
-            out.print(f"paused at {at}. To continue:  finetune resume {escape(str(run.path))}")
-    if not asked and not every:
+            position = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
+            out.print(f"paused at {position}. To continue:  finetune resume {escape(str(run.path))}")
+    if not stopping and not all_runs:
         _print_state(runs[0], read_state(runs[0]), as_json)
-    elif not asked and not as_json:
+    elif not stopping and not as_json:
         out.print("No run is running.")
 
 
@@ -156,11 +155,11 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
         yield f"[yellow]note:[/] {prefix}{escape(warning)}"
 
 
-def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
-    # an owner's Ctrl-C or SIGTERM pauses the run, a watcher's ends the watching
+def _follow(run: RunDirectory, offset: int, as_json: bool, *, pauses: bool = True) -> int:
+    # `pauses`: Ctrl-C or SIGTERM pauses the run; else it only ends the watching
     is_live = out.is_terminal and not as_json
     with caught_interrupts() as interrupts, out.status("starting") if is_live else nullcontext() as status:
-        for event, left_s in _events(run, offset, interrupts, owner):
+        for event, left_s in _events(run, offset, interrupts, pauses):
             if as_json:
                 print_json(events.event_json(event) | ({} if left_s is None else {"left_s": left_s}))
                 sys.stdout.flush()
@@ -172,25 +171,28 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     _print_state(run, state, as_json)
     if not state.ended:  # only the watching was interrupted
         return 0
-    return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
+    return state.exit_code if state.exit_code is not None else _EXIT_CODES.get(state.state, FAILED)
 
 
-def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[events.Event, float | None]]:
+def _events(run: RunDirectory, offset: int, interrupts: list[int], pauses: bool) -> Iterator[tuple[events.Event, float | None]]:
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
-    alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
+    expected_alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
-            alive_s = time.monotonic()
+            expected_alive_s = time.monotonic()
             pace.add(event)
             yield event, pace.left_s if isinstance(event, events.Step) else None
         if len(interrupts) > handled:
-            now, handled = handled > 0, len(interrupts)
-            if not owner:
+            now = handled > 0  # the second Ctrl-C
+            handled = len(interrupts)
+            if not pauses:
                 return
-            how = "stopping now, without a checkpoint" if now else "stopping after this step; Ctrl-C again skips the checkpoint"
-            err.print(f"\n[yellow]{how}[/]")
+            notice = (
+                "stopping now, without a checkpoint" if now else "stopping after this step; Ctrl-C again skips the checkpoint"
+            )
+            err.print(f"\n[yellow]{notice}[/]")
             control.stop(run, interrupts[-1], now=now)
-        if time.monotonic() > alive_s and read_state(run).ended:
+        if time.monotonic() > expected_alive_s and read_state(run).ended:
             yield from ((event, None) for event in reader.new())
             return
         time.sleep(0.1)
@@ -204,8 +206,8 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
     if state.state == "finished":
         name = escape(shell_join([str(run.path)]))
         held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
-        summary, is_outside = outcome(events.read_events(run.events))
-        out.print(f"[bold {'yellow' if is_outside else 'green'}]Finished in {summary}[/]\n{escape(state.message)}")
+        summary, is_outside_forecast = outcome(events.read_events(run.events))
+        out.print(f"[bold {'yellow' if is_outside_forecast else 'green'}]Finished in {summary}[/]\n{escape(state.message)}")
         out.print(f"Next: finetune eval {name}{held_out}", f"finetune chat {name}", f"finetune export {name}", sep="\n      ")
         return
     out.print(state_text(state.state, "bold"), "", escape(state.message))
@@ -216,13 +218,13 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 
 def _show_event(event: events.Event, left_s: float | None, status: Status | None) -> None:
-    # a terminal has one status line for steps; a file gets about twenty of them as lines
-    text = step_line(event, left_s) if isinstance(event, events.Step) else _text_of(event)
+    # a terminal shows the newest step in a status line; a file gets about twenty steps as lines
+    text = step_line(event, left_s) if isinstance(event, events.Step) else _event_text(event)
     if isinstance(event, events.Step) and status:
         status.update(escape(text))
     elif isinstance(event, events.Step):
-        every = max(1, (event.total_steps or 0) // 20)
-        if event.step % every == 0 or event.step in (1, event.total_steps):
+        interval = max(1, (event.total_steps or 0) // 20)
+        if event.step % interval == 0 or event.step in (1, event.total_steps):
             print(text, flush=True)
     elif text and status:
         out.print(escape(text))
@@ -230,12 +232,14 @@ def _show_event(event: events.Event, left_s: float | None, status: Status | None
         print(printable(text), flush=True)
 
 
-def _text_of(event: events.Event) -> str:
+def _event_text(event: events.Event) -> str:
     match event:
         case events.Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
-            metrics = ((*METRICS[name], event.metrics[name]) for name in MAIN_METRICS if name in event.metrics)
-            shown = "".join(f", {label} {text.format(value)}" for label, text, value in metrics)
-            return f"step {event.step}: held-out loss {event.eval_loss:.4f}{shown} ({format_seconds(event.eval_s)})"
+            metrics = ""
+            for name in (name for name in MAIN_METRICS if name in event.metrics):
+                label, template = METRICS[name]
+                metrics += f", {label} {template.format(event.metrics[name])}"
+            return f"step {event.step}: held-out loss {event.eval_loss:.4f}{metrics} ({format_seconds(event.eval_s)})"
         case events.Checkpoint():
             took_s = (event.save_s or 0) + (event.seal_s or 0)
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"
@@ -247,7 +251,7 @@ def _text_of(event: events.Event) -> str:
             changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
             return f"{event.reason}; retrying with {changes} (attempt {event.attempt})"
         case events.Start():
-            where = f"from {event.resumed_from}" if event.resumed_from else "from the beginning"
-            why = "; ".join(event.approximate_because)
-            return f"training {where}; resuming is {'bit-exact' if event.exact else f'approximate: {why}'}"
+            start = event.resumed_from or "the beginning"
+            exactness = "bit-exact" if event.exact else f"approximate: {'; '.join(event.approximate_because)}"
+            return f"training from {start}; resuming is {exactness}"
     return ""

@@ -23,9 +23,9 @@ from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.state import RunState, is_alive, read_state
 from finetune.units import format_bytes, format_measured
 
-_ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
+_USAGE_PROBLEMS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
-_DEADLINE_S = 120.0  # seconds for a living run to end its step
+_STEP_DEADLINE_S = 120.0  # for a running step to end
 _MEASURES = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip
@@ -38,10 +38,10 @@ def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: b
     if verb == "list" and not names:
         _list(as_json)
     elif verb == "show" and len(names) <= 1:
-        show = _show_memory if memory else _show  # no RUN: the latest
-        show(*(names or ["latest"]), as_json=as_json)
+        show = _show_memory if memory else _show
+        show(names[0] if names else "latest", as_json=as_json)
     elif verb == "rm" and names:
-        runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
+        runs = [open_run(name) for name in names]  # raises before any run is deleted
         # a run named twice is deleted once
         for run in {run.path.resolve(): run for run in runs}.values():
             trash = str(delete_run(run))
@@ -50,7 +50,7 @@ def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: b
         renamed = str(rename_run(open_run(names[0]), names[1]).path)
         _print(as_json, f"renamed to {renamed}", run=renamed)
     else:
-        problem = _ARGUMENTS.get(verb, "unknown")
+        problem = _USAGE_PROBLEMS.get(verb, "unknown")
         raise CommandError(f"finetune runs {verb}: {problem}", "Use: list, show RUN, rm RUN ..., rename RUN NAME.")
 
 
@@ -64,43 +64,45 @@ def _print(as_json: bool, text: str, **values: str) -> None:
 def _list(as_json: bool) -> None:
     rows = [(run, read_state(run)) for run in runs_from_here()]
     if as_json:
-        print_json([{"path": str(run.path), **_facts(state)} for run, state in rows])
+        print_json([{"path": str(run.path), **_state_json(state)} for run, state in rows])
         return
     if not rows:
         out.print("No runs yet. Start one: finetune run tiny-cpu")
         return
     shown = table("run", "state", ">step", ">loss")
     for run, state in rows:
-        step, loss = f"{state.step or 0}/{state.total_steps or '?'}", "-" if state.loss is None else f"{state.loss:.4f}"
-        shown.add_row(str(run.path), state_text(state.state), step, loss)
+        loss = "-" if state.loss is None else f"{state.loss:.4f}"
+        shown.add_row(str(run.path), state_text(state.state), f"{state.step or 0}/{state.total_steps or '?'}", loss)
     out.print(shown)
 
 
-def _facts(state: RunState) -> dict[str, Any]:
+def _state_json(state: RunState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in ("state", "message", "step", "total_steps", "loss")}
 
 
 def _show(source: str, *, as_json: bool) -> None:
     run = open_run(source)
-    state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
+    state = read_state(run)
+    recipe = run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
     events = read_events(run.events)
     spent_s = seconds_spent(events)
     try:
         plan = adjusted_plan(run)
-        cost, (clauses, values) = cost_of(spent_s, plan.settings.price_per_hour), Pace.of(events).step_time(plan)
-        step_time = " ".join(clauses).format(**values)
+        cost = cost_of(spent_s, plan.settings.price_per_hour)
+        templates, parameters = Pace.of(events).step_time(plan)
+        step_time = " ".join(templates).format(**parameters)
     except CommandError:  # the plan is damaged
         cost, step_time = None, ""
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
-    held_out = min((loss for loss in losses if loss is not None), default=None)
+    best_loss = min((loss for loss in losses if loss is not None), default=None)
     evaluations = read_evaluations(run)
     if as_json:
-        scores = {
-            name: {"rows": values["rows"], **{of: {key: values[of][key] for key in _SCORES} for of in ("base", "tuned")}}
-            for name, values in evaluations.items()
-        }
+        scores = {}
+        for name, values in evaluations.items():
+            base, tuned = ({key: values[model][key] for key in _SCORES} for model in ("base", "tuned"))
+            scores[name] = {"rows": values["rows"], "base": base, "tuned": tuned}
         print_json({
-            "run": str(run.path), **_facts(state), "eval_loss": held_out, "scores": scores, "recipe": recipe,
+            "run": str(run.path), **_state_json(state), "eval_loss": best_loss, "scores": scores, "recipe": recipe,
             "seconds": spent_s, "cost": cost, "step_time": step_time or None,
         })  # fmt: skip
         return
@@ -125,17 +127,17 @@ def _show_memory(source: str, *, as_json: bool) -> None:
     run = open_run(source)
     try:
         plan = adjusted_plan(run)
-    except RecipeError:  # a damaged plan: what was measured is shown anyway
+    except RecipeError:  # the plan is damaged: show the measured memory without a forecast
         plan = None
-    late = False
+    timed_out = False
     if plan and plan.settings.record_memory_history and not plan.card.is_cpu and is_alive(run):
-        with show_progress(quiet=as_json) as progress:  # a living run writes its history after its step
-            late = not request_history(run, _DEADLINE_S, progress)
+        with show_progress(quiet=as_json) as progress:  # a running run writes its history after its step
+            timed_out = not request_history(run, _STEP_DEADLINE_S, progress)
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
-    checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
-    planned = plan.forecast if plan else None
-    forecasts = {phase: planned.of_phase(phase) if planned else PhaseForecast() for phase in peaks}
+    checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # a later event replaces an earlier one
+    forecast = plan.forecast if plan else None
+    forecasts = {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in peaks}
     failure = newest(OutOfMemory, events)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
@@ -157,20 +159,20 @@ def _show_memory(source: str, *, as_json: bool) -> None:
             shown.add_row("  forecast", *sizes, "" if expected.segments is None else f"{expected.segments:,}")
     out.print(shown)
     for check in checks.values():
-        what, predicted, measured = "allocated", check.predicted_allocated_bytes, check.measured_allocated_bytes
+        kind, predicted, measured = "allocated", check.predicted_allocated_bytes, check.measured_allocated_bytes
         if measured is None:  # on a CPU
-            what, predicted, measured = "for the process", check.predicted_peak_bytes, check.measured_peak_bytes
+            kind, predicted, measured = "for the process", check.predicted_peak_bytes, check.measured_peak_bytes
         error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
-        out.print(f"{check.at}: forecast {format_bytes(predicted)} {what}, measured {format_bytes(measured)}{error}")
+        out.print(f"{check.at}: forecast {format_bytes(predicted)} {kind}, measured {format_bytes(measured)}{error}")
     if failure:
         out.print(f"out of memory: {escape(' '.join(explanation_lines(failure)))}")
     for moment, history in histories.items():
         out.print(f"allocator history, {moment}: {escape(history)}")
-    if late:
-        out.print(f"no step ended within {_DEADLINE_S:.0f} s; the run writes its history after this one")
+    if timed_out:
+        out.print(f"no step ended within {_STEP_DEADLINE_S:.0f} s; the run writes its history after this one")
     if histories:
         out.print("open a history at pytorch.org/memory_viz")
-    elif not late:
+    elif not timed_out:
         out.print("no allocator history; record_memory_history=true records one (on a GPU)")
 
 
@@ -178,11 +180,11 @@ def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | Non
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
         phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None
-        # a retry changed the plan: earlier peaks belong to another forecast
+        # peaks before a retry belong to the forecast of an earlier plan
         if phase is None or (event.time_s or 0) < since_s:
             continue
-        measured = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
+        phase_peaks = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
         for name in _MEASURES:
             if (value := getattr(event, name)) is not None:
-                measured[name] = max(value, measured[name] or 0)
+                phase_peaks[name] = max(value, phase_peaks[name] or 0)
     return peaks

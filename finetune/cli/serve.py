@@ -23,54 +23,58 @@ from finetune.settings.base_formats import BITS_16, base_format_of
 from finetune.system import shell_join
 from finetune.units import format_bytes
 
-#: Variables of the keys: every user could read an argument, --api-key, in the list of processes.
-_KEYS = {"vllm": "VLLM_API_KEY", "llama-server": "LLAMA_API_KEY"}
+#: Environment variables of the keys: every user can read arguments such as --api-key in the list of processes.
+_KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "llama-server": "LLAMA_API_KEY"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in its vllm/config/lora.py
 
 
 def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> None:
-    """Print the commands, and become the first installed server."""
+    """Print the commands, and replace this process by the first installed server."""
     run, key = open_run(source), secrets.token_urlsafe(32)
     commands, note = server_commands(run, port)
-    # a key in the environment is the user's own
-    prefixes = {program: f"{name}={key} " for program, name in _KEYS.items() if not os.environ.get(name)}
+    # a key that the user has set is not replaced
+    prefixes = {program: f"{name}={key} " for program, name in _KEY_VARIABLES.items() if not os.environ.get(name)}
     lines = [prefixes.get(command[0], "") + shell_join(command) for command in commands]
     if as_json:
         print_json({"commands": lines, "note": note})
         return
     out.print(escape("\n".join([*lines, *filter(None, [note])])), soft_wrap=True)
-    # transformers serve takes no key, so it is not started
-    started = next((command for command in commands if command[0] in _KEYS and shutil.which(command[0])), None)
-    if started and not only_commands:
+    # transformers serve can't be protected by a key, so it is not started
+    startable = next((command for command in commands if command[0] in _KEY_VARIABLES and shutil.which(command[0])), None)
+    if startable and not only_commands:
+        program = startable[0]
         restrict_visible_devices(run)
         sys.stdout.flush()
-        os.execvpe(started[0], started, {**os.environ, **({_KEYS[started[0]]: key} if started[0] in prefixes else {})})
+        key_variables = {_KEY_VARIABLES[program]: key} if program in prefixes else {}
+        os.execvpe(program, startable, {**os.environ, **key_variables})
 
 
 def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]:
     """Return the commands of suitable servers, and why vLLM is unsuitable."""
-    plan, path, address = read_plan(run.plan), run.path.resolve(), ["--host", "127.0.0.1", "--port", str(port)]
-    settings, card, adapter, base = plan.settings, plan.card, adapter_folder(run) or path, resolve_model_path(plan.settings)
+    plan, path = read_plan(run.plan), run.path.resolve()
+    settings, card, adapter = plan.settings, plan.card, adapter_folder(run) or path
+    base = resolve_model_path(settings)
+    address = ["--host", "127.0.0.1", "--port", str(port)]
     gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
-    template_file, thinking = adapter / "chat_template.jinja", '{"enable_thinking": false}'
+    template_file, no_thinking = adapter / "chat_template.jinja", '{"enable_thinking": false}'
     source = template_file.read_text(encoding="utf-8") if template_file.is_file() else ""
     without_thoughts = "enable_thinking" in source and answers_without_thoughts(run)
-    options = ["--chat-template-kwargs", thinking] if without_thoughts else []
+    options = ["--chat-template-kwargs", no_thinking] if without_thoughts else []
     commands = [["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *options, *address]] if gguf else []
     config, note = read_json(adapter / ADAPTER_CONFIG, dict), ""
-    needed = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
-    rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= needed), None)
-    # vLLM loads the base in 16 bit, also a base that was trained on in 4 bit
-    weights = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if base_format_of(settings).setting else 0
+    largest_rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+    rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= largest_rank), None)
+    # vLLM loads the base in 16 bit, even if the run quantised it
+    weight_bytes = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if base_format_of(settings).setting else 0
     if rank is None or config.get("use_dora") or config.get("trainable_token_indices"):
         note = f"vLLM can't read this adapter (DoRA, new tokens or a rank over 512). Merge it: finetune merge {run.path}"
-    elif weights > card.total_bytes:
-        note = f"vLLM loads 16-bit weights: {format_bytes(weights)}, {card.name} has {format_bytes(card.total_bytes)}. "
+    elif weight_bytes > card.total_bytes:
+        note = f"vLLM loads 16-bit weights: {format_bytes(weight_bytes)}, {card.name} has {format_bytes(card.total_bytes)}. "
         note += f"Use {gguf}" if gguf else f"Make a GGUF: finetune export {run.path} --type q4_k_m"
     else:
         revision = ["--revision", settings.model_revision] if settings.model_revision else []
         template = ["--chat-template", str(template_file.resolve())] if source else []
-        template += ["--default-chat-template-kwargs", thinking] if without_thoughts else []
+        template += ["--default-chat-template-kwargs", no_thinking] if without_thoughts else []
         lora = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{path.name}={adapter.resolve()}"]
         commands.append(["vllm", "serve", base, *address, *revision, *template, *lora])
     if (path / "merged" / "config.json").is_file():

@@ -16,7 +16,7 @@ from finetune.units import parse_bytes
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
-    """Return a recipe, or a model's default. Raises RecipeError."""
+    """Return the recipe of a command: `source` is a recipe, a model or an override. Raises RecipeError."""
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
     from finetune.model.configuration import ADAPTER_CONFIG, refuse_no_model
@@ -32,7 +32,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         recipe = load_recipe(source, with_model_and_data(overrides, model, data))
     else:
         name = model or str(source)
-        # JSON is YAML: a name with a colon or quotes stays text
+        # JSON is valid YAML: it quotes a name with colons or quotes
         text = f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n"
         recipe = parse_recipe(text, name, with_model_and_data(overrides, None, data))
     adapter = recipe.adapter_name_or_path
@@ -40,20 +40,20 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         return recipe
     from finetune.run.directory import open_run
 
-    with suppress(CommandError):  # `latest`, or a run outside runs/
+    with suppress(CommandError):  # not a run's name: left as typed
         recipe = recipe.model_copy(update={"adapter_name_or_path": str(open_run(adapter).path)})
     return recipe
 
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
-    """Put overrides for `--model` and `--data` first."""
-    # first, so that an override typed for the same setting counts
+    """Prepend `--model` and `--data` as overrides."""
+    # first: a later override of the same setting wins
     options = {"model_name_or_path": model, "dataset.path": data}
-    return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
+    return [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None] + overrides
 
 
-def bytes_of(option: str, text: str | None) -> int | None:
-    """Return the bytes in an option's text. Raises CommandError."""
+def option_bytes(option: str, text: str | None) -> int | None:
+    """Parse the size in an option's text, such as 22.1GiB. Raises CommandError."""
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
@@ -61,7 +61,7 @@ def bytes_of(option: str, text: str | None) -> int | None:
 
 
 def require_dataset(recipe: Recipe) -> None:
-    """Raise RecipeError without a dataset."""
+    """Raise CommandError if a recipe has no dataset."""
     if recipe.dataset.path == NO_DATASET:
         raise CommandError("no dataset is given", "Add --data FILE, or a hub dataset's id.")
 
@@ -78,16 +78,16 @@ def _is_model(source: str) -> bool:
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
-        # OWNER/NAME is a model of the hub, unless OWNER is a folder here: then a file name is misspelt
+        # OWNER/NAME is a model on the hub, unless OWNER is a local folder: then it is a misspelt path
         if resolve(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         if unknown := why_unknown(source):
             reason, fix = unknown
             folder = "" if fix == OTHER_MODELS else f" Or give {FROM_CONFIG}."
             raise RecipeError(f"the model {source} {reason}; no recipe has that name, either", f"{fix}{folder}") from None
-        close = suggestions(source)
-        models = f" Or the model {' or '.join(close)}?" if close else ""
-        is_near_a_recipe = "Did you mean" in error.fix and not close
+        similar = suggestions(source)
+        models = f" Or the model {' or '.join(similar)}?" if similar else ""
+        is_near_a_recipe = "Did you mean" in error.fix and not similar
         others = "" if is_near_a_recipe else f" A model of another name: {FROM_CONFIG}."
         raise RecipeError(error.problems, f"{error.fix}{models}{others}") from None
     return False

@@ -37,8 +37,8 @@ def sweep_command(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
     stop: bool, show: bool, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start, continue, `stop` or `show` a sweep."""
-    if alone:  # planning the arms would open a CUDA context
+    """Start, continue, stop or show a sweep."""
+    if alone:  # else planning the arms opens a CUDA context
         hide_gpus()
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
@@ -54,7 +54,7 @@ def sweep_command(
     elif stop or show:
         raise CommandError(f"{source} is not a sweep", f"Give the folder of a sweep, which has a {JOURNAL}.")
     else:
-        sweep = _created(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
+        sweep = _create(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
         if not as_json:
             _print_arms(sweep)
     if show or sweep.is_finished:
@@ -62,13 +62,13 @@ def sweep_command(
     log = sweep.path / LOG
     log.touch()
     with log.open(encoding="utf-8", errors="replace") as lines:
-        lines.seek(0, os.SEEK_END)  # lines of an earlier process are not printed again
+        lines.seek(0, os.SEEK_END)  # skips the lines of an earlier process
         if not sweep.is_running:
             _start(sweep, log)
         return _print_state(sweep, as_json) if detach else _follow(sweep, lines, as_json)
 
 
-def _created(
+def _create(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, quiet: bool
 ) -> Sweep:
     if source and "=" in source and not Path(source).exists():  # finetune sweep --model X learning_rate=1e-4,2e-4
@@ -78,7 +78,7 @@ def _created(
         return recipe_of(source, changes, model=model, data=data)
 
     fixed, swept = split_overrides(overrides, parse)
-    budget_s = _seconds_of(budget) if budget else None
+    budget_s = _parse_duration_s(budget) if budget else None
     require_dataset(parse(fixed))
 
     def with_values(values: dict[str, Any]) -> Recipe:
@@ -89,7 +89,7 @@ def _created(
 
 
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Return fixed overrides, and values by swept setting. Raises RecipeError."""
+    """Return the overrides of every arm, and the values to try by setting. Raises RecipeError."""
     fixed, swept = [], {}
     for override in overrides:
         name, _, text = override.partition("=")
@@ -98,13 +98,13 @@ def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) 
             fixed.append(override)
             continue
         changes = [load_changes([f"{name}={part.strip()}"]) for part in text.strip().strip("[]").split(",") if part.strip()]
-        setting = next(iter(changes[0]))
+        setting = next(iter(changes[0]))  # an alias is replaced by the setting's name
         values = [getattr(parse([f"{setting}={change[setting]}"]), setting) for change in changes]
-        numbers = all(isinstance(value, (int, float)) for value in values)
-        swept[setting] = sorted(set(values)) if numbers else [*dict.fromkeys(values)]
-    count = math.prod(map(len, swept.values()))
-    if count > _MOST_ARMS:
-        raise CommandError(f"{count:,} combinations are more than {_MOST_ARMS}", "Give fewer values.")
+        are_numbers = all(isinstance(value, (int, float)) for value in values)
+        swept[setting] = sorted(set(values)) if are_numbers else [*dict.fromkeys(values)]
+    arm_count = math.prod(map(len, swept.values()))
+    if arm_count > _MOST_ARMS:
+        raise CommandError(f"{arm_count:,} combinations are more than {_MOST_ARMS}", "Give fewer values.")
     return fixed, swept
 
 
@@ -116,7 +116,7 @@ def _is_valid(override: str, parse: Callable[[list[str]], Recipe]) -> bool:
     return True
 
 
-def _seconds_of(text: str) -> float:
+def _parse_duration_s(text: str) -> float:
     number, unit = text[:-1], text[-1:]
     try:
         seconds = float(number) * _UNITS_S[unit]
@@ -130,16 +130,16 @@ def _seconds_of(text: str) -> float:
 def _start(sweep: Sweep, log: Path) -> None:
     (sweep.path / STOP).unlink(missing_ok=True)
     with log.open("ab") as output:
-        # -P: no module of the working directory shadows an import
+        # -P: modules in the working directory don't shadow imports
         command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
         process = start_detached(command, output, env=environment_with_gpus())
-    end_s = time.monotonic() + _START_S
-    while not sweep.is_running and process.poll() is None and time.monotonic() < end_s:
+    deadline_s = time.monotonic() + _START_S
+    while not sweep.is_running and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
 def main() -> int:
-    """Run the detached process."""
+    """Train the arms in the detached process."""
     keep_private()
     ignore_hangup()
     path = Path(sys.argv[1])
@@ -148,11 +148,11 @@ def main() -> int:
         return FAILED
     try:
         journal = path / JOURNAL
-        # a full disk leaves half a line, which the next one would extend
+        # a full disk can leave half a line, which the next line would extend
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         drive(open_sweep(path), functools.partial(print, flush=True))
-    except (FinetuneError, OSError) as reason:
-        print(f"the sweep has stopped: {reason}. To continue: finetune sweep {path}")
+    except (FinetuneError, OSError) as error:
+        print(f"the sweep has stopped: {error}. To continue: finetune sweep {path}")
         return FAILED
     return FINISHED
 
@@ -161,10 +161,10 @@ def _follow(sweep: Sweep, lines: IO[str], as_json: bool) -> int:
     stop_request = sweep.path / STOP
     with caught_interrupts() as interrupts:
         while True:
-            running = sweep.is_running
-            if not as_json:  # the process writes whole lines
+            is_running = sweep.is_running  # read before the log: no last line is missed
+            if not as_json:
                 out.print(escape(lines.read()), end="", soft_wrap=True)
-            if not running:
+            if not is_running:
                 break
             if interrupts and not stop_request.exists():
                 err.print("[yellow]stopping after this step, with a checkpoint[/]")
@@ -183,8 +183,8 @@ def _print_arms(sweep: Sweep) -> None:
     for entry in facts["left_out"]:
         out.print(f"  [yellow]left out:[/] {escape(label(entry['values']))}: {escape(entry['reason'])}")
     out.print(f"They train in this order, with the same seed, rows and order of rows. {RULE}")
-    length = "not measured here" if facts["forecast_s"] is None else f"about {format_seconds(facts['forecast_s'])} at most"
-    out.print(f"Time: {length}\n")
+    time_text = "not measured here" if facts["forecast_s"] is None else f"about {format_seconds(facts['forecast_s'])} at most"
+    out.print(f"Time: {time_text}\n")
 
 
 def _print_state(sweep: Sweep, as_json: bool) -> int:
@@ -206,11 +206,12 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
         return 0
     shown = table("arm", "state", ">steps", ">held-out loss", ">after step", "behind the best")
     for entry in sweep.results():
-        loss, gap = "-" if entry.loss is None else f"{entry.loss:.4f}", entry.behind
-        after = "-" if entry.loss_step is None else f"{entry.loss_step:,}"
+        loss = "-" if entry.loss is None else f"{entry.loss:.4f}"
+        loss_step = "-" if entry.loss_step is None else f"{entry.loss_step:,}"
+        gap = entry.behind
         behind = "" if gap is None else f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
         state = entry.state if entry.dropped_at is None else f"dropped at {entry.dropped_at:,}"
-        shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, after, behind)
+        shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, loss_step, behind)
     out.print(shown)
     out.print(f"[bold]{escape(sweep.sentence())}[/]")
     if not process.returncode:

@@ -20,15 +20,15 @@ from finetune.system import exec_command
 
 
 def page_command(module: str = "") -> list[str]:
-    """Return the page's command, or a `module`'s, such as `.report`."""
-    package = "finetune.app" if find_spec("finetune.app") else "app"  # in a checkout it is a folder beside finetune (setup.py)
+    """Return the command of the page, or of a module of its package, such as `.report`."""
+    package = "finetune.app" if find_spec("finetune.app") else "app"  # in a checkout, app/ is beside finetune/ (setup.py)
     return [sys.executable, "-P", "-m", f"{package}{module}"]  # -P: never a folder named app in the working directory
 
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
-    """Become the page."""
-    names = [part for name in allow_host for part in ("--allow-host", name)]
-    return exec_command([*page_command(), "--host", host, "--port", str(port), "--runs", runs, *names])
+    """Replace this process by the page's server."""
+    host_options = [part for name in allow_host for part in ("--allow-host", name)]
+    return exec_command([*page_command(), "--host", host, "--port", str(port), "--runs", runs, *host_options])
 
 
 def report_run(source: str, *, output: str | None, as_json: bool) -> None:
@@ -50,7 +50,7 @@ def compare_runs(sources: list[str], *, output: str | None, as_json: bool) -> No
 
 
 def _write_page(runs: list[RunDirectory], target: Path, summary: str, as_json: bool) -> None:
-    # a process: nothing in `finetune` imports the app
+    # in another process: no module of finetune imports the app
     command = [*page_command(".report"), str(target), *(str(run.path) for run in runs)]
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from finetune.cli import render, runs
-from finetune.cli.chat import _questions, read_tools_file
+from finetune.cli.chat import _typed_questions, read_tools_file
 from finetune.cli.run import _data_lines
 from finetune.cli.source import recipe_of
 from finetune.data.report import DataReport, Finding
@@ -117,7 +117,7 @@ def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
 
 def test_exit_leaves_the_chat(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\n/exit\nnever asked\n")))
-    assert list(_questions()) == ["Hi"]
+    assert list(_typed_questions()) == ["Hi"]
 
 
 def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):

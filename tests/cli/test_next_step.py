@@ -35,7 +35,7 @@ def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_pa
 
 def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    pause_run("latest", every=True, as_json=False)
+    pause_run("latest", all_runs=True, as_json=False)
     assert capsys.readouterr().out == "No run is running.\n"
 
 
@@ -79,7 +79,7 @@ def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
     of_card = {name: changes[name] for name in ("problem", "problem_fix", "source") if name in changes}
     of_plan = {name: value for name, value in changes.items() if name not in of_card}
     plan = replace(plan, card=replace(plan.card, **of_card), **of_plan)
-    assert next_command(plan, ["r.yaml"], ["lora_r=8", "lora_r=4", "gpu=rtx-3060"], without=False) == end
+    assert next_command(plan, ["r.yaml"], ["lora_r=8", "lora_r=4", "gpu=rtx-3060"], has_data=True) == end
     assert plan.exit_code == (4 if plan.data_problem else 3 if plan.verdict == Verdict.NO_FIT or plan.card.problem else 0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from test_killed_sweep import RECIPE
 
-from finetune.cli.sweep import _created, _seconds_of, split_overrides
+from finetune.cli.sweep import _create, _parse_duration_s, split_overrides
 from finetune.errors import CommandError, RecipeError
 from finetune.events import ForecastCheck
 from finetune.planner.history import record_run
@@ -47,14 +47,14 @@ def test_the_middle_of_the_grid_is_first():
 
 
 def new_sweep(path, budget):
-    return _created("tiny-cpu", [*OVERRIDES, f"output_dir={path}"], model=None, data=None, budget=budget, quiet=True)
+    return _create("tiny-cpu", [*OVERRIDES, f"output_dir={path}"], model=None, data=None, budget=budget, quiet=True)
 
 
 def test_a_budget_is_read_with_its_unit():
-    assert (_seconds_of("3h"), _seconds_of("90m"), _seconds_of("1.5d")) == (10800, 5400, 129600)
+    assert (_parse_duration_s("3h"), _parse_duration_s("90m"), _parse_duration_s("1.5d")) == (10800, 5400, 129600)
     for text in ("3", "h", "-1h", "nanh", "3 weeks"):
         with pytest.raises(CommandError, match="is not a duration"):
-            _seconds_of(text)
+            _parse_duration_s(text)
 
 
 @pytest.mark.slow
