@@ -95,9 +95,9 @@ def show_progress(quiet: bool) -> Iterator[Progress]:
         yield report
 
 
-def table(*columns: str) -> Table:
+def table(*columns: str, title: str | None = None) -> Table:
     """Return a table; columns that start with `>` are right-aligned."""
-    result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         # numbers and, except on a narrow terminal, the names in the first column are not wrapped

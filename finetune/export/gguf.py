@@ -21,7 +21,7 @@ from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_lo
 from finetune.evaluate.results import answers_without_thoughts
 from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
 from finetune.export.llama_converter import NEW_TOKENS
-from finetune.export.merge import merge, model_folder, require_disk, written_folder
+from finetune.export.merge import atomic_folder, merge, model_folder, require_disk
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
 from finetune.export.parity import CONVERTER, LlamaCpp, ParityError, ParityReport, check_answers, check_template, check_tokens
 from finetune.export.targets import GGUF_TYPES
@@ -32,7 +32,7 @@ from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.system import link_or_copy
 
-_GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
+_GENERATION_TAG = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def export_gguf(
     run: RunDirectory, target: Path | None = None, *, gguf_type: str = "f16", separate: bool = False, llama_cpp: Path,
     rows: int = 120, data: str | None = None, progress: Progress = lambda _: None,
 ) -> Exported:  # fmt: skip
-    """Write a GGUF model, and a Modelfile if Ollama can express its template.
+    """Write a GGUF model (`separate`: base and adapter in two files), and a Modelfile if Ollama can express its template.
 
-    Raise ParityError, CommandError, DataError or DiskFull.
+    Compares `rows` held-out rows, or rows of `data`. Raise ParityError, CommandError, DataError or DiskFull.
     """
     settings = read_plan(run.plan).settings
     if settings.vision:
@@ -66,17 +66,15 @@ def export_gguf(
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    if separate and (part := _not_in_adapter_file(run)):
-        raise CommandError(f"a GGUF adapter can't hold this run's {part}", "Export the merged model: leave out --to.")
-    # the folder gets its name once llama.cpp answers like the adapter
-    with written_folder(target) as building:
-        # `rows` held-out rows, or rows of `data`, are answered
+    if separate and (unsupported := _unsupported_in_adapter_file(run)):
+        raise CommandError(f"a GGUF adapter can't hold this run's {unsupported}", "Export the merged model: leave out --to.")
+    # the folder is renamed to `target` after llama.cpp has answered like the adapter
+    with atomic_folder(target) as temporary:
         expected = _Expected(run, data, rows, progress)
-        building.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         name = run.path.resolve().name
-        # `separate`: base model and adapter in two files
-        adapter = building / f"{name}-adapter.gguf" if separate else None
-        file = building / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
+        adapter = temporary / f"{name}-adapter.gguf" if separate else None
+        file = temporary / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
         _convert(run, file, adapter, gguf_type, llama_cpp, progress)
         parity, why_no_modelfile = _check_parity(file, adapter, expected, gguf_type, progress)
     adapter = target / adapter.name if adapter else None
@@ -84,7 +82,7 @@ def export_gguf(
     return Exported(target, target / file.name, adapter, modelfile_path, why_no_modelfile, parity)
 
 
-def _not_in_adapter_file(run: RunDirectory) -> str:
+def _unsupported_in_adapter_file(run: RunDirectory) -> str:
     if read_plan(run.plan).settings.trained_embedding_rows:
         return "new tokens"
     with (run.adapter / ADAPTER_WEIGHTS).open("rb") as file:
@@ -102,44 +100,44 @@ class _Expected:
         self.encoder = run_encoder(run)
         self.tokenizer = self.encoder.tokenizer
         self.without_thoughts = answers_without_thoughts(run)
-        self.plain = chat_format_of(run, self.encoder) is None
+        self.has_template = chat_format_of(run, self.encoder) is not None
         self.stops = set(self.encoder.stops)
         eval_rows = file_rows(data, run, self.tokenizer, limit) if data else held_out_rows(run, limit)
-        self.rows = replace(eval_rows, ids=[], labels=[])  # answers, not losses
+        self.rows = replace(eval_rows, ids=[], labels=[])  # without these, `scores` measures no losses
         if not self.rows.prompt_ids:
             raise CommandError(f"{data or run.path} has no rows with prompts", "Give some: --data FILE")
         self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references, self.rows.answer_tokens)
-        self.context = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
+        self.context_tokens = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
         models = [("tuned", adapter_folder(run))]
         [score] = scores(run, answerer_loader(run), self.rows, models, "exact", self.max_new_tokens, progress)
         self.answers = score.answers
 
 
 def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:
-    merged = file.parent / "merged"
+    model = file.parent / "merged"
     if adapter:
-        _base_with_tokenizer(run, merged)
+        _write_base_with_tokenizer(run, model)
     else:
-        merge(run, merged, progress=progress)
-        write_json(merged / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
-    size = sum(path.stat().st_size for path in merged.glob("*.safetensors"))
-    require_disk(size, file, "the GGUF file")
-    template = merged / "chat_template.jinja"
+        merge(run, model, progress=progress)
+        write_json(model / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
+    weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    require_disk(weight_bytes, file, "the GGUF file")
+    template = model / "chat_template.jinja"
     if template.is_file():
         template.write_text(without_generation_tags(template.read_text(encoding="utf-8")), encoding="utf-8")
     progress("converting with llama.cpp")
     f16_file = file if gguf_type == "f16" else file.with_name("f16.gguf")
-    _run_converter(llama_cpp, pre_tokenizer(merged), CONVERTER, f16_file, str(merged))
+    _run_converter(llama_cpp, pre_tokenizer(model), CONVERTER, f16_file, str(model))
     if adapter:
-        _run_converter(llama_cpp, "-", "convert_lora_to_gguf.py", adapter, "--base", str(merged), str(run.adapter))
-    shutil.rmtree(merged)
+        _run_converter(llama_cpp, "-", "convert_lora_to_gguf.py", adapter, "--base", str(model), str(run.adapter))
+    shutil.rmtree(model)
     if gguf_type != "f16":
         progress(f"quantising to {gguf_type}")
         _quantise(f16_file, file, gguf_type)
         f16_file.unlink()
 
 
-def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
+def _write_base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
     settings = read_plan(run.plan).settings
     folder.mkdir()
     for path in model_folder(settings).iterdir():
@@ -153,7 +151,7 @@ def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
 def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *arguments: str) -> None:
     command = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre, script, *arguments]
     command += ["--outfile", str(output), "--outtype", "f16"]
-    # the converter exits when its standard input is closed, also by this process's death
+    # the converter exits when its stdin closes, even if this process is killed
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         stderr = process.stderr.read()  # type: ignore[union-attr]
     if process.returncode or not output.is_file():
@@ -163,7 +161,7 @@ def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *argume
 def _converter_error(stderr: str) -> Exception:
     lines = [line for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    message = [*lines, *errors][-1] if lines else ""
+    message = (errors or lines or [""])[-1]
     if is_disk_full(OSError(stderr)) or re.search(r"\d+ requested and \d+ written", message):  # numpy's message
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "pre-tokenizer was not recognized" in message:
@@ -174,7 +172,7 @@ def _converter_error(stderr: str) -> Exception:
 def _quantise(source: Path, target: Path, gguf_type: str) -> None:
     import llama_cpp
 
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints a line for each tensor
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else it prints a line per tensor
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = GGUF_TYPES[gguf_type].file_type
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
@@ -182,42 +180,45 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 
 def pre_tokenizer(folder: Path) -> str:
-    """Return llama.cpp's name of a pre-tokenizer; `-` if recognised or unknown."""
-    # `check_tokens` verifies the name
+    """Return llama.cpp's name of a byte-level pre-tokenizer, or `-`."""
+    # for tokenizers that llama.cpp does not recognise; `check_tokens` verifies the name
     definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
     match definition.get("pretokenizers", [definition]):
-        case [*before, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            match before:
-                case []:
-                    return "gpt-2"
-                case [{"type": "Digits", "individual_digits": True}]:
-                    return "smollm"
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return "gpt-2"
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        ]:
+            return "smollm"
     return "-"
 
 
 def without_generation_tags(template: str) -> str:
     """Replace transformers' `generation` tags by conditions that other programs know."""
-    return _GENERATION.sub(lambda m: f"{{%{m['before']} {'endif' if m['end'] else 'if true'} {m['after']}%}}", template)
+    return _GENERATION_TAG.sub(
+        lambda tag: f"{{%{tag['before']} {'endif' if tag['end'] else 'if true'} {tag['after']}%}}", template
+    )
 
 
 def _check_parity(
     file: Path, adapter: Path | None, expected: _Expected, gguf_type: str, progress: Progress
 ) -> tuple[ParityReport, str | None]:  # fmt: skip
-    with LlamaCpp(file, expected.context, adapter) as model:
+    with LlamaCpp(file, expected.context_tokens, adapter) as model:
         progress("comparing tokens")
-        prompts = check_tokens(model, expected.tokenizer, expected.rows.prompt_ids, expected.stops)
+        prompt_count = check_tokens(model, expected.tokenizer, expected.rows.prompt_ids, expected.stops)
         progress("comparing templates")
-        conversations = 0 if expected.plain else check_template(model, expected.encoder, expected.rows.prompts)
-        if not prompts + conversations:
+        conversation_count = check_template(model, expected.encoder, expected.rows.prompts) if expected.has_template else 0
+        if not prompt_count + conversation_count:
             raise ParityError("tokens", "no prompt decodes to text with the same tokens, so tokens can't be compared")
-        answers = check_answers(model, expected.tokenizer, expected.rows.prompt_ids, expected.answers, expected.stops,
+        equal_answers = check_answers(model, expected.tokenizer, expected.rows.prompt_ids, expected.answers, expected.stops,
                                 expected.max_new_tokens, gguf_type, progress)  # fmt: skip
         why_no_modelfile = _write_modelfile(file, adapter, model, expected)
-    return ParityReport(prompts, conversations, len(expected.answers), answers), why_no_modelfile
+    return ParityReport(prompt_count, conversation_count, len(expected.answers), equal_answers), why_no_modelfile
 
 
 def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected: _Expected) -> str | None:
-    if expected.plain:
+    if not expected.has_template:
         return "trained on prompts without a chat template"
     template = expected.encoder.template
     assert template is not None
@@ -226,13 +227,13 @@ def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected
         form = role_form(
             lambda messages, prompt: template.render(messages, prompt=prompt), bos=bos, writes_today=template.writes_today
         )
-    except TemplateUnsupported as reason:
-        return f"this chat template can't be written for Ollama: {reason}"
+    except TemplateUnsupported as error:
+        return f"this chat template can't be written for Ollama: {error}"
     for prompt in expected.rows.prompts:
         messages: list[Any] = [{"role": "user", "content": prompt}]
         if model.tokenise(form.text(messages), bos=model.adds_bos) != expected.encoder.prompt_ids(messages):
             return "this chat template can't be written for Ollama: llama.cpp tokenises its text differently"
-    if expected.without_thoughts:  # Ollama asks the model as it was taught
+    if expected.without_thoughts:  # prompts end as in training
         form = replace(form, generation_prompt=form.generation_prompt + template.format.before_answer)
     stops = [str(expected.tokenizer.decode([stop])) for stop in sorted(expected.stops)]
     text = modelfile(file.name, form, stops, adapter.name if adapter else None)

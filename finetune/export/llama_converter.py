@@ -19,24 +19,24 @@ NEW_TOKENS = "new_tokens.json"
 def main() -> None:
     """Patch the converter, and run the script."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    folder, pre, script, *arguments = sys.argv[1:]
+    folder, fallback_name, script, *arguments = sys.argv[1:]
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
     converter: Any = importlib.import_module("convert_hf_to_gguf")
-    models: Any = sys.modules.get("conversion.base", converter)  # where newer versions have its classes
+    models: Any = sys.modules.get("conversion.base", converter)  # newer versions have the classes there
     recognise = models.TextModel.get_vocab_base_pre
 
-    # llama.cpp recognises a pre-tokenizer by its tokens of one text, and refuses others. `PRE` (or `-`) is its name for this
-    # tokenizer's; whether they are the same is checked later, on the tokens of the held-out rows.
+    # llama.cpp recognises a pre-tokenizer by how it tokenises one text, and refuses unknown ones. For these PRE is the name to
+    # use, or `-`; `check_tokens` later compares the tokens of the held-out rows.
     def pre_tokenizer_name(self: Any, tokenizer: Any) -> str:
         try:
             return str(recognise(self, tokenizer))
         except NotImplementedError:
-            if pre == "-":
+            if fallback_name == "-":
                 raise
-            return pre
+            return fallback_name
 
     models.TextModel.get_vocab_base_pre = pre_tokenizer_name
-    # llama.cpp would take a new token like <|name|> for a control token, which its answers don't show
+    # llama.cpp would take a new token like <|name|> for a control token, and leave it out of answers
     seems_special = models.TextModel.does_token_look_special
     models.TextModel.does_token_look_special = lambda self, token: token not in new_tokens(self) and seems_special(self, token)
     sys.argv = [script, *arguments]
@@ -48,13 +48,13 @@ def main() -> None:
 
 @lru_cache(maxsize=1)
 def new_tokens(model: Any) -> frozenset[str]:
-    """Return the new tokens of the converted model's run."""
+    """Return the new tokens of the run."""
     path = Path(model.dir_model) / NEW_TOKENS
     return frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else frozenset()
 
 
 def _end_with_parent() -> None:
-    # input ends when the parent is killed, and the next export writes files of the same names
+    # stdin ends when the parent is killed: the next export writes files of the same names
     while os.read(0, 4096):
         pass
     os._exit(1)

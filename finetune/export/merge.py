@@ -48,9 +48,9 @@ from finetune.units import format_bytes
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 _FILE_BYTES = 5 * 10**9  # as transformers and the hub split models
-#: Weights in other formats, which would still have their old values.
+#: Weights in other formats. They are not copied, as they have the values before merging.
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
-#: The end of the names that FP8 and mxfp4 checkpoints store a weight under.
+#: End of the names under which FP8 and mxfp4 checkpoints store the parts of a weight.
 _QUANTISED_PART = re.compile("_(scale_inv|scales|blocks)$")
 
 
@@ -62,52 +62,52 @@ def merge(
     require_own_adapter(run, run.adapter, reread=True)
     # merging into 4-bit weights would round the adapter away
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
-    with written_folder(target) as building:
-        write_merged(settings, run.adapter, building, max_shard_bytes, progress)
+    with atomic_folder(target) as temporary:
+        write_merged(settings, run.adapter, temporary, max_shard_bytes, progress)
     return target
 
 
 @contextmanager
-def written_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder, not made yet, that becomes `target`. Raise CommandError or DiskFull."""
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield the path of a hidden folder to create, and rename it to `target`. Raise CommandError or DiskFull."""
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
-    building = target.with_name(f".{target.name}")
-    shutil.rmtree(building, ignore_errors=True)
+    temporary = target.with_name(f".{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        yield building
-        rename(building, target)
+        yield temporary
+        rename(temporary, target)
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
             raise
         fix = "Free some space and try again; no partial files are left."
         raise DiskFull(f"{target} could not be written: {error}", fix) from error
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Progress) -> None:
     """Write a standard model folder. Raise OutOfMemory or DiskFull before anything is written."""
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
-    # tensor by tensor, as the whole model need not fit into memory
+    # tensor by tensor if possible: the whole model need not fit into memory
     stored, is_streamed = stored_tensors(source), True
     try:
         tensors = _merged_on_read(settings, config, adapter, stored, progress)
     except StoredOtherwiseError:
         tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
-        max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files have other tensors
+        max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
     require_disk(sum(tensor.size for tensor in tensors), folder)
     folder.mkdir(parents=True)
     progress("writing")
     write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
-    for path in sorted(source.iterdir()):  # last: without them a part of a model does not load
+    for path in sorted(source.iterdir()):  # last: a model without its config.json does not load
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     if settings.trained_embedding_rows or not is_streamed:
         _write_config(folder / "config.json", settings, is_streamed)
     if settings.trained_embedding_rows or not is_multimodal(config) or settings.chat_template is not None:
-        run_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's own are copied
+        run_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's files are copied
 
 
 def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
@@ -116,9 +116,10 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
         for name in ("quantization_config", "torch_dtype"):
             values.pop(name, None)
         values["dtype"] = settings.dtype
-    parts = [part for part in (values, values.get("text_config")) if isinstance(part, dict) and "vocab_size" in part]
-    for part in parts if settings.trained_embedding_rows else []:
-        part["vocab_size"] = max(part["vocab_size"], settings.trained_embedding_rows[1])
+    if settings.trained_embedding_rows:
+        for config in (values, values.get("text_config")):
+            if isinstance(config, dict) and "vocab_size" in config:
+                config["vocab_size"] = max(config["vocab_size"], settings.trained_embedding_rows[1])
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -147,14 +148,15 @@ def _merged_in_memory(
     merged: Any = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     tied = getattr(merged, "all_tied_weights_keys", {})
     values = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
-    # a loaded model's conversions have its dequantisation, and would revert that, too: FP8 values without their scales
+    # the conversions of a loaded quantised model include dequantising; reverting that would give FP8 values without scales
     values = revert_weight_conversion(model if is_quantised else merged, values)
     tensors = [tensor_in_memory(name, tensor) for name, tensor in values.items()]
     if not is_multimodal(config):
         return tensors
-    merged_names = {tensor.name for tensor in tensors}  # of the language model, whose scales have no use; the rest stays
+    # only the language model was loaded: add the other stored tensors, except the scales of the merged ones
+    merged_names = {tensor.name for tensor in tensors}
     others = [tensor for tensor in stored if _QUANTISED_PART.sub("", tensor.name) not in merged_names]
-    return [*tensors, *(replace(tensor, file=tensors[0].file) for tensor in others)]
+    return tensors + [replace(tensor, file=tensors[0].file) for tensor in others]
 
 
 def model_folder(settings: Any) -> Path:
@@ -165,7 +167,7 @@ def model_folder(settings: Any) -> Path:
     ignored = [f"*{suffix}" for suffix in OTHER_WEIGHTS]
     try:
         return Path(snapshot_download(path_or_id, revision=settings.model_revision, ignore_patterns=ignored))
-    except OSError as error:  # the hub's own errors are among them
+    except OSError as error:  # the base class of the hub's errors, too
         if is_disk_full(error):
             raise
         fix = "Its weights must be on this disk or reachable on the hub (gated models: `hf auth login`)."
@@ -181,11 +183,11 @@ def _check_memory(needed_bytes: int, purpose: str) -> None:
         )
 
 
-def require_disk(needed_bytes: int, target: Path, what: str = "the merged model") -> None:
+def require_disk(needed_bytes: int, target: Path, subject: str = "the merged model") -> None:
     """Raise DiskFull if `target`'s file system has fewer free bytes."""
     existing, free_bytes = existing_parent(target), free_disk_bytes(target)
     if needed_bytes > free_bytes:
         raise DiskFull(
-            f"{what} needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
+            f"{subject} needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
             "Give another --output.",
         )
