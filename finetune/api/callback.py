@@ -17,7 +17,7 @@ _MEASURED_AFTER = 2  # steps before the peak is read: the optimizer allocates it
 
 
 class MemoryCallback(TrainerCallback):
-    """Refuse a step that can't fit, and print the forecast beside the measured memory.
+    """Refuse training that can't fit, and print forecast and measured memory.
 
     `trainer.add_callback(finetune.MemoryCallback(trainer))`. `gpu` as in `finetune.fits`; `refuse=False` only prints.
     """
@@ -25,7 +25,7 @@ class MemoryCallback(TrainerCallback):
     def __init__(self, trainer: Any, gpu: str | None = None, *, refuse: bool = True) -> None:
         self._trainer, self._gpu, self._refuse = trainer, gpu, refuse
         self._first_step = 0
-        #: The forecast, from the start of training on.
+        #: The forecast; None before training starts.
         self.fit: Fit | None = None
         #: Peak of allocated memory in the first two steps.
         self.measured_bytes: int | None = None
@@ -45,7 +45,7 @@ class MemoryCallback(TrainerCallback):
             raise DoesNotFit([str(fit)], f"{_memory_advice(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
         self._say(state, f"forecast {fit}")
         self._explain_out_of_memory()
-        if torch.cuda.is_available():  # loading may have peaked higher than a step
+        if torch.cuda.is_available():  # the peak of loading may be higher than a step's
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -62,7 +62,7 @@ class MemoryCallback(TrainerCallback):
         )
 
     def _explain_out_of_memory(self) -> None:
-        self.on_train_end()  # an earlier training that raised
+        self.on_train_end()  # of an earlier training, which raised before its end
         training_step = self._trainer.training_step
 
         def explained_step(*arguments: Any, **named: Any) -> Any:
@@ -80,7 +80,7 @@ class MemoryCallback(TrainerCallback):
         if not torch.cuda.is_available():
             return f"out of memory; the step was forecast to allocate {forecast}. {advice}"
         free, total = torch.cuda.mem_get_info()
-        # mem_get_info can't tell the CUDA context from other processes
+        # mem_get_info counts the CUDA context and other processes together
         others = format_bytes(total - free - torch.cuda.memory_reserved())
         allocated = format_bytes(torch.cuda.memory_allocated())
         return (
@@ -97,7 +97,7 @@ def _memory_advice(args: Any) -> str:
     if not args.activation_checkpointing:
         return "Set activation_checkpointing=True"
     rows = args.per_device_train_batch_size
-    if rows > 1:  # the effective batch stays: the micro-batch's smallest divisor moves to gradient accumulation
+    if rows > 1:  # same effective batch: the smallest divisor of the micro-batch moves to gradient accumulation
         factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)
         steps = args.gradient_accumulation_steps * factor
         return f"Set per_device_train_batch_size={rows // factor} and gradient_accumulation_steps={steps}"

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a training step fits a GPU; true if it does: `if not finetune.fits(trainer): ...`."""
+    """Whether a training step fits a GPU. True as a bool if it does: `if not finetune.fits(trainer): ...`."""
 
     gpu: str
     verdict: Verdict
     budget_bytes: int  # free memory of the GPU
-    forecast: Forecast  # bytes by part, phase and layer, and the whole GPU's lower end, likely peak and upper end
+    forecast: Forecast  # bytes by part, phase and layer; lower end, likely value and upper end of the GPU's peak
 
     def __bool__(self) -> bool:
         return self.verdict.fits
 
     def __str__(self) -> str:
         forecast = self.forecast
-        ends = f"{format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)}"
+        interval = f"{format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)}"
         budget = f"{format_bytes(self.budget_bytes)} on {self.gpu}"
-        lines = [f"{self.verdict}: {format_bytes(forecast.peak_bytes)} ({ends}) of {budget}"]
+        lines = [f"{self.verdict}: {format_bytes(forecast.peak_bytes)} ({interval}) of {budget}"]
         lines += [f"  {part:<12} {format_bytes(size):>10}" for part, size in forecast.parts.items() if size]
         return "\n".join([*lines, *(f"  {note}" for note in forecast.notes)])
 
@@ -81,7 +81,7 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
     from finetune.api.trainer_step import largest_batch, simulate_trainer
 
     _refuse_what_is_not_simulated(trainer)
-    # the kernels, and so their workspaces, depend on the capability
+    # kernels and their workspaces depend on the compute capability
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     rows = rows or trainer.args.per_device_train_batch_size
     with warnings.catch_warnings(action="ignore"):
@@ -89,16 +89,16 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
         batch = largest_batch(loader.dataset, loader.collate_fn, rows, tokens)
         simulation = simulate_trainer(trainer, batch, capability)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    run = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
+    ledger = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
     trace = None if card.is_cpu else simulation.trace()
-    # even=False: only a planned run packs all micro-batches to one length
-    return forecast_of(run, card, replay(trace, expandable=expandable_segments()) if trace else None, even=False)
+    replayed = replay(trace, expandable=expandable_segments()) if trace else None
+    return forecast_of(ledger, card, replayed, even=False)  # only a planned run packs all micro-batches to one length
 
 
 def _refuse_what_is_not_simulated(trainer: Any) -> None:
     args = trainer.args
     settings = {
-        # only TRL's arguments have it
+        # only TRL's arguments have this one
         "activation_offloading": getattr(args, "activation_offloading", False), "torch_compile": args.torch_compile,
         "use_liger_kernel": args.use_liger_kernel, "fsdp": bool(args.fsdp), "deepspeed": bool(args.deepspeed),
         "auto_find_batch_size": args.auto_find_batch_size,

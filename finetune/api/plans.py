@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.data.preparation import SelectedRows
     from finetune.settings import Settings
 
-#: Settings that need this project's trainer, such as its hooks around each step.
+#: Settings that need the trainer of `finetune run`.
 _NOT_IN_PLAIN_TRL = (
     "activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile", "trained_embedding_rows",
 )  # fmt: skip
@@ -53,14 +53,14 @@ class Plan(plans.Plan):
             settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
             evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
         )  # fmt: skip
-        # all epochs are one dataset, in the run's order: a step between two epochs may have rows of both
+        # all epochs become one dataset, in the run's order: a step between two epochs may have rows of both
         arguments |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
         arguments["max_steps"] = self.total_steps or arguments["max_steps"]
         set_seed(settings.seed)  # before the adapters get their random values
         return {
-            "model": _adapted(settings, on_cpu=self.card.is_cpu),
+            "model": _model_with_adapters(settings, on_cpu=self.card.is_cpu),
             "args": SFTConfig(**arguments),
-            "train_dataset": _in_order(rows, settings, self.total_steps or 1),
+            "train_dataset": _in_training_order(rows, settings, self.total_steps or 1),
             "eval_dataset": rows.eval,
             "processing_class": tokenizer,
             "optimizer_cls_and_kwargs": optimizer_class(settings),
@@ -71,18 +71,18 @@ class Plan(plans.Plan):
 def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **settings: Any) -> Plan:
     """Plan the fastest run that fits: `finetune.plan("Qwen/Qwen3-8B", "rows.jsonl", gpu="rtx-4090", lora_r=16).settings`.
 
-    `model`, `dataset`: hub names or paths. Rows of a missing dataset have `max_length` tokens. Raises a FinetuneError.
+    `model`, `dataset`: hub names or paths. Without a dataset, rows have `max_length` tokens. Raises a FinetuneError.
     """
     recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": dataset or NO_DATASET}, "gpu": gpu, **settings})
-    return _with_trl(plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows))
+    return _trl_plan(plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows))
 
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from a run or from `finetune plan --json > FILE`. Raises a FinetuneError."""
-    return _with_trl(plans.read_plan(Path(path)))
+    return _trl_plan(plans.read_plan(Path(path)))
 
 
-def _with_trl(planned: plans.Plan) -> Plan:
+def _trl_plan(planned: plans.Plan) -> Plan:
     return Plan(**{field.name: getattr(planned, field.name) for field in fields(planned)})
 
 
@@ -94,7 +94,7 @@ def _require_plain_trl(settings: Settings) -> None:
         raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Drop them, or use `finetune run`.")
 
 
-def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
+def _model_with_adapters(settings: Settings, *, on_cpu: bool) -> Any:
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_base
     from finetune.model.techniques import apply_techniques
@@ -106,13 +106,13 @@ def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
     return model
 
 
-def _in_order(rows: SelectedRows, settings: Settings, total_steps: int) -> Dataset:
+def _in_training_order(rows: SelectedRows, settings: Settings, total_steps: int) -> Dataset:
     from finetune.data.splits import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
 
     train = pack(rows.train, settings.max_length, settings.seed) if settings.packing else rows.train
     order = LongestEarly(row_lengths(train), settings.seed, settings.effective_batch_size, total_steps)
-    epochs = max(1, -(-total_steps * settings.effective_batch_size // len(train)))
+    epochs = max(1, -(-total_steps * settings.effective_batch_size // len(train)))  # rounded up
     indices: list[int] = []
     for epoch in range(epochs):
         order.set_epoch(epoch)
@@ -125,9 +125,9 @@ def _callbacks(settings: Settings) -> list[Any]:
 
     from finetune.model.adapters import prepare_for_training
 
-    class MasterPrecision(TrainerCallback):
-        # TRL's trainer casts the adapters of a 4-bit model to bf16 when it is made
+    class AdapterPrecision(TrainerCallback):
+        # TRL's trainer casts the adapters of a 4-bit model to bf16 in its constructor
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             prepare_for_training(model, settings)
 
-    return [MasterPrecision()]
+    return [AdapterPrecision()]

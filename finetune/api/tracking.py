@@ -1,4 +1,4 @@
-"""`track`: memory of any code's tensors, real or fake."""
+"""`track`: memory of the tensors in any code, real or fake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryTracker(StorageTracker):
 
     @property
     def peaks_by_phase(self) -> dict[str, int]:
-        """Return peak bytes by phase; `memory.phase = "backward"` starts one."""
+        """Return peak bytes by phase; `memory.phase = "backward"` starts a phase."""
         highest: Counter[str] = Counter()
         for (phase, _), peak in self.peaks.items():
             highest[phase] = max(highest[phase], peak.total())

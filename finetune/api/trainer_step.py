@@ -1,4 +1,4 @@
-"""Dry run of a trainer's own model, collator, loss and optimizer on fake tensors."""
+"""Dry run of a trainer's model, collator, loss and optimizer on fake tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LargestBatch:
 
     inputs: dict[str, Any]  # only shape and dtype of tensors are simulated
     trained_tokens: int  # labels that count in the loss
-    padded: bool  # whether a batch of this size may have an attention mask
+    may_have_mask: bool  # whether a batch of this size may have an attention mask
 
 
 def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = None) -> LargestBatch:
@@ -37,20 +37,21 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
         )
     lengths = [max(len(value) for value in row.values() if isinstance(value, (list, torch.Tensor))) for row in dataset]
     longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-rows:]
-    examples = (
-        [dataset[index] for index in reversed(longest)] if tokens is None else [_resized(dataset[longest[-1]], tokens)] * rows
-    )
+    if tokens is None:
+        examples = [dataset[index] for index in reversed(longest)]
+    else:
+        examples = [_resized(dataset[longest[-1]], tokens)] * rows
     inputs = dict(collator(examples))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
-    tokens_in_all = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    batch_tokens = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
     # the loss shifts labels by one, and ignores -100
-    trained = tokens_in_all if labels is None else int((labels[..., 1:] != -100).sum())
-    uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then some batch of this size has a mask
-    return LargestBatch(inputs, trained, mask is not None and uneven)
+    trained_tokens = batch_tokens if labels is None else int((labels[..., 1:] != -100).sum())
+    are_uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then a batch of this size may need padding
+    return LargestBatch(inputs, trained_tokens, mask is not None and are_uneven)
 
 
 def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    length = len(row["input_ids"])  # lists of this length have one value per token
+    length = len(row["input_ids"])  # lists of this length have one value per token, which is repeated
     return {
         name: (list(value) * -(-tokens // length))[:tokens] if isinstance(value, list) and len(value) == length else value
         for name, value in row.items()
@@ -58,7 +59,7 @@ def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
-    """Return TRL's trainer for a copy of the model on meta and one row."""
+    """Return TRL's trainer of one row for a copy of the model on meta."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTTrainer
@@ -70,26 +71,26 @@ def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
         place_model_on_device = False
 
     args = copy.copy(args)
-    args.__class__ = OnMeta  # a new instance would run __post_init__ again
+    args.__class__ = OnMeta  # a new instance would run __post_init__ a second time
     args.report_to, args.eval_strategy, args.do_eval = [], "no", False
     row = Dataset.from_dict({"input_ids": [[0] * tokens]})
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
-    copied: Any = _on_meta(model, args) if isinstance(model, str) else meta_copy(model)
-    return SFTTrainer(model=copied, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
+    model_on_meta: Any = _build_named_on_meta(model, args) if isinstance(model, str) else meta_copy(model)
+    return SFTTrainer(model=model_on_meta, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
 
 
-def _on_meta(name: str, args: Any) -> Any:
+def _build_named_on_meta(name: str, args: Any) -> Any:
     from transformers import AutoConfig
 
-    named = dict(args.model_init_kwargs or {})
-    if "quantization_config" in named:
+    init_kwargs = dict(args.model_init_kwargs or {})
+    if "quantization_config" in init_kwargs:
         raise RecipeError(
             f"{name} is quantised while it loads, which its name does not tell",
             "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
         )
-    dtype = named.get("dtype", "float32")
+    dtype = init_kwargs.get("dtype", "float32")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    vars(config).pop("auto_map", None)  # of the repository's own code, which is not run
+    vars(config).pop("auto_map", None)  # names the repository's code, which is not run
     return build_on_meta(config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa")
 
 
@@ -101,27 +102,27 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
         with step_errors(trainer.model.config), fake, tracker:
             model = fake_copy(trainer.model, tracker)
             observe(model, tracker)
-            if not batch.padded:  # its values say so, and a fake mask has none
-                model.register_forward_pre_hook(lambda _, args, named: (args, without_mask(named)), with_kwargs=True)
-            shadow = _shadow(trainer, model)
-            _run(shadow, model, tracker, batch, on_cpu=capability is None)
-        del model, shadow
+            if not batch.may_have_mask:  # transformers drops a mask of ones, but a fake mask has no values to read
+                model.register_forward_pre_hook(lambda _, args, kwargs: (args, without_mask(kwargs)), with_kwargs=True)
+            trainer_copy = _copy_for_dry_run(trainer, model)
+            _simulate_step(trainer_copy, model, tracker, batch, on_cpu=capability is None)
+        del model, trainer_copy
     return Simulation(tracker.peaks, tracker.host, (), (), tracker.recording)
 
 
 def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[Any, ...], _named: dict[str, Any]) -> Any:
-    # a fake tensor has no value: TRL's loss reads counts for its metrics, which decide no allocation
+    # a fake tensor has no value; TRL's loss reads counts for its metrics, which change no allocation
     dtype = arguments[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
-    shadow = copy.copy(trainer)
-    shadow.model = shadow.model_wrapped = model
-    shadow.optimizer = shadow.lr_scheduler = None
-    if "_metrics" in vars(trainer):  # TRL's loss appends to these lists, which the trainer would log
-        vars(shadow)["_metrics"] = copy.deepcopy(vars(trainer)["_metrics"])
-    return shadow
+def _copy_for_dry_run(trainer: Any, model: torch.nn.Module) -> Any:
+    trainer_copy = copy.copy(trainer)
+    trainer_copy.model = trainer_copy.model_wrapped = model
+    trainer_copy.optimizer = trainer_copy.lr_scheduler = None
+    if "_metrics" in vars(trainer):  # TRL's loss appends to these lists, which the original trainer logs
+        vars(trainer_copy)["_metrics"] = copy.deepcopy(vars(trainer)["_metrics"])
+    return trainer_copy
 
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
@@ -136,12 +137,12 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
     model.activation_checkpointing_enable(arguments or None, every_n_layers)
 
 
-def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
-    args = shadow.args
+def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
+    args = trainer_copy.args
     model.train()
     # transformers enables it in `train`, which the dry run does not call
     _enable_checkpointing(model, args)
-    optimizer = shadow.create_optimizer()
+    optimizer = trainer_copy.create_optimizer()
 
     def loss() -> torch.Tensor:
         tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
@@ -151,7 +152,7 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
         }
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
-            return shadow.compute_loss(model, inputs)
+            return trainer_copy.compute_loss(model, inputs)
 
     take_step(model, optimizer, tracker, loss, args, context=nullcontext(), on_cpu=on_cpu)
     save(model, tracker)
@@ -206,23 +207,23 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
         copies.add(buffer)
     for owner in (*model.modules(), *parameters):
         for value in vars(owner).values():
-            for tensor in _tensors_of(value):
+            for tensor in _tensors_in(value):
                 copies.add(tensor)
     copied: Any = copy.deepcopy(model, copies)
     for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
         for name, value in vars(parameter).items():
             setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
-    if "_original_forward" in vars(copied):  # accelerate's own is a closure over the original's
+    if "_original_forward" in vars(copied):  # accelerate's forward is a closure over the original model
         copied.forward = copied._original_forward
     return copied  # type: ignore[no-any-return]
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_of(item)
+            yield from _tensors_in(item)
     elif type(value).__name__ == "QuantState":
         for item in vars(value).values():
-            yield from _tensors_of(item)
+            yield from _tensors_in(item)

@@ -97,7 +97,7 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     except StoredOtherwiseError:
         tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
-    require_disk(sum(tensor.size for tensor in tensors), folder)
+    require_disk(sum(tensor.size_bytes for tensor in tensors), folder)
     folder.mkdir(parents=True)
     progress("writing")
     write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
@@ -126,7 +126,7 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
 def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
     if getattr(config, "quantization_config", None):
         raise StoredOtherwiseError("the base model is stored quantised")
-    _check_memory(4 * max(tensor.size for tensor in stored), "four times the largest tensor")
+    _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
     grow_vocabulary(base, settings, None)

@@ -47,7 +47,8 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
     models = [("tuned", adapter_folder(run))]
     [before] = scores(run, answerer_loader(run), eval_rows, models, "exact", max_new_tokens, progress)
     with tempfile.TemporaryDirectory() as empty_folder:
-        journal, load = Journal(Path(empty_folder), "merged", {}), functools.cache(lambda: MergedAnswerer(run))
+        journal = Journal(Path(empty_folder), "merged", {})
+        load = functools.cache(lambda: MergedAnswerer(run))
         after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(scorer("exact"))
     changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
     return MergeEffect(len(before.answers), changed, before.loss, after.loss)

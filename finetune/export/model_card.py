@@ -33,7 +33,7 @@ from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 CARD = "README.md"
-#: Settings of this machine. They don't change the result.
+#: Settings of this machine that don't change the result.
 _LOCAL_SETTINGS = {"output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour"}
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
 _HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
@@ -42,9 +42,9 @@ _COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
-    """Return the card of a kind. Raise FinetuneError for a token or path."""
+    """Return the model card of a kind of result. Raise FinetuneError for a token or path."""
     plan = read_plan(run.plan)
-    title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {TARGETS[kind].title}"
+    title = f"{last_path_part(plan.settings.model_name_or_path)}, fine-tuned: {TARGETS[kind].title}"
     sections = {
         f"# {title}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
         "## Evaluation": _evaluation(run), "## Forecast and measured memory": _memory(run, plan),
@@ -74,10 +74,10 @@ def without_local_paths(value: Any, key: str = "") -> Any:
         return {name: without_local_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [without_local_paths(item, key) for item in value]
-    return last_part(value) if isinstance(value, str) and key.endswith(("path", "_file", "template")) else value
+    return last_path_part(value) if isinstance(value, str) and key.endswith(("path", "_file", "template")) else value
 
 
-def last_part(text: str) -> str:
+def last_path_part(text: str) -> str:
     """Return the last part of a local path; other text unchanged."""
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
     exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
@@ -88,8 +88,8 @@ def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
     settings, target = plan.settings, TARGETS[kind]
     name, path = settings.model_name_or_path, settings.dataset.path
     values = {
-        "license": card_value(settings, "license"), "base_model": _is_on_hub(name) and name,
-        "base_model_relation": _is_on_hub(name) and target.relation,
+        "license": card_value(settings, "license"), "base_model": name if _is_on_hub(name) else None,
+        "base_model_relation": target.relation if _is_on_hub(name) else None,
         "datasets": [*filter(_is_on_hub, path if isinstance(path, list) else [path])],
         "library_name": target.library, "pipeline_tag": "text-generation", "tags": ["lora", settings.method],
     }  # fmt: skip
@@ -107,7 +107,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     loss = adapter.get("eval_loss")
     origin, licence = base_adapter_of(run), card_value(settings, "license")
     lines = [
-        f"Base model: {last_part(settings.model_name_or_path)}{revision}.",
+        f"Base model: {last_path_part(settings.model_name_or_path)}{revision}.",
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
         f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, "
         f"on {weights.title if weights.setting else settings.dtype} weights.",
@@ -115,7 +115,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     if step := adapter.get("step"):
         lines.append(f"Step {step:,} of {plan.total_steps or 0:,}{'' if loss is None else f', held-out loss {loss:.4f}'}.")
     if origin is not None:
-        lines.append(f"Training continued the adapter {last_part(origin.name)}.")
+        lines.append(f"Training continued the adapter {last_path_part(origin.name)}.")
     if answers_without_thoughts(run):
         lines.append("It answers without a thought: ask it with enable_thinking=False where the chat template has that.")
     if kind == "merged":
@@ -153,7 +153,7 @@ def _evaluation(run: RunDirectory) -> str:
 
 def _scores_table(values: dict[str, Any]) -> str:
     first, second = ("before", "now") if values["forgetting"] or values["against_adapter"] else ("base", "tuned")
-    rows_of = f"rows of {last_part(values['data'])}" if values["data"] else "held-out rows"
+    rows_of = f"rows of {last_path_part(values['data'])}" if values["data"] else "held-out rows"
     rows_of += " of the run that it continued" if values["forgetting"] else ""
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
     rows += [

@@ -12,6 +12,7 @@ from finetune.data.conversation import Message
 #: (messages, whether the generation prompt follows) -> text. Raises BadRow if the template refuses them.
 Render = Callable[[list[Message], bool], str]
 
+#: Contents that show where a template writes each message.
 _SYSTEM, _USER, _ANSWER, _SECOND = "9systemwords9", "9userwords9", "9answerwords9", "9secondwords9"
 
 
@@ -23,9 +24,9 @@ class TemplateUnsupported(Exception):
 class RoleForm:
     """A template that writes each message between two texts of its role."""
 
-    #: (before, after) of each role.
+    #: Texts before and after the content, by role.
     around: dict[str, tuple[str, str]]
-    #: Text at the start if no system message is first.
+    #: Text at the start of a conversation without a system message.
     without_system: str
     generation_prompt: str
 
@@ -54,7 +55,7 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
 
     def render_without_bos(messages: list[Message], prompt: bool) -> str:
         text = render(messages, prompt)
-        # the program that reads the file adds `bos`
+        # llama.cpp and Ollama add `bos`
         if not text.startswith(bos):
             raise TemplateUnsupported(f"it does not begin with {bos}, which the file asks for")
         return text.removeprefix(bos)
@@ -74,7 +75,7 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
 
 
 def conversations(with_system: bool) -> list[list[Message]]:
-    """Return conversations that a template may treat differently."""
+    """Return conversations that templates may render in different ways."""
     contents = ("Hello", "Two\nlines\n\nand more", "Ünïcödé 你好 🙂", '{"a": [1, 2]}', "# a <b> & 'c'", "x")
     variants: list[list[Message]] = []
     for content, turns, system in itertools.product(contents, (0, 1, 2), (False, True) if with_system else (False,)):
@@ -127,6 +128,9 @@ def _remove_prefix(text: str, prefix: str) -> str:
 
 def modelfile(model: str, form: RoleForm, stops: list[str], adapter: str | None = None) -> str:
     """Return the Modelfile for GGUF files beside it."""
-    lines = [f"FROM ./{model}", *([f"ADAPTER ./{adapter}"] if adapter else []), f'TEMPLATE """{form.as_go()}"""']
+    lines = [f"FROM ./{model}"]
+    if adapter:
+        lines.append(f"ADAPTER ./{adapter}")
+    lines.append(f'TEMPLATE """{form.as_go()}"""')
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop.strip() and '"' not in stop]
     return "\n".join([*lines, ""])

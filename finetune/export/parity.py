@@ -46,7 +46,7 @@ class ParityReport:
 
 
 class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
-    """A context manager for a GGUF file in llama.cpp, on the CPU."""
+    """A GGUF file opened in llama.cpp on the CPU; a context manager."""
 
     def __init__(self, path: Path, context: int, adapter: Path | None = None) -> None:
         import llama_cpp
@@ -63,7 +63,7 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
 
     @property
     def adds_bos(self) -> bool:
-        # programs then add a BOS token before the text
+        # whether programs add a BOS token before the text
         return str(self._model.metadata.get("tokenizer.ggml.add_bos_token", "false")).lower() == "true"
 
     def tokenise(self, text: str, *, bos: bool = False) -> list[int]:
@@ -93,13 +93,14 @@ class LlamaCpp(contextlib.AbstractContextManager["LlamaCpp"]):
 
 
 def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops: set[int]) -> int:
-    """Compare tokens of prompts, and return how many. Raise ParityError."""
+    """Compare the tokens of prompts, and return the number compared. Raise ParityError."""
     compared = 0
     for row, ids in enumerate(prompts, start=1):
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
-            continue  # the row has the text of a special token, which stays text: that shows only in its tokens
-        file_ids, compared = file.tokenise(text), compared + 1
+            continue  # the row has a special token's name as plain text, which decoding can't show
+        file_ids = file.tokenise(text)
+        compared += 1
         if file_ids != ids:
             index = common_prefix_length(ids, file_ids)
             excerpt = tokenizer.decode(ids[max(0, index - 3) : index + 3])
@@ -110,7 +111,7 @@ def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops
 
 
 def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
-    """Compare conversations in both templates, and return how many. Raise ParityError."""
+    """Compare conversations in both templates, and return the number compared. Raise ParityError."""
     tokenizer, compared = encoder.tokenizer, 0
     special = {name: getattr(tokenizer, f"{name}_token") or "" for name in ("bos", "eos")}
     prompt_conversations: list[list[Any]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -118,7 +119,7 @@ def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
         try:
             expected = encoder.prompt_ids(messages)
         except DataError:
-            continue  # it has a role that the training's template refuses
+            continue  # the training's template refuses one of its roles
         compared += 1
         try:
             text = file.render(messages, **special)
@@ -141,13 +142,13 @@ def check_answers(
         progress(f"answering with llama.cpp: {row} of {len(prompts)}")
     is_equal = [file_answer == answer for file_answer, answer in zip(file_answers, answers, strict=True)]
     equal_answers = sum(is_equal)
-    share = GGUF_TYPES[gguf_type].min_same_answers
-    # nearly tied tokens differ after quantising, so the share depends on the type
-    if equal_answers < share * len(answers):
+    # quantising changes tokens that were nearly tied, so the share depends on the type
+    min_share = GGUF_TYPES[gguf_type].min_same_answers
+    if equal_answers < min_share * len(answers):
         row = is_equal.index(False)
         raise ParityError(
             "logits",
-            f"{equal_answers} of {len(answers)} answers match the adapter's, fewer than {share:.0%}; row {row + 1}: "
+            f"{equal_answers} of {len(answers)} answers match the adapter's, fewer than {min_share:.0%}; row {row + 1}: "
             f"{file_answers[row][:80]!r}, the adapter {answers[row][:80]!r}",
         )  # fmt: skip
     return equal_answers

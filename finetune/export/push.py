@@ -27,14 +27,14 @@ from finetune.run.fingerprint import require_own_adapter
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LOCAL_FILES = {"plan.json", "MANIFEST.json"}
-#: Files whose texts are a vocabulary, not written by anybody.
+#: Files of a vocabulary: no secrets are searched in them.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json", "merges.txt", "vocab.txt"}
 _LOGIN = "Log in with a token that may write: hf auth login, or set HF_TOKEN."
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of the commit."""
+    """A file to commit to the hub."""
 
     name: str
     #: Local path or content.
@@ -119,7 +119,7 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
         api.create_repo(repo, private=not public, repo_type="model", exist_ok=False)
         return True
     except HfHubHTTPError as error:
-        if error.response.status_code != 409:  # it exists
+        if error.response.status_code != 409:  # 409: it exists
             raise
     info = api.repo_info(repo)
     if not info.private and not public:

@@ -38,14 +38,15 @@ class StoredOtherwiseError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write."""
+    """A tensor of a checkpoint to write."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    size: int
-    #: The file that the tensor goes to.
+    size_bytes: int
+    #: Name of the file to write it to.
     file: str
+    #: Returns its bytes.
     read: Callable[[], Any]
 
 
@@ -63,24 +64,23 @@ def stored_tensors(folder: Path) -> list[Tensor]:
     return tensors
 
 
-def _read(path: Path, begin: int, size: int) -> np.ndarray:
-    data = np.fromfile(path, np.uint8, size, offset=begin)
-    if len(data) < size:
+def _read(path: Path, begin: int, size_bytes: int) -> np.ndarray:
+    data = np.fromfile(path, np.uint8, size_bytes, offset=begin)
+    if len(data) < size_bytes:
         raise CommandError(f"{path} is truncated", "Download the weights again.")
     return data
 
 
 def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
-    """Return the entry of a tensor in memory."""
-    shape, size = tuple(values.shape), values.nbytes
-    # the only file, unless files are split by size
-    return Tensor(name, DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: bytes_of(values.detach()))
+    """Return the entry that writes a tensor from memory."""
+    shape, file = tuple(values.shape), "model.safetensors"  # the only file, unless files are split by size
+    return Tensor(name, DTYPE_NAMES[values.dtype], shape, values.nbytes, file, lambda: bytes_of(values.detach()))
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:
     """Load a PeftModel on a meta base, its adapter in host memory."""
     model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
-    for path, module in model.named_modules():  # PEFT has moved the adapter to the base's device
+    for path, module in model.named_modules():  # PEFT has moved the adapter to meta; NaN reveals a tensor missing in its file
         for name, value in module._parameters.items():
             if value is not None and value.is_meta and ("lora_" in f"{path}.{name}" or TRAINED_ROWS in f"{path}.{name}"):
                 module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
@@ -93,13 +93,13 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
     # the base was loaded from this checkpoint, so transformers can revert how it renamed and converted tensors
     base = model.get_base_model()
     layers, merged = dict(_adapted_layers(base)), {tensor.name: tensor for tensor in tensors}
-    tied = dict(getattr(base, "all_tied_weights_keys", None) or {})
+    tied = dict(getattr(base, "all_tied_weights_keys", None) or {})  # source by tied weight
 
-    def change(parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def stored_delta(parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         layer = layers[parameter]
         return revert_weight_conversion(base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
 
-    cached_change = lru_cache(maxsize=4)(change)  # experts' weights alternate in a file
+    cached_delta = lru_cache(maxsize=4)(stored_delta)  # a file alternates between the weights of experts
     for parameter, layer in layers.items():
         if parameter in {*tied, *tied.values()}:
             raise StoredOtherwiseError(f"{parameter} is tied to another weight")
@@ -108,22 +108,23 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
             tensor = merged.get(name)
             if tensor is None or tensor.shape != shape or tensor.dtype not in _DTYPES:
                 raise StoredOtherwiseError(f"{parameter} is not stored as {name} {shape}")
-            if getattr(layer, "lora_variant", None):  # DoRA: not a sum
+            if getattr(layer, "lora_variant", None):  # DoRA is not a sum of weight and delta
                 merge = partial(_merge_in_layer, layer)
             else:
-                merge = partial(_add, cached_change if len(shapes) > 1 else change, parameter, name)
+                merge = partial(_add_delta, cached_delta if len(shapes) > 1 else stored_delta, parameter, name)
             merged[name] = replace(tensor, read=partial(_read_merged, tensor, merge))
     for parameter, first, end, rows in _trained_rows(base):
         tables = (parameter, *(target for target, source in tied.items() if source == parameter))
+        # the names in the checkpoint
         names = [name for table in tables for name in revert_weight_conversion(base, {table: torch.empty(1, 1, device="meta")})]
         stored = [merged[name] for name in names if name in merged and merged[name].dtype in _DTYPES]
         if not stored:
             raise StoredOtherwiseError(f"{parameter} is not stored under its name")
         for tensor in stored:
             shape = (max(tensor.shape[0], end), *tensor.shape[1:])
-            size = math.prod(shape) * _DTYPES[tensor.dtype].itemsize
+            size_bytes = math.prod(shape) * _DTYPES[tensor.dtype].itemsize
             read = partial(_read_merged, tensor, partial(_with_rows, first, end, rows))
-            merged[tensor.name] = replace(tensor, shape=shape, size=size, read=read)
+            merged[tensor.name] = replace(tensor, shape=shape, size_bytes=size_bytes, read=read)
     return list(merged.values())
 
 
@@ -135,8 +136,8 @@ def _read_merged(tensor: Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) 
     return bytes_of(weight)
 
 
-def _add(change: Callable[..., dict[str, torch.Tensor]], parameter: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-    return weight.add_(change(parameter, weight.dtype)[name])
+def _add_delta(delta: Callable[..., dict[str, torch.Tensor]], parameter: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+    return weight.add_(delta(parameter, weight.dtype)[name])
 
 
 def _merge_in_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -159,16 +160,18 @@ def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
     modules: dict[str, Any] = dict(base.named_modules())
     for path, module in modules.items():
         if isinstance(module, LoraLayer):
-            if name := getattr(module, "parameter_name", None):  # PEFT computes the change on the parameter's device
-                inner: Any = module.get_base_layer()
-                parameter = getattr(inner, name)
+            # PEFT computes the delta on the parameter's device: replace meta by one element of host memory
+            if name := getattr(module, "parameter_name", None):
+                base_layer: Any = module.get_base_layer()
+                parameter = getattr(base_layer, name)
                 placeholder = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
-                inner._parameters[name] = torch.nn.Parameter(placeholder, requires_grad=False)
+                base_layer._parameters[name] = torch.nn.Parameter(placeholder, requires_grad=False)
             module_name = ".".join(part for part in path.split(".") if part != "base_layer")
             yield f"{module_name}.{name or 'weight'}", module
 
 
 def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    # parameter, first row, end, and the rows
     for path, module in base.named_modules():
         if isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
             [(adapter, values)] = module.trainable_tokens_delta.items()
@@ -181,7 +184,7 @@ def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int
     shape = torch.Size(weight.shape)
     try:
         stored = revert_weight_conversion(base, {parameter: torch.empty(shape, device="meta")})
-        if getattr(layer, "lora_variant", None):  # needs the parameter's own values, in their shape and order
+        if getattr(layer, "lora_variant", None):  # DoRA needs the parameter's values in their shape and order
             positions = torch.arange(shape.numel()).reshape(shape)
             [values] = revert_weight_conversion(base, {parameter: positions.clone()}).values()
             if not torch.equal(values, positions):
@@ -202,18 +205,18 @@ def write_tensors(
     else:
         # a larger tensor gets a separate file
         split = split_state_dict_into_shards_factory(
-            by_name, get_storage_size=lambda tensor: tensor.size, filename_pattern="model{suffix}.safetensors",
+            by_name, get_storage_size=lambda tensor: tensor.size_bytes, filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_bytes,
         )  # fmt: skip
         files = split.filename_to_tensors
     for number, (file, names) in enumerate(files.items(), 1):
         progress(f"writing file {number} of {len(files)}")
-        entries = {name: (by_name[name].dtype, by_name[name].shape, by_name[name].size) for name in names}
+        entries = {name: (by_name[name].dtype, by_name[name].shape, by_name[name].size_bytes) for name in names}
         write_safetensors(target / file, entries, lambda name: by_name[name].read())
         sync_file(target / file)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
+            "metadata": {"total_size": sum(tensor.size_bytes for tensor in tensors)},
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
