@@ -19,7 +19,7 @@ _DISK_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or its cause is out of GPU or host memory."""
+    """Return whether an error or its cause is out of memory."""
     import torch  # slow: a command that prints a recipe's error doesn't need it
 
     return any(
@@ -38,7 +38,6 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    # libraries wrap the driver's error in their own
-    while error is not None:
+    while error is not None:  # libraries wrap the driver's error in their own
         yield error
         error = error.__cause__ or error.__context__

@@ -45,7 +45,7 @@ class FinetuneError(Exception):
 
     @staticmethod
     def written_by(output: str) -> FinetuneError | None:
-        """Return the error that another process printed as its last line, or None."""
+        """Return the error that a process printed last, or None."""
         try:
             return FinetuneError.from_json(json.loads(output.strip().splitlines()[-1]))
         except (ValueError, KeyError, IndexError, TypeError):
@@ -97,7 +97,7 @@ class OutOfMemory(FinetuneError, exit_code=5, cause="out of memory", title="Out 
 
 
 class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged", title="Training diverged"):
-    """Loss or gradients are no longer finite, or the chosen answers of DPO have become unlikely."""
+    """Loss or gradients are not finite, or DPO's chosen answers have become unlikely."""
 
 
 # no user sees it: the supervisor retries from the last checkpoint

@@ -43,8 +43,7 @@ class Event:
 
     def __init_subclass__(cls, kind: str, durable: bool = False) -> None:
         cls.kind, cls.durable = kind, durable
-        # here: a subclass can't forget the decorator
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True)(cls)  # here: a subclass can't forget the decorator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,6 @@ class Memory:
 
     @property
     def context_bytes(self) -> int | None:
-        """Return the bytes of the CUDA context, or None if unknown."""
         own, reserved = self.own_card_bytes, self.reserved_bytes
         return None if own is None or reserved is None else own - reserved
 
@@ -222,8 +220,7 @@ class ForecastCheck(Event, kind="forecast"):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Return the process's peak bytes, on a CPU resident memory."""
-        if self.measured_reserved_bytes is None:
+        if self.measured_reserved_bytes is None:  # on a CPU
             return self.measured_card_bytes
         # some drivers list no memory by process: then the context is the forecast's
         return self.measured_reserved_bytes + (self.measured_context_bytes or self.predicted_context_bytes or 0)
@@ -307,7 +304,7 @@ class EventWriter:
             self._ends_in_half_line = file.read(1) not in (b"", b"\n")  # of a killed writer
 
     def emit(self, event: Event) -> None:
-        """Write an event with the current time, and pass it to the listeners. Raises OSError."""
+        """Write an event, and pass it to the listeners. Raises OSError."""
         event = dataclasses.replace(event, time_s=round(time.time(), 3))
         line = with_checksum(json.dumps(event_json(event), allow_nan=False)).encode() + b"\n"
         if self._ends_in_half_line:
@@ -337,13 +334,13 @@ class EventReader:
         self.path, self.offset, self._kinds = path, offset, kinds
 
     def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
-        """Return events of the next `max_bytes` appended since the last call."""
+        """Return the events appended since the last call."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
                 return []
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                data = file.read(max_bytes)
+                data = file.read(max_bytes)  # the next call reads on
         except FileNotFoundError:
             return []
         # a later call reads an incomplete last line, which may be half written

@@ -42,15 +42,14 @@ def cache_dir() -> Path:
 
 
 def expanded(path_text: str) -> Path:
-    """Return a path, its `~` replaced by the home folder."""
+    """Expand `~` in a path."""
     # Path.expanduser raises RuntimeError for an unknown user
     return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
     """Read a regular file. Raises OSError, or ValueError above `max_bytes`."""
-    # reading a FIFO would block
-    if not path.is_file() and path.exists():
+    if not path.is_file() and path.exists():  # reading a FIFO would block
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with path.open("rb") as file:
         content = file.read(min(max_bytes, path.stat().st_size) + 1)  # read(n) allocates n bytes
@@ -60,7 +59,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
-    """Read an untrusted JSON file whose top level is a `kind`. Raises OSError or ValueError."""
+    """Read a `kind` from an untrusted JSON file. Raises OSError or ValueError."""
     content = read_limited(path, max_bytes)
     # an editor changes a file without renewing its checksum
     values = parse_json(content) if may_be_edited else parse_checked(content)
@@ -70,7 +69,7 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if it can't be read."""
+    """Return a JSON file's object, or None if unreadable."""
     try:
         return read_json(path, dict)
     except (OSError, ValueError):
@@ -102,7 +101,7 @@ def is_too_deep(values: Any) -> bool:
 
 
 def parse_checked(text: bytes) -> Any:
-    """Parse JSON, and verify and drop its checksum, if any. Raises ValueError."""
+    """Parse JSON; verify and drop its checksum. Raises ValueError."""
     if is_damaged(text):
         raise ValueError("it has changed since it was written")
     values = parse_json(text)
@@ -112,7 +111,7 @@ def parse_checked(text: bytes) -> Any:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return header entries by tensor name, and the offset of the data in bytes. Raises ValueError."""
+    """Return header entries by tensor name, and the data's offset in bytes. Raises ValueError."""
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
@@ -176,8 +175,8 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, values: Any, *, checksum: bool = False) -> None:
-    """Replace a JSON file atomically and durably. `checksum`: of an object with keys."""
-    text = json.dumps(values, indent=1, ensure_ascii=False)
+    """Replace a JSON file atomically and durably."""
+    text = json.dumps(values, indent=1, ensure_ascii=False)  # a checksum needs a non-empty object
     write_text(path, with_checksum(text) if checksum else text, durable=True)
 
 
@@ -198,7 +197,7 @@ def write_output(path: Path, text: str, *, must_be_new: bool = False) -> None:
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove temporary files of killed processes. Raises OSError."""
+    """Remove temporary files of killed processes."""
     import psutil
 
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.*"):
@@ -225,7 +224,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_in_subprocess(path: Path) -> str:
-    """Return a file's hexadecimal SHA-256, of a large file by another process. Raises OSError."""
+    """Return a file's hexadecimal SHA-256, of a large file by another process."""
     # a thread that hashes gigabytes takes the interpreter's lock so often that a model loads ten times slower meanwhile
     if path.stat().st_size >= _LARGE_BYTES:
         command = [sys.executable, "-I", "-S", "-c", _PRINT_SHA256, str(path)]

@@ -14,8 +14,7 @@ _DEFAULT_THRESHOLDS = gc.get_threshold()
 def raise_gc_thresholds() -> None:
     """Raise the thresholds before torch is imported."""
     gc.set_threshold(50_000, 20, 20)
-    # exit handlers run in reverse order: the first registered runs last
-    atexit.register(_hide_leak_report)
+    atexit.register(_hide_leak_report)  # exit handlers run in reverse order: the first registered runs last
 
 
 def restore_gc_thresholds() -> None:

@@ -30,7 +30,7 @@ def require_repo_id(repo: str) -> None:
 
 
 def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
-    """Return the path of a file in the hub's cache, or None."""
+    """Return a file's path in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, name, revision=revision)
@@ -46,7 +46,7 @@ def is_switched_off() -> bool:
 
 
 def is_reachable() -> bool:
-    """Return whether the hub answers; if not, the libraries use their caches."""
+    """Return whether the hub answers; if not, set the libraries offline."""
     global _checked_s, _is_unreachable
     from huggingface_hub import constants
 
@@ -75,8 +75,7 @@ def _answers(address: str) -> bool:
             return
         answered.append(True)
 
-    # a thread: DNS lookups have no timeout
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=ask, daemon=True)  # a thread: DNS lookups have no timeout
     asking.start()
     asking.join(_TIMEOUT_S)
     return bool(answered)

@@ -20,7 +20,7 @@ _THREADS = 4
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Sync a folder's files, and write their manifest last. Raises OSError."""
+    """Sync a folder's files, and write their manifest last."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(1) as pool:  # hash while the disk syncs
         syncs = [pool.submit(sync_file, path) for path in paths]
@@ -35,7 +35,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 
 
 def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
-    """Return a line for each changed, missing or added file, or about the file `only`."""
+    """Return a line for each changed, missing or added file, or for the file `only`."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110
         return [f"its {MANIFEST} is missing"] if required else []
     manifest = read_object(folder / MANIFEST)
@@ -54,7 +54,7 @@ def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[s
 
 
 def require_unchanged(folder: Path, kind: type[FinetuneError], fix: str, *, required: bool = True) -> None:
-    """Raise an error of `kind` if a folder differs from its manifest."""
+    """Raise `kind` if a folder differs from its manifest."""
     if changes := changes_in(folder, required=required):
         raise kind([f"{folder}: {change}" for change in changes[:5]], fix)
 

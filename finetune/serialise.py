@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Convert dataclasses, pydantic models, collections and paths to values that `json.dumps` takes."""
+    """Convert dataclasses, pydantic models, collections and paths to JSON values."""
     if isinstance(value, float):  # JSON has no NaN or infinity: "nan", "inf" or "-inf", which `from_json` reads as a float
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def from_json(cls: type[T], values: Any) -> T:
 
 
 def read_json_as(path: Path, cls: type[T], key: str = "") -> T | None:
-    """Read a `cls`, or the `cls` under `key`, from a JSON file; None if that fails."""
+    """Read a `cls` from a JSON file or its `key`; None if unreadable."""
     from finetune.files import read_object  # imported here: events needs this module, but not files
 
     values = read_object(path)
@@ -50,7 +50,7 @@ def read_json_as(path: Path, cls: type[T], key: str = "") -> T | None:
 
 
 def parse_leniently(cls: type[T], text: bytes) -> T | None:
-    """Parse a JSON object, ignoring fields of a wrong type; None if that fails."""
+    """Parse a JSON object without its invalid fields; None if unreadable."""
     try:
         return _adapter(cls).validate_json(text)
     except ValidationError as error:

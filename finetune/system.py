@@ -37,12 +37,12 @@ def start_detached(command: list[str], log: IO[bytes] | int, **options: Any) -> 
 
 
 def send_line(pipe: IO[bytes], value: Any) -> None:
-    """Send a value to a child process as a line of JSON. Raises OSError if the child has ended."""
+    """Send a value to a child process. Raises OSError if it has ended."""
     pipe.write(json.dumps(value).encode() + b"\n")  # the pipe has no buffer to flush
 
 
 def receive_line() -> Any:
-    """Return the value that the parent process sent by `send_line`; None if it closed the pipe."""
+    """Return a value sent by `send_line`; None if the parent closed the pipe."""
     line = sys.stdin.buffer.readline()
     return json.loads(line) if line else None
 
@@ -55,7 +55,7 @@ def redirect_output(log: Path) -> None:
 
 
 def exec_command(command: list[str]) -> int:
-    """Replace this process by a command. Only on Windows: wait, and return its exit code."""
+    """Replace this process by a command. Windows: return its exit code."""
     sys.stdout.flush()
     if sys.platform == "win32":
         process = subprocess.Popen(command)
@@ -113,7 +113,7 @@ def return_freed_memory() -> None:
 
 
 def take_lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
-    """Lock a file, waiting up to `wait_s`; None if another process holds the lock."""
+    """Lock a file within `wait_s`; None if another process holds the lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -139,7 +139,7 @@ def is_locked(path: Path) -> bool:
 
 
 def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that locks a file for appending a line."""
+    """Return a lock for appending a line to a file."""
     if not WINDOWS:  # Linux appends each write() as a whole
         return contextlib.nullcontext()
     from filelock import FileLock
@@ -148,12 +148,12 @@ def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file over an existing file. Raises OSError."""
+    """Rename a file over an existing file."""
     _retry_while_in_use(source.replace, target)
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a folder or file, and return its new path. Raises OSError."""
+    """Rename a folder or file, and return its new path."""
     _retry_while_in_use(source.rename, target)
     return target
 
@@ -171,7 +171,7 @@ def _retry_while_in_use(move: Any, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Sync a file to disk. Raises OSError."""
+    """Sync a file to disk."""
     descriptor = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows syncs only writable descriptors
     try:
         os.fsync(descriptor)
@@ -180,7 +180,7 @@ def sync_file(path: Path) -> None:
 
 
 def read_at(descriptor: int, begin: int, buffer: memoryview) -> int:
-    """Fill `buffer` from offset `begin` of a file, and return the number of bytes read."""
+    """Fill `buffer` from a file's offset `begin`, and return the bytes read."""
     n_read = 0
     while n_read < len(buffer):
         if sys.platform == "win32":  # no preadv, and a duplicated descriptor would share the position
@@ -204,7 +204,7 @@ def sync_folder(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Create a symbolic link to a file; on Windows copy the file."""
+    """Link to a file, or copy it on Windows."""
     if WINDOWS:  # symbolic links need a privilege
         shutil.copyfile(source, target)
     else:
@@ -212,7 +212,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def port_socket(family: int = socket.AF_INET) -> socket.socket:
-    """Return a socket that can bind to a port closed a moment ago."""
+    """Return a socket that can reuse a just closed port."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     if not WINDOWS:  # on Windows, SO_REUSEADDR shares a port with another program
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

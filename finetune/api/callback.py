@@ -38,7 +38,6 @@ class MemoryCallback(TrainerCallback):
         return self.measured_bytes / self.fit.forecast.peaks["train"] - 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forecast the first step. Raises DoesNotFit."""
         self._first_step = state.global_step  # not 0 when training resumes
         self.fit = fit = fits(self._trainer, self._gpu)
         if fit.verdict == Verdict.NO_FIT and self._refuse:  # the likely peak exceeds the free memory
@@ -49,8 +48,7 @@ class MemoryCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        # `_explain_out_of_memory` shadows the class's method with an attribute
-        vars(self._trainer).pop("training_step", None)
+        vars(self._trainer).pop("training_step", None)  # `_explain_out_of_memory` shadows the class's method with an attribute
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step - self._first_step != _MEASURED_AFTER or self.fit is None or not torch.cuda.is_available():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a training step fits a GPU. True as a bool if it does: `if not finetune.fits(trainer): ...`."""
+    """Whether a training step fits a GPU: `if not finetune.fits(trainer): ...`."""
 
     gpu: str
     verdict: Verdict

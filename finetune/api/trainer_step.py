@@ -140,8 +140,7 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
 def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
     args = trainer_copy.args
     model.train()
-    # transformers enables it in `train`, which the dry run does not call
-    _enable_checkpointing(model, args)
+    _enable_checkpointing(model, args)  # transformers enables it in `train`, which the dry run does not call
     optimizer = trainer_copy.create_optimizer()
 
     def loss() -> torch.Tensor:
@@ -159,7 +158,7 @@ def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch
 
 
 class _Copies(dict[int, Any]):
-    """Memo of `copy.deepcopy`: object id to copy."""
+    # memo of `copy.deepcopy`: copies by object id
 
     def __init__(self, *, device: str = "cpu", keep_meta: bool = False) -> None:
         super().__init__()

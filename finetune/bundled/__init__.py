@@ -17,11 +17,11 @@ NO_CALL_PROBE = _HERE / "no_call_probe.jsonl"
 
 
 def model_path(name: str) -> Path | None:
-    """Return the folder of a bundled model, or None."""
+    """Return a bundled model's folder, or None."""
     return _MODELS.get(name)
 
 
 def dataset_paths(name: str) -> dict[str, Path] | None:
-    """Return the files of a bundled dataset, by `train` and `eval`, or None."""
+    """Return a bundled dataset's files by split, or None."""
     paths = _DATASETS.get(name)
     return dict(paths) if paths else None

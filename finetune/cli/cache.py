@@ -1,4 +1,4 @@
-"""`finetune cache`: size and deletion of cached data."""
+"""`finetune cache`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
             for folder in row_folders:
                 shutil.rmtree(folder)
             quantised_files.clear()
-            # the folder exists only once a dataset had pictures
-            shutil.rmtree(pictures, ignore_errors=not pictures.exists())
+            shutil.rmtree(pictures, ignore_errors=not pictures.exists())  # the folder exists only once a dataset had pictures
         except OSError as error:
             raise DiskFull(f"{error.filename or rows} can't be deleted: {error.strerror}", "Check its permissions.") from None
     if as_json:

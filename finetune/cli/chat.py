@@ -1,4 +1,4 @@
-"""`finetune chat`: chat with tuned and base model."""
+"""`finetune chat`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def chat_command(
     answerer = _load_answerer(open_run(source), models, tools, max_new_tokens, as_json=as_json)
     from finetune.model.generate import Sampling
 
-    # the same seed for both models: only their weights differ
-    sampling = Sampling(temperature, top_p, seed)
+    sampling = Sampling(temperature, top_p, seed)  # the same seed for both models: only their weights differ
     chat = _Chat(answerer, models, tools, sampling, max_new_tokens, system, as_json, is_interactive=prompt is None)
     if prompt is not None:
         chat.ask(prompt)
@@ -74,8 +73,7 @@ def read_tools_file(path: str | None) -> Tools:
 def _load_answerer(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
-        # before the imports: importing bitsandbytes opens CUDA
-        restrict_visible_devices(run)
+        restrict_visible_devices(run)  # before the imports: importing bitsandbytes opens CUDA
         from finetune.evaluate.answerer import Answerer
         from finetune.evaluate.kv_cache import chat_memory
 

@@ -1,4 +1,4 @@
-"""`finetune data`: rows, tokens and labels of a recipe."""
+"""`finetune data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`finetune doctor`: checks of this machine."""
+"""`finetune doctor`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def _print_measurements(*, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    # csv writes \r\n by default
-    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")  # csv writes \r\n by default
     writer.writeheader()
     writer.writerows(rows)

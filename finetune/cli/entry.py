@@ -26,8 +26,7 @@ def process() -> int:
     """Run the command `finetune`."""
     keep_private()
     raise_gc_thresholds()
-    # before torch is imported, which reads the variable once
-    let_waiting_threads_sleep()
+    let_waiting_threads_sleep()  # before torch is imported, which reads the variable once
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # escape characters that the terminal can't encode
             stream.reconfigure(errors="backslashreplace")

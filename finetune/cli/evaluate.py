@@ -1,4 +1,4 @@
-"""`finetune eval`: scores of tuned and base model."""
+"""`finetune eval`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate_run(
     source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
     pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, tasks: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Score a run on rows or tasks, or measure its loss in each base format."""
+    """Score a run on rows or tasks, or measure quantisation."""
     if tasks is not None:
         row_options = {
             "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
@@ -55,8 +55,7 @@ def evaluate_run(
 
     if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
-    # on stderr, even beside JSON: scoring takes minutes
-    with show_progress(quiet=False) as progress:
+    with show_progress(quiet=False) as progress:  # on stderr, even beside JSON: scoring takes minutes
         load = answerer_loader(run, progress, last=last)
         result = compare(
             run, rows=rows, last=last, data=data, forgetting=forgetting, score=chosen_scorer, load=load, progress=progress

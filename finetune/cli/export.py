@@ -1,4 +1,4 @@
-"""`finetune export`, `merge` and `push`: the tuned model for other programs."""
+"""`finetune export`, `merge` and `push`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def export_run(
 
 
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
-    """Merge a run's adapter, and compare answers to `check` rows before and after."""
+    """Merge a run's adapter, and compare answers to `check` rows."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.export.merge import merge

@@ -1,4 +1,4 @@
-"""`finetune plan`: verdict, memory, time, settings and alternatives."""
+"""`finetune plan`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_plan(
     largest: str | None = None, images: str | None = None, why: bool = False, measure: bool = False, as_json: bool,
     alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print a plan, or the plan with the `largest` setting or model that fits."""
+    """Print a plan, or the plan of the `largest` that fits."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
     if alone:  # else the dry run opens a CUDA context of 0.3 to 0.5 GiB
         hide_gpus()

@@ -1,4 +1,4 @@
-"""`finetune recipes` and `convert`: shipped recipes, settings, models, and other tools' configurations."""
+"""`finetune recipes` and `convert`."""
 
 from __future__ import annotations
 
@@ -102,8 +102,7 @@ def convert_file(
 ) -> None:
     """Print or write a recipe, and report each key."""
     recipe, conversion = foreign.convert_file(source, with_model_and_data(overrides, model, data))
-    # stdout has only the recipe, for a pipe
-    text, tool = write_recipe(recipe), conversion.tool.name
+    text, tool = write_recipe(recipe), conversion.tool.name  # stdout has only the recipe, for a pipe
     carried, not_carried = conversion.with_outcome("carried over"), conversion.with_outcome("not carried over")
     unneeded = conversion.with_outcome("no effect")
     if output is not None:

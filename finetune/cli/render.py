@@ -62,8 +62,7 @@ def print_error(error: FinetuneError) -> None:
 
 def print_text(text: str) -> None:
     """Print a file's text, escaped on a terminal."""
-    # a pipe gets the text unchanged
-    print(printable(text) if sys.stdout.isatty() else text, end="")
+    print(printable(text) if sys.stdout.isatty() else text, end="")  # a pipe gets the text unchanged
 
 
 @contextmanager
@@ -147,8 +146,7 @@ def print_summary(plan: Plan) -> int:
             wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
             notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _MOST_NOTE_LINES else notes
         body += notes
-    # wrapped above, to count the lines
-    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
+    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)  # wrapped above, to count the lines
     return len(head) + len(body)
 
 

@@ -80,8 +80,7 @@ def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as
         changed = ", ".join(f"{name}={value}" for name, value in control.update_settings(run, overrides).items())
         if not as_json:
             out.print(f"from now on {escape(changed)}")
-    # events of earlier attempts are not printed again
-    offset = run.events.stat().st_size if run.events.exists() else 0
+    offset = run.events.stat().st_size if run.events.exists() else 0  # events of earlier attempts are not printed again
     control.resume(run)
     return _follow(run, offset, as_json)
 

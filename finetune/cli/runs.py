@@ -1,4 +1,4 @@
-"""`finetune runs`: list, show, rename and delete runs."""
+"""`finetune runs`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, show_progress, state_text, table
 from finetune.errors import CommandError, RecipeError
-from finetune.evaluate.results import measures, read_evaluations
+from finetune.evaluate import results
 from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import cost_of, seconds_spent
@@ -42,8 +42,7 @@ def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: b
         show(names[0] if names else "latest", as_json=as_json)
     elif verb == "rm" and names:
         runs = [open_run(name) for name in names]  # raises before any run is deleted
-        # a run named twice is deleted once
-        for run in {run.path.resolve(): run for run in runs}.values():
+        for run in {run.path.resolve(): run for run in runs}.values():  # a run named twice is deleted once
             trash = str(delete_run(run))
             _print(as_json, f"{run.path} deleted; it can be restored from {trash}", run=str(run.path), trash=trash)
     elif verb == "rename" and len(names) == 2:
@@ -95,7 +94,7 @@ def _show(source: str, *, as_json: bool) -> None:
         cost, step_time = None, ""
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
     best_loss = min((loss for loss in losses if loss is not None), default=None)
-    evaluations = read_evaluations(run)
+    evaluations = results.read_evaluations(run)
     if as_json:
         scores = {}
         for name, values in evaluations.items():
@@ -114,7 +113,7 @@ def _show(source: str, *, as_json: bool) -> None:
         out.print(f"cost {cost:,.2f}")
     shown = table("evaluation", "score", ">base", ">tuned")
     for name, values in evaluations.items():
-        for figure in measures(values):
+        for figure in results.measures(values):
             shown.add_row(f"{name}, {values['rows']} rows", escape(figure.title), *figure.values)
     if evaluations:
         out.print(shown)

@@ -1,4 +1,4 @@
-"""`finetune serve`: serve a run with vLLM or llama-server."""
+"""`finetune serve`."""
 
 from __future__ import annotations
 

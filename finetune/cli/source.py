@@ -16,7 +16,7 @@ from finetune.units import parse_bytes
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
-    """Return the recipe of a command: `source` is a recipe, a model or an override. Raises RecipeError."""
+    """Return the recipe of a command's arguments. Raises RecipeError."""
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
     from finetune.model.configuration import ADAPTER_CONFIG, refuse_no_model
@@ -47,13 +47,12 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
     """Prepend `--model` and `--data` as overrides."""
-    # first: a later override of the same setting wins
-    options = {"model_name_or_path": model, "dataset.path": data}
+    options = {"model_name_or_path": model, "dataset.path": data}  # first: a later override of the same setting wins
     return [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None] + overrides
 
 
 def option_bytes(option: str, text: str | None) -> int | None:
-    """Parse the size in an option's text, such as 22.1GiB. Raises CommandError."""
+    """Parse an option such as 22.1GiB. Raises CommandError."""
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:

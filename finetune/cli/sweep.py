@@ -1,4 +1,4 @@
-"""`finetune sweep`: compare runs of a recipe."""
+"""`finetune sweep`."""
 
 from __future__ import annotations
 
@@ -89,12 +89,11 @@ def _create(
 
 
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Return the overrides of every arm, and the values to try by setting. Raises RecipeError."""
+    """Return the fixed overrides, and the values to try by setting. Raises RecipeError."""
     fixed, swept = [], {}
     for override in overrides:
         name, _, text = override.partition("=")
-        # a list such as target_modules=q_proj,v_proj is one value
-        if "," not in text or _is_valid(override, parse):
+        if "," not in text or _is_valid(override, parse):  # a list such as target_modules=q_proj,v_proj is one value
             fixed.append(override)
             continue
         changes = [load_changes([f"{name}={part.strip()}"]) for part in text.strip().strip("[]").split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""`finetune ui`, `report` and `compare`: the web page and its files."""
+"""`finetune ui`, `report` and `compare`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from finetune.system import exec_command
 
 
 def page_command(module: str = "") -> list[str]:
-    """Return the command of the page, or of a module of its package, such as `.report`."""
+    """Return the page's command, or a submodule's, such as `.report`."""
     package = "finetune.app" if find_spec("finetune.app") else "app"  # in a checkout, app/ is beside finetune/ (setup.py)
     return [sys.executable, "-P", "-m", f"{package}{module}"]  # -P: never a folder named app in the working directory
 

@@ -20,10 +20,10 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.results import answers_without_thoughts
 from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
+from finetune.export import parity
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import atomic_folder, merge, model_folder, require_disk
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
-from finetune.export.parity import CONVERTER, LlamaCpp, ParityError, ParityReport, check_answers, check_template, check_tokens
 from finetune.export.targets import GGUF_TYPES
 from finetune.files import read_object, read_safetensors_header, write_json
 from finetune.model.weights import ADAPTER_WEIGHTS
@@ -45,7 +45,7 @@ class Exported:
     adapter: Path | None
     modelfile: Path | None
     why_no_modelfile: str | None
-    check: ParityReport
+    check: parity.ParityReport
 
 
 def export_gguf(
@@ -60,7 +60,7 @@ def export_gguf(
     if settings.vision:
         raise CommandError(
             f"{run.path} was trained with images; for these llama.cpp needs a second file (mmproj), not written here",
-            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once for the "
+            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {parity.CONVERTER}, once for the "
             "model and once for its images (mmproj); answers are then not compared with the adapter's.",
         )
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
@@ -76,10 +76,10 @@ def export_gguf(
         adapter = temporary / f"{name}-adapter.gguf" if separate else None
         file = temporary / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
         _convert(run, file, adapter, gguf_type, llama_cpp, progress)
-        parity, why_no_modelfile = _check_parity(file, adapter, expected, gguf_type, progress)
+        report, why_no_modelfile = _check_parity(file, adapter, expected, gguf_type, progress)
     adapter = target / adapter.name if adapter else None
     modelfile_path = None if why_no_modelfile else target / "Modelfile"
-    return Exported(target, target / file.name, adapter, modelfile_path, why_no_modelfile, parity)
+    return Exported(target, target / file.name, adapter, modelfile_path, why_no_modelfile, report)
 
 
 def _unsupported_in_adapter_file(run: RunDirectory) -> str:
@@ -92,7 +92,7 @@ def _unsupported_in_adapter_file(run: RunDirectory) -> str:
 
 
 class _Expected:
-    """The adapter's prompts, greedy answers and stop tokens."""
+    # the adapter's prompts, greedy answers and stop tokens
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
         from finetune.evaluate.score import scores
@@ -127,7 +127,7 @@ def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str
         template.write_text(without_generation_tags(template.read_text(encoding="utf-8")), encoding="utf-8")
     progress("converting with llama.cpp")
     f16_file = file if gguf_type == "f16" else file.with_name("f16.gguf")
-    _run_converter(llama_cpp, pre_tokenizer(model), CONVERTER, f16_file, str(model))
+    _run_converter(llama_cpp, pre_tokenizer(model), parity.CONVERTER, f16_file, str(model))
     if adapter:
         _run_converter(llama_cpp, "-", "convert_lora_to_gguf.py", adapter, "--base", str(model), str(run.adapter))
     shutil.rmtree(model)
@@ -165,7 +165,7 @@ def _converter_error(stderr: str) -> Exception:
     if is_disk_full(OSError(stderr)) or re.search(r"\d+ requested and \d+ written", message):  # numpy's message
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "pre-tokenizer was not recognized" in message:
-        return ParityError("tokens", "llama.cpp does not know this tokenizer")
+        return parity.ParityError("tokens", "llama.cpp does not know this tokenizer")
     return CommandError(f"llama.cpp's converter failed: {message[:300]}", "A newer checkout of llama.cpp may know this model.")
 
 
@@ -203,21 +203,25 @@ def without_generation_tags(template: str) -> str:
 
 def _check_parity(
     file: Path, adapter: Path | None, expected: _Expected, gguf_type: str, progress: Progress
-) -> tuple[ParityReport, str | None]:  # fmt: skip
-    with LlamaCpp(file, expected.context_tokens, adapter) as model:
+) -> tuple[parity.ParityReport, str | None]:  # fmt: skip
+    tokenizer, prompt_ids = expected.tokenizer, expected.rows.prompt_ids
+    with parity.LlamaCpp(file, expected.context_tokens, adapter) as model:
         progress("comparing tokens")
-        prompt_count = check_tokens(model, expected.tokenizer, expected.rows.prompt_ids, expected.stops)
+        prompt_count = parity.check_tokens(model, tokenizer, prompt_ids, expected.stops)
         progress("comparing templates")
-        conversation_count = check_template(model, expected.encoder, expected.rows.prompts) if expected.has_template else 0
+        conversation_count = 0
+        if expected.has_template:
+            conversation_count = parity.check_template(model, expected.encoder, expected.rows.prompts)
         if not prompt_count + conversation_count:
-            raise ParityError("tokens", "no prompt decodes to text with the same tokens, so tokens can't be compared")
-        equal_answers = check_answers(model, expected.tokenizer, expected.rows.prompt_ids, expected.answers, expected.stops,
-                                expected.max_new_tokens, gguf_type, progress)  # fmt: skip
+            raise parity.ParityError("tokens", "no prompt decodes to text with the same tokens, so tokens can't be compared")
+        equal_answers = parity.check_answers(
+            model, tokenizer, prompt_ids, expected.answers, expected.stops, expected.max_new_tokens, gguf_type, progress
+        )
         why_no_modelfile = _write_modelfile(file, adapter, model, expected)
-    return ParityReport(prompt_count, conversation_count, len(expected.answers), equal_answers), why_no_modelfile
+    return parity.ParityReport(prompt_count, conversation_count, len(expected.answers), equal_answers), why_no_modelfile
 
 
-def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected: _Expected) -> str | None:
+def _write_modelfile(file: Path, adapter: Path | None, model: parity.LlamaCpp, expected: _Expected) -> str | None:
     if not expected.has_template:
         return "trained on prompts without a chat template"
     template = expected.encoder.template

@@ -54,8 +54,7 @@ def new_tokens(model: Any) -> frozenset[str]:
 
 
 def _end_with_parent() -> None:
-    # stdin ends when the parent is killed: the next export writes files of the same names
-    while os.read(0, 4096):
+    while os.read(0, 4096):  # stdin ends when the parent is killed: the next export writes files of the same names
         pass
     os._exit(1)
 

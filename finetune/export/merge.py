@@ -20,15 +20,7 @@ from finetune.data.report import first_line
 from finetune.data.tokenizer import run_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
-from finetune.export.shards import (
-    StoredOtherwiseError,
-    Tensor,
-    merged_tensors,
-    stored_tensors,
-    tensor_in_memory,
-    with_adapter,
-    write_tensors,
-)
+from finetune.export import shards
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.model.build import build_base, build_on_meta
 from finetune.model.configuration import resolve_model_path
@@ -69,7 +61,7 @@ def merge(
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield the path of a hidden folder to create, and rename it to `target`. Raise CommandError or DiskFull."""
+    """Yield a hidden path to write to, and rename it to `target`. Raise CommandError or DiskFull."""
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     temporary = target.with_name(f".{target.name}")
@@ -91,16 +83,16 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
     # tensor by tensor if possible: the whole model need not fit into memory
-    stored, is_streamed = stored_tensors(source), True
+    stored, is_streamed = shards.stored_tensors(source), True
     try:
         tensors = _merged_on_read(settings, config, adapter, stored, progress)
-    except StoredOtherwiseError:
+    except shards.StoredOtherwiseError:
         tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
     require_disk(sum(tensor.size_bytes for tensor in tensors), folder)
     folder.mkdir(parents=True)
     progress("writing")
-    write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
+    shards.write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
     for path in sorted(source.iterdir()):  # last: a model without its config.json does not load
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -123,19 +115,21 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
+def _merged_on_read(
+    settings: Any, config: Any, adapter: Path, stored: list[shards.Tensor], progress: Progress
+) -> list[shards.Tensor]:
     if getattr(config, "quantization_config", None):
-        raise StoredOtherwiseError("the base model is stored quantised")
+        raise shards.StoredOtherwiseError("the base model is stored quantised")
     _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
     grow_vocabulary(base, settings, None)
-    return merged_tensors(with_adapter(base, adapter), stored)
+    return shards.merged_tensors(shards.with_adapter(base, adapter), stored)
 
 
 def _merged_in_memory(
-    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Progress
-) -> list[Tensor]:
+    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[shards.Tensor], progress: Progress
+) -> list[shards.Tensor]:
     is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -150,7 +144,7 @@ def _merged_in_memory(
     values = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
     # the conversions of a loaded quantised model include dequantising; reverting that would give FP8 values without scales
     values = revert_weight_conversion(model if is_quantised else merged, values)
-    tensors = [tensor_in_memory(name, tensor) for name, tensor in values.items()]
+    tensors = [shards.tensor_in_memory(name, tensor) for name, tensor in values.items()]
     if not is_multimodal(config):
         return tensors
     # only the language model was loaded: add the other stored tensors, except the scales of the merged ones

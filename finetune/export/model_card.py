@@ -12,13 +12,7 @@ from typing import Any
 
 from finetune import __version__
 from finetune.errors import SECRET, FinetuneError
-from finetune.evaluate.results import (
-    answers_without_thoughts,
-    measures,
-    read_evaluations,
-    read_forgetting,
-    unreadable_evaluations,
-)  # fmt: skip
+from finetune.evaluate import results
 from finetune.events import ForecastCheck, read_events
 from finetune.export.targets import TARGETS
 from finetune.files import read_object
@@ -116,7 +110,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
         lines.append(f"Step {step:,} of {plan.total_steps or 0:,}{'' if loss is None else f', held-out loss {loss:.4f}'}.")
     if origin is not None:
         lines.append(f"Training continued the adapter {last_path_part(origin.name)}.")
-    if answers_without_thoughts(run):
+    if results.answers_without_thoughts(run):
         lines.append("It answers without a thought: ask it with enable_thinking=False where the chat template has that.")
     if kind == "merged":
         lines.append("The adapter is merged into the base model's 16-bit weights.")
@@ -143,10 +137,10 @@ def _data(run: RunDirectory) -> str:
 
 
 def _evaluation(run: RunDirectory) -> str:
-    sections = [_scores_table(values) for values in read_evaluations(run).values()]
-    if groups := read_forgetting(run):
+    sections = [_scores_table(values) for values in results.read_evaluations(run).values()]
+    if groups := results.read_forgetting(run):
         sections.append("\n".join(["Forgetting (loss per trained token):\n", *(f"- {group.summary()}" for group in groups)]))
-    if damaged := unreadable_evaluations(run):
+    if damaged := results.unreadable_evaluations(run):
         sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
 
@@ -158,7 +152,7 @@ def _scores_table(values: dict[str, Any]) -> str:
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
     rows += [
         f"| {figure.title} | {' | '.join(figure.values)} | {figure.gap if figure.difference else ''} |"
-        for figure in measures(values)
+        for figure in results.measures(values)
     ]
     return "\n".join(rows)
 

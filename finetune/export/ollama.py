@@ -38,8 +38,7 @@ class RoleForm:
         return text + self.generation_prompt
 
     def as_go(self) -> str:
-        """Return the form in Ollama's template language."""
-        # https://docs.ollama.com/modelfile#template
+        # Ollama's template language: https://docs.ollama.com/modelfile#template
         opening = '{{ if ne (index .Messages 0).Role "system" }}' + self.without_system + "{{ end }}"
         branches = "{{ else ".join(
             f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in self.around.items()
@@ -55,8 +54,7 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
 
     def render_without_bos(messages: list[Message], prompt: bool) -> str:
         text = render(messages, prompt)
-        # llama.cpp and Ollama add `bos`
-        if not text.startswith(bos):
+        if not text.startswith(bos):  # llama.cpp and Ollama add `bos`
             raise TemplateUnsupported(f"it does not begin with {bos}, which the file asks for")
         return text.removeprefix(bos)
 

@@ -20,7 +20,7 @@ CONVERTER, _CLONE = "convert_hf_to_gguf.py", "git clone --depth 1 https://github
 
 
 class ParityError(FinetuneError):
-    """The exported file is not the trained model: `stage` is the first stage that differs."""
+    """The exported file differs from the trained model, first in `stage`."""
 
     title = "The exported file is not the trained model"
 

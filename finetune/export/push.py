@@ -114,7 +114,7 @@ def push(
 
 
 def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
-    """Create the repository if needed, and return whether it is empty."""
+    # returns whether the repository is empty
     try:
         api.create_repo(repo, private=not public, repo_type="model", exist_ok=False)
         return True

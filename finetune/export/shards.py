@@ -33,7 +33,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class StoredOtherwiseError(Exception):
-    """A weight is stored in a form to which the adapter's change can't be added."""
+    """A weight is stored in a form that can't be merged."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Tensor:
 def stored_tensors(folder: Path) -> list[Tensor]:
     """Return the tensors of a model folder in file order."""
     tensors = []
-    # files that the index doesn't name are left out
-    for file in weight_files(folder):
+    for file in weight_files(folder):  # files that the index doesn't name are left out
         with (folder / file).open("rb") as opened:
             header, data_begin = read_safetensors_header(opened)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
@@ -197,14 +196,13 @@ def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int
 def write_tensors(
     tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Progress = lambda _: None
 ) -> None:
-    """Write tensors to their files, or to files of at most `max_bytes`. Raise OSError."""
+    """Write tensors to their files, or to files of at most `max_bytes`."""
     by_name = {tensor.name: tensor for tensor in tensors}
     if max_bytes is None:
         groups = itertools.groupby(tensors, key=lambda tensor: tensor.file)
         files = {file: [tensor.name for tensor in group] for file, group in groups}
     else:
-        # a larger tensor gets a separate file
-        split = split_state_dict_into_shards_factory(
+        split = split_state_dict_into_shards_factory(  # a larger tensor gets a separate file
             by_name, get_storage_size=lambda tensor: tensor.size_bytes, filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_bytes,
         )  # fmt: skip
