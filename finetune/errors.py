@@ -18,8 +18,7 @@ class FinetuneError(Exception):
     exit_code = FAILED
     #: Meaning of the exit code, in a few words for `finetune --help`.
     cause = "internal error"
-    #: State of a run that the error ends.
-    run_state = "failed"
+    run_state = "failed"  # state of a run that the error ends
     title = "Something went wrong"
 
     def __init_subclass__(cls, **attributes: int | str) -> None:
@@ -31,8 +30,7 @@ class FinetuneError(Exception):
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
         # all problems together, one line each: a user corrects a file in one go
         self.problems = [SECRET.sub("***", problem) for problem in ([problems] if isinstance(problems, str) else problems)]
-        #: What to type.
-        self.fix = SECRET.sub("***", fix)
+        self.fix = SECRET.sub("***", fix)  # what to type
         super().__init__("\n".join(self.problems + ([fix] if fix else [])))
 
     def as_json(self) -> dict:

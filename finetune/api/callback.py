@@ -25,10 +25,8 @@ class MemoryCallback(TrainerCallback):
     def __init__(self, trainer: Any, gpu: str | None = None, *, refuse: bool = True) -> None:
         self._trainer, self._gpu, self._refuse = trainer, gpu, refuse
         self._first_step = 0
-        #: The forecast; None before training starts.
-        self.fit: Fit | None = None
-        #: Peak of allocated memory in the first two steps.
-        self.measured_bytes: int | None = None
+        self.fit: Fit | None = None  # the forecast; None before training starts
+        self.measured_bytes: int | None = None  # peak of allocated memory in the first two steps
 
     @property
     def error(self) -> float | None:

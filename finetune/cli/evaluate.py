@@ -72,13 +72,13 @@ def evaluate_run(
 
 
 def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting], no_call: NoCall | None) -> None:
-    kind = f"rows of {result.data}" if result.data else "held-out rows"
+    subject = f"rows of {result.data}" if result.data else "held-out rows"
     if result.forgetting and (origin := base_adapter_of(run)):
-        kind = f"held-out rows of {Path(origin.name).name}"
+        subject = f"held-out rows of {Path(origin.name).name}"
     if (sequences := len(result.tuned.row_losses)) > result.rows:
-        kind = f"{kind}, loss of {sequences} sequences"
+        subject += f", loss of {sequences} sequences"
     reused = f", {result.reused:,} results reused from an earlier evaluation" if result.reused else ""
-    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
+    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(subject)}, {format_seconds(result.seconds)}{reused}")
     if result.score_because:
         out.print(f"[dim]score: {result.score}, chosen for {result.score_because}; choose another with --score NAME[/]")
     _print_warnings(result, no_call)

@@ -38,7 +38,8 @@ def show_plan(
     alone: bool = False,
 ) -> int:  # fmt: skip
     """Print a plan, or the plan of the `largest` that fits."""
-    recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
+    gpu_override = [] if gpu is None else [f"gpu={json.dumps(gpu)}"]
+    recipe = recipe_of(source, overrides + gpu_override, model=model, data=data)
     if alone:  # else the dry run opens a CUDA context of 0.3 to 0.5 GiB
         hide_gpus()
     from finetune.card import find_card
@@ -57,7 +58,7 @@ def show_plan(
         rows = partial(read_rows, encode=lambda recipe: encode_rows(recipe, progress)) if has_data else assumed_rows
         free = f"{free}GiB" if free and free.isdecimal() and len(free) <= 4 else free  # --free 24 means GiB, not bytes
         card = find_card(recipe.gpu, free_bytes=option_bytes("--free", free), processes=recipe.launch.processes_here)
-        line_counts: list[int] = []
+        line_counts: list[int] = []  # of the plan that `show` has printed
         if measure:
             from finetune.evaluate.quantisation import measure_recipe
 
@@ -97,7 +98,7 @@ def show_plan(
 def _picture_sizes(text: str) -> Sizes:
     match = _IMAGES.fullmatch(text.strip())
     width, height, count = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
-    if not match or not 1 <= count <= _MOST_PICTURES:
+    if not 1 <= count <= _MOST_PICTURES:
         raise CommandError(
             f"--images {text[:40]} is not an image's width and height in pixels",
             "For example  --images 1024x768,  or, for three images in each row,  --images 1024x768x3.",
@@ -130,7 +131,8 @@ def _print_choices(plan: Plan, most_lines: int) -> None:
     lines, width = [""], max(20, out.width - 36)
     for name, value, setting in _choices(plan.settings):
         reason, *more = _shortened(plan.reasons.get(setting) or AS_SET, value, width)
-        lines += [f"{name:15}{value:20}[dim]{escape(reason)}[/]", *(f"{'':35}[dim]{escape(line)}[/]" for line in more)]
+        lines.append(f"{name:15}{value:20}[dim]{escape(reason)}[/]")
+        lines += [f"{'':35}[dim]{escape(line)}[/]" for line in more]
     others = _changes(plan) if plan.verdict == Verdict.NO_FIT else _alternatives(plan)
     if others:
         lines += ["", *others[: max(3, most_lines - len(lines) - 1)]]
@@ -181,10 +183,9 @@ def _alternatives(plan: Plan) -> list[str]:
 def _changes(plan: Plan) -> list[str]:
     sufficient = _sufficient_suggestions(plan)
     rows = [(format_bytes(row.peak_bytes), f"{row.override} ({row.cost})") for row in sufficient or plan.suggestions]
-    for split in plan.many_cards.rows if plan.many_cards else ():
-        if split.verdict and split.verdict.fits and split.peak_high_bytes:
-            rows.append((format_bytes(split.peak_high_bytes), f"{split.override} (each GPU)"))
-            break
+    splits = plan.many_cards.rows if plan.many_cards else ()
+    if fitting := next((split for split in splits if split.verdict and split.verdict.fits and split.peak_high_bytes), None):
+        rows.append((format_bytes(fitting.peak_high_bytes), f"{fitting.override} (each GPU)"))
     if plan.shortfall and (largest := plan.shortfall.largest_model_that_fits):
         rows.append(("", f"{largest}, the largest catalogue model that fits"))
     lines = [f"{'at most':>9}  {'fits' if sufficient else 'smaller, but too big'} with"]
@@ -213,10 +214,9 @@ def _print_details(plan: Plan) -> None:
     entries |= {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
     for split in plan.many_cards.rows if plan.many_cards else ():
         if split.verdict:
-            sizes = (
-                f"{format_bytes(split.peak_high_bytes)} at most on each GPU, {format_bytes(split.host_bytes)} of host memory"
-            )
-            entries[f"{split.strategy}: {split.verdict}"] = f"{sizes}; {split.override}"
+            peak, host = format_bytes(split.peak_high_bytes), format_bytes(split.host_bytes)
+            needs = f"{peak} at most on each GPU, {host} of host memory"
+            entries[f"{split.strategy}: {split.verdict}"] = f"{needs}; {split.override}"
         else:
             entries[split.strategy] = split.cost
     for name, reason in entries.items():

@@ -126,36 +126,34 @@ def print_summary(plan: Plan) -> int:
     from finetune.memory.forecast import LEAN  # imported here: printing an error doesn't need it
 
     card, forecast = plan.card, plan.forecast
-    where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
+    gpu = f"{escape(card.name)}, {format_bytes(card.free_bytes)} free"
+    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] on {gpu}"]
     template, values = plan.verdict_sentence()
-    head = [
-        f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}",
-        f"[bold]{coloured(plan.verdict, template.format(**values))}[/]",
-    ]
+    head.append(f"[bold]{coloured(plan.verdict, template.format(**values))}[/]")
     body: list[str] = []
     if card.problem:
         body += wrap(f"no run can use this GPU now: {card.problem}. Fix: {card.problem_fix}", out.width)
     if forecast:
-        sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
-        head += [coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]
-        head += ["{} at the peak, at most {}, of {} it may use".format(*sizes), _largest_parts(plan, forecast)]
+        sizes = (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes)
+        likely, high, usable = map(format_bytes, sizes)
+        head.append(coloured(plan.verdict, _bar(*sizes)))
+        head += [f"{likely} at the peak, at most {high}, of {usable} it may use", _largest_parts(plan, forecast)]
         if plan.verdict.level != "bad":
             body += wrap(_time_text(plan, forecast), out.width)
         notes: list[str] = []
         for note in reversed(forecast.notes):  # the last notes are about the rows, and matter most
             wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
-            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _MOST_NOTE_LINES else notes
+            if len(wrapped) + len(notes) <= _MOST_NOTE_LINES:
+                notes = wrapped + notes
         body += notes
     out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)  # wrapped above, to count the lines
     return len(head) + len(body)
 
 
-def _bar(forecast: Forecast, budget: int) -> str:
-    # likely peak, interval above, and free memory, to scale; `|` marks a budget that is too small
-    cells, bytes_per_line = min(out.width, 79), max(forecast.peak_high_bytes, budget)
-    likely, high, end = (
-        round(cells * size / bytes_per_line) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget)
-    )
+def _bar(likely_bytes: int, high_bytes: int, usable_bytes: int) -> str:
+    # likely peak, interval above, and free memory, to scale; `|` marks usable memory that is too small
+    cells, full_bytes = min(out.width, 79), max(high_bytes, usable_bytes)
+    likely, high, end = (round(cells * size / full_bytes) for size in (likely_bytes, high_bytes, usable_bytes))
     bar = "█" * likely + "▒" * (high - likely) + "·" * (cells - high)
     return bar if end == cells else f"{bar[:end]}|{bar[end + 1 :]}"
 

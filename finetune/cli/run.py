@@ -86,8 +86,8 @@ def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as
 
 
 def watch_run(source: str, *, as_json: bool) -> int:
-    """Follow a run."""
-    return _follow(open_run(source), 0, as_json, pauses=False)
+    """Follow a run. Ctrl-C does not pause it."""
+    return _follow(open_run(source), 0, as_json, pause_on_interrupt=False)
 
 
 def pause_run(source: str, *, now: bool = False, all_runs: bool = False, as_json: bool) -> None:
@@ -139,7 +139,7 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         if report is not None:
             for line in _data_lines(name, report):
                 out.print(line)
-    if (origin := base_adapter_of(run)) is not None:
+    if origin := base_adapter_of(run):
         out.print(f"Continues from {escape(origin.summary())}")
     out.print(f"Run directory: {escape(str(run.path))}\n")
 
@@ -154,11 +154,11 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
         yield f"[yellow]note:[/] {prefix}{escape(warning)}"
 
 
-def _follow(run: RunDirectory, offset: int, as_json: bool, *, pauses: bool = True) -> int:
-    # `pauses`: Ctrl-C or SIGTERM pauses the run; else it only ends the watching
+def _follow(run: RunDirectory, offset: int, as_json: bool, *, pause_on_interrupt: bool = True) -> int:
+    # `pause_on_interrupt`: else Ctrl-C or SIGTERM only ends the watching
     is_live = out.is_terminal and not as_json
     with caught_interrupts() as interrupts, out.status("starting") if is_live else nullcontext() as status:
-        for event, left_s in _events(run, offset, interrupts, pauses):
+        for event, left_s in _events(run, offset, interrupts, pause_on_interrupt):
             if as_json:
                 print_json(events.event_json(event) | ({} if left_s is None else {"left_s": left_s}))
                 sys.stdout.flush()
@@ -173,25 +173,25 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, pauses: bool = Tru
     return state.exit_code if state.exit_code is not None else _EXIT_CODES.get(state.state, FAILED)
 
 
-def _events(run: RunDirectory, offset: int, interrupts: list[int], pauses: bool) -> Iterator[tuple[events.Event, float | None]]:
+def _events(
+    run: RunDirectory, offset: int, interrupts: list[int], pause_on_interrupt: bool
+) -> Iterator[tuple[events.Event, float | None]]:
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
-    expected_alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
+    assumed_alive_until_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
-            expected_alive_s = time.monotonic()
+            assumed_alive_until_s = time.monotonic()
             pace.add(event)
             yield event, pace.left_s if isinstance(event, events.Step) else None
         if len(interrupts) > handled:
             now = handled > 0  # the second Ctrl-C
             handled = len(interrupts)
-            if not pauses:
+            if not pause_on_interrupt:
                 return
-            notice = (
-                "stopping now, without a checkpoint" if now else "stopping after this step; Ctrl-C again skips the checkpoint"
-            )
-            err.print(f"\n[yellow]{notice}[/]")
+            when = "now, without a checkpoint" if now else "after this step; Ctrl-C again skips the checkpoint"
+            err.print(f"\n[yellow]stopping {when}[/]")
             control.stop(run, interrupts[-1], now=now)
-        if time.monotonic() > expected_alive_s and read_state(run).ended:
+        if time.monotonic() > assumed_alive_until_s and read_state(run).ended:
             yield from ((event, None) for event in reader.new())
             return
         time.sleep(0.1)
@@ -218,14 +218,15 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 def _show_event(event: events.Event, left_s: float | None, status: Status | None) -> None:
     # a terminal shows the newest step in a status line; a file gets about twenty steps as lines
-    text = step_line(event, left_s) if isinstance(event, events.Step) else _event_text(event)
-    if isinstance(event, events.Step) and status:
-        status.update(escape(text))
-    elif isinstance(event, events.Step):
+    if isinstance(event, events.Step):
         interval = max(1, (event.total_steps or 0) // 20)
-        if event.step % interval == 0 or event.step in (1, event.total_steps):
-            print(text, flush=True)
-    elif text and status:
+        if status:
+            status.update(escape(step_line(event, left_s)))
+        elif event.step % interval == 0 or event.step in (1, event.total_steps):
+            print(step_line(event, left_s), flush=True)
+        return
+    text = _event_text(event)
+    if text and status:
         out.print(escape(text))
     elif text:
         print(printable(text), flush=True)

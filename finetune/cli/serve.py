@@ -42,11 +42,10 @@ def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> 
     # transformers serve can't be protected by a key, so it is not started
     startable = next((command for command in commands if command[0] in _KEY_VARIABLES and shutil.which(command[0])), None)
     if startable and not only_commands:
-        program = startable[0]
         restrict_visible_devices(run)
         sys.stdout.flush()
-        key_variables = {_KEY_VARIABLES[program]: key} if program in prefixes else {}
-        os.execvpe(program, startable, {**os.environ, **key_variables})
+        variable = _KEY_VARIABLES[startable[0]]
+        os.execvpe(startable[0], startable, {**os.environ, variable: os.environ.get(variable) or key})
 
 
 def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]:

@@ -41,8 +41,7 @@ class Exported:
 
     folder: Path
     file: Path
-    #: File of the adapter, if it was exported separately.
-    adapter: Path | None
+    adapter: Path | None  # file of the adapter, if it was exported separately
     modelfile: Path | None
     why_no_modelfile: str | None
     check: parity.ParityReport
@@ -114,23 +113,23 @@ class _Expected:
 
 
 def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:
-    model = file.parent / "merged"
+    checkpoint = file.parent / "merged"
     if adapter:
-        _write_base_with_tokenizer(run, model)
+        _write_base_with_tokenizer(run, checkpoint)
     else:
-        merge(run, model, progress=progress)
-        write_json(model / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
-    weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        merge(run, checkpoint, progress=progress)
+        write_json(checkpoint / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
+    weight_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     require_disk(weight_bytes, file, "the GGUF file")
-    template = model / "chat_template.jinja"
+    template = checkpoint / "chat_template.jinja"
     if template.is_file():
         template.write_text(without_generation_tags(template.read_text(encoding="utf-8")), encoding="utf-8")
     progress("converting with llama.cpp")
     f16_file = file if gguf_type == "f16" else file.with_name("f16.gguf")
-    _run_converter(llama_cpp, pre_tokenizer(model), parity.CONVERTER, f16_file, str(model))
+    _run_converter(llama_cpp, pre_tokenizer(checkpoint), parity.CONVERTER, f16_file, str(checkpoint))
     if adapter:
-        _run_converter(llama_cpp, "-", "convert_lora_to_gguf.py", adapter, "--base", str(model), str(run.adapter))
-    shutil.rmtree(model)
+        _run_converter(llama_cpp, "-", "convert_lora_to_gguf.py", adapter, "--base", str(checkpoint), str(run.adapter))
+    shutil.rmtree(checkpoint)
     if gguf_type != "f16":
         progress(f"quantising to {gguf_type}")
         _quantise(f16_file, file, gguf_type)
@@ -148,9 +147,9 @@ def _write_base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
     run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
 
 
-def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *arguments: str) -> None:
-    command = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre, script, *arguments]
-    command += ["--outfile", str(output), "--outtype", "f16"]
+def _run_converter(llama_cpp: Path, pre_tokenizer_name: str, script: str, output: Path, *arguments: str) -> None:
+    command = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre_tokenizer_name, script]
+    command += [*arguments, "--outfile", str(output), "--outtype", "f16"]
     # the converter exits when its stdin closes, even if this process is killed
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         stderr = process.stderr.read()  # type: ignore[union-attr]
@@ -180,7 +179,7 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 
 def pre_tokenizer(folder: Path) -> str:
-    """Return llama.cpp's name of a byte-level pre-tokenizer, or `-`."""
+    """Return llama.cpp's name of a byte-level pre-tokenizer; `-` for others."""
     # for tokenizers that llama.cpp does not recognise; `check_tokens` verifies the name
     definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
     match definition.get("pretokenizers", [definition]):

@@ -26,8 +26,7 @@ class MergeEffect:
 
     rows: int
     answers_changed: int
-    #: Loss on the trained tokens, in nats.
-    loss: float | None
+    loss: float | None  # loss on the trained tokens, in nats
     merged_loss: float | None
 
 

@@ -24,10 +24,8 @@ class TemplateUnsupported(Exception):
 class RoleForm:
     """A template that writes each message between two texts of its role."""
 
-    #: Texts before and after the content, by role.
-    around: dict[str, tuple[str, str]]
-    #: Text at the start of a conversation without a system message.
-    without_system: str
+    around: dict[str, tuple[str, str]]  # texts before and after the content, by role
+    without_system: str  # text at the start of a conversation without a system message
     generation_prompt: str
 
     def text(self, messages: list[Message]) -> str:

@@ -36,10 +36,8 @@ class ParityError(FinetuneError):
 class ParityReport:
     """Counts of a comparison."""
 
-    #: Prompts with equal tokens.
-    prompts: int
-    #: Conversations with equal tokens.
-    conversations: int
+    prompts: int  # prompts with equal tokens
+    conversations: int  # conversations with equal tokens
     #: Held-out prompts answered, and greedy answers that equal the adapter's.
     rows: int
     same_answers: int

@@ -37,8 +37,7 @@ class HubFile:
     """A file to commit to the hub."""
 
     name: str
-    #: Local path or content.
-    source: Path | bytes
+    source: Path | bytes  # local path or content
 
     @property
     def size(self) -> int:

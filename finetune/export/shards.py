@@ -44,10 +44,8 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    #: Name of the file to write it to.
-    file: str
-    #: Returns its bytes.
-    read: Callable[[], Any]
+    file: str  # name of the file to write it to
+    read: Callable[[], Any]  # returns its bytes
 
 
 def stored_tensors(folder: Path) -> list[Tensor]:
@@ -114,8 +112,8 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
             merged[name] = replace(tensor, read=partial(_read_merged, tensor, merge))
     for parameter, first, end, rows in _trained_rows(base):
         tables = (parameter, *(target for target, source in tied.items() if source == parameter))
-        # the names in the checkpoint
-        names = [name for table in tables for name in revert_weight_conversion(base, {table: torch.empty(1, 1, device="meta")})]
+        placeholder = torch.empty(1, 1, device="meta")
+        names = [name for table in tables for name in revert_weight_conversion(base, {table: placeholder})]  # in the checkpoint
         stored = [merged[name] for name in names if name in merged and merged[name].dtype in _DTYPES]
         if not stored:
             raise StoredOtherwiseError(f"{parameter} is not stored under its name")
@@ -156,11 +154,10 @@ def _with_rows(first: int, end: int, rows: torch.Tensor, weight: torch.Tensor) -
 
 
 def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
-    modules: dict[str, Any] = dict(base.named_modules())
-    for path, module in modules.items():
+    for path, module in base.named_modules():
         if isinstance(module, LoraLayer):
-            # PEFT computes the delta on the parameter's device: replace meta by one element of host memory
-            if name := getattr(module, "parameter_name", None):
+            name = getattr(module, "parameter_name", None)
+            if name:  # PEFT computes the delta on the parameter's device: replace meta by one element of host memory
                 base_layer: Any = module.get_base_layer()
                 parameter = getattr(base_layer, name)
                 placeholder = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
@@ -170,7 +167,7 @@ def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    # parameter, first row, end, and the rows
+    # yields the parameter, its first trained row, the end, and the rows
     for path, module in base.named_modules():
         if isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
             [(adapter, values)] = module.trainable_tokens_delta.items()

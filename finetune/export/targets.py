@@ -9,13 +9,11 @@ from typing import NamedTuple
 class Target(NamedTuple):
     """A form of a run's result that `finetune push` sends."""
 
-    #: In the model card's title.
-    title: str
+    title: str  # in the model card's title
     #: `base_model_relation` and `library_name` on the hub.
     relation: str
     library: str
-    #: Folder in the run; empty for files that the user names.
-    folder: str
+    folder: str  # folder in the run; empty for files that the user names
 
 
 TARGETS = {
@@ -32,8 +30,7 @@ LAYOUTS = {"gguf": "one file", "gguf-adapter": "base and adapter in two files"}
 class GgufType:
     """A type of GGUF file."""
 
-    #: On the page.
-    label: str
+    label: str  # on the page
     #: Smallest share of held-out rows with the adapter's answer; quantised types change answers that were nearly a tie.
     min_same_answers: float = 0.5
     #: llama.cpp's number of a quantised type, LLAMA_FTYPE_MOSTLY_* in
