@@ -40,7 +40,7 @@ class MemoryCallback(TrainerCallback):
         self.fit = fit = fits(self._trainer, self._gpu)
         if fit.verdict == Verdict.NO_FIT and self._refuse:  # the likely peak exceeds the free memory
             raise DoesNotFit([str(fit)], f"{_memory_advice(args)}. To try it anyway: MemoryCallback(trainer, refuse=False).")
-        self._say(state, f"forecast {fit}")
+        self._print_on_main_process(state, f"forecast {fit}")
         self._explain_out_of_memory()
         if torch.cuda.is_available():  # the peak of loading may be higher than a step's
             torch.cuda.reset_peak_memory_stats()
@@ -53,7 +53,7 @@ class MemoryCallback(TrainerCallback):
             return
         self.measured_bytes = torch.cuda.max_memory_allocated()
         forecast = self.fit.forecast.peaks["train"]
-        self._say(
+        self._print_on_main_process(
             state, f"allocated {format_bytes(self.measured_bytes)}, forecast {format_bytes(forecast)} ({self.error:+.2%})"
         )
 
@@ -84,7 +84,7 @@ class MemoryCallback(TrainerCallback):
             f"other processes and the CUDA context use {others}. {advice}"
         )
 
-    def _say(self, state: Any, message: str) -> None:
+    def _print_on_main_process(self, state: Any, message: str) -> None:
         if state.is_world_process_zero:
             print(f"finetune: {message}", file=sys.stderr)  # noqa: T201
 

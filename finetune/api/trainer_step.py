@@ -51,9 +51,10 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
 
 
 def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    length = len(row["input_ids"])  # lists of this length have one value per token, which is repeated
+    length = len(row["input_ids"])  # lists of this length have one value per token
+    repeats = -(-tokens // length)  # rounded up
     return {
-        name: (list(value) * -(-tokens // length))[:tokens] if isinstance(value, list) and len(value) == length else value
+        name: (list(value) * repeats)[:tokens] if isinstance(value, list) and len(value) == length else value
         for name, value in row.items()
     }
 
@@ -85,7 +86,7 @@ def _build_named_on_meta(name: str, args: Any) -> Any:
     init_kwargs = dict(args.model_init_kwargs or {})
     if "quantization_config" in init_kwargs:
         raise RecipeError(
-            f"{name} is quantised while it loads, which its name does not tell",
+            f"{name} can't be forecast by name with a quantization_config",
             "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
         )
     dtype = init_kwargs.get("dtype", "float32")

@@ -38,7 +38,7 @@ def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> 
     if as_json:
         print_json({"commands": lines, "note": note})
         return
-    out.print(escape("\n".join([*lines, *filter(None, [note])])), soft_wrap=True)
+    out.print(escape("\n".join([*lines, note] if note else lines)), soft_wrap=True)
     # transformers serve can't be protected by a key, so it is not started
     startable = next((command for command in commands if command[0] in _KEY_VARIABLES and shutil.which(command[0])), None)
     if startable and not only_commands:
@@ -54,13 +54,15 @@ def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]
     settings, card, adapter = plan.settings, plan.card, adapter_folder(run) or path
     base = resolve_model_path(settings)
     address = ["--host", "127.0.0.1", "--port", str(port)]
-    gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
     template_file, no_thinking = adapter / "chat_template.jinja", '{"enable_thinking": false}'
     source = template_file.read_text(encoding="utf-8") if template_file.is_file() else ""
     without_thoughts = "enable_thinking" in source and answers_without_thoughts(run)
-    options = ["--chat-template-kwargs", no_thinking] if without_thoughts else []
-    commands = [["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *options, *address]] if gguf else []
-    config, note = read_json(adapter / ADAPTER_CONFIG, dict), ""
+    commands, note = list[list[str]](), ""
+    gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
+    if gguf:
+        options = ["--chat-template-kwargs", no_thinking] if without_thoughts else []
+        commands.append(["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *options, *address])
+    config = read_json(adapter / ADAPTER_CONFIG, dict)
     largest_rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= largest_rank), None)
     # vLLM loads the base in 16 bit, even if the run quantised it

@@ -27,7 +27,7 @@ from finetune.sweep.sweep import JOURNAL, LOCK, LOG, RULE, STOP, Sweep, create_s
 from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds
 
-_POLL_S = 0.3
+_POLL_S = 0.3  # seconds between two looks at a sweep
 _START_S = 60.0  # seconds that the detached process gets to start
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_ARMS = 64  # more arms are a typing error
@@ -61,11 +61,11 @@ def sweep_command(
         return _print_result(sweep, as_json)
     log = sweep.path / LOG
     log.touch()
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        lines.seek(0, os.SEEK_END)  # skips the lines of an earlier process
+    with log.open(encoding="utf-8", errors="replace") as log_lines:
+        log_lines.seek(0, os.SEEK_END)  # skips the lines of an earlier process
         if not sweep.is_running:
             _start(sweep, log)
-        return _print_state(sweep, as_json) if detach else _follow(sweep, lines, as_json)
+        return _print_state(sweep, as_json) if detach else _follow(sweep, log_lines, as_json)
 
 
 def _create(
@@ -81,11 +81,11 @@ def _create(
     budget_s = _parse_duration_s(budget) if budget else None
     require_dataset(parse(fixed))
 
-    def with_values(values: dict[str, Any]) -> Recipe:
+    def arm_recipe(values: dict[str, Any]) -> Recipe:
         return parse([*fixed, *(f"{name}={value}" for name, value in values.items())])
 
     with show_progress(quiet=quiet) as progress:
-        return create_sweep(with_values, swept, budget_s=budget_s, progress=progress)
+        return create_sweep(arm_recipe, swept, budget_s=budget_s, progress=progress)
 
 
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
@@ -96,7 +96,8 @@ def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) 
         if "," not in text or _is_valid(override, parse):  # a list such as target_modules=q_proj,v_proj is one value
             fixed.append(override)
             continue
-        changes = [load_changes([f"{name}={part.strip()}"]) for part in text.strip().strip("[]").split(",") if part.strip()]
+        value_texts = [part.strip() for part in text.strip().strip("[]").split(",") if part.strip()]
+        changes = [load_changes([f"{name}={value_text}"]) for value_text in value_texts]
         setting = next(iter(changes[0]))  # an alias is replaced by the setting's name
         values = [getattr(parse([f"{setting}={change[setting]}"]), setting) for change in changes]
         are_numbers = all(isinstance(value, (int, float)) for value in values)
@@ -121,7 +122,7 @@ def _parse_duration_s(text: str) -> float:
         seconds = float(number) * _UNITS_S[unit]
     except (ValueError, KeyError):
         seconds = 0.0
-    if not seconds > 0:
+    if not seconds > 0:  # NaN, too
         raise CommandError(f"--budget {text[:20]!r} is not a duration", "Give a number and s, m, h or d, such as 3h or 90m.")
     return seconds
 
@@ -156,13 +157,13 @@ def main() -> int:
     return FINISHED
 
 
-def _follow(sweep: Sweep, lines: IO[str], as_json: bool) -> int:
+def _follow(sweep: Sweep, log_lines: IO[str], as_json: bool) -> int:
     stop_request = sweep.path / STOP
     with caught_interrupts() as interrupts:
         while True:
             is_running = sweep.is_running  # read before the log: no last line is missed
             if not as_json:
-                out.print(escape(lines.read()), end="", soft_wrap=True)
+                out.print(escape(log_lines.read()), end="", soft_wrap=True)
             if not is_running:
                 break
             if interrupts and not stop_request.exists():

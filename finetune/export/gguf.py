@@ -58,7 +58,7 @@ def export_gguf(
     settings = read_plan(run.plan).settings
     if settings.vision:
         raise CommandError(
-            f"{run.path} was trained with images; for these llama.cpp needs a second file (mmproj), not written here",
+            f"{run.path} was trained with images; llama.cpp needs a second file (mmproj) for them, which export does not write",
             f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {parity.CONVERTER}, once for the "
             "model and once for its images (mmproj); answers are then not compared with the adapter's.",
         )

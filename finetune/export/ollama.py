@@ -86,6 +86,7 @@ def conversations(with_system: bool) -> list[list[Message]]:
 
 
 def _infer_form(render: Render) -> RoleForm:
+    # splits short conversations at their contents: the texts between are those that the template writes around each role
     user: Message = {"role": "user", "content": _USER}
     answer: Message = {"role": "assistant", "content": _ANSWER}
     second: Message = {"role": "user", "content": _SECOND}

@@ -26,7 +26,9 @@ class ParityError(FinetuneError):
 
     def __init__(self, stage: str, problem: str) -> None:
         self.stage = stage
-        super().__init__(f"stage {stage}: {problem}", "Nothing was kept. The merged model is unaffected: finetune merge RUN")
+        super().__init__(
+            f"stage {stage}: {problem}", "The exported files were deleted. Merging still works: finetune merge RUN"
+        )
 
     def as_json(self) -> dict:
         return {**super().as_json(), "stage": self.stage}
