@@ -42,7 +42,7 @@ class FinetuneError(Exception):
         return globals().get(values["error"], FinetuneError)(values["problems"], values["fix"])
 
     @staticmethod
-    def written_by(output: str) -> FinetuneError | None:
+    def from_output(output: str) -> FinetuneError | None:
         """Return the error that a process printed last, or None."""
         try:
             return FinetuneError.from_json(json.loads(output.strip().splitlines()[-1]))

@@ -24,7 +24,7 @@ from finetune.system import one_writer_at_a_time
 
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
-#: States of a run's last event, from which it needs a new attempt to go on.
+#: States in which a run has ended: it continues only in a new attempt.
 ENDED_STATES = ("paused", "finished", "diverged", "failed")
 #: A number outside this range is damage, and could overflow a float.
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]

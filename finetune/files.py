@@ -127,7 +127,7 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def write_safetensors(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], read: Callable[[str], Any]) -> None:
-    """Write a safetensors file tensor by tensor. Raises OSError."""
+    """Write a safetensors file tensor by tensor. `entries`: dtype, shape and bytes by name; `read` returns a tensor's data."""
     # safetensors' own writer needs all tensors in memory; format: https://github.com/huggingface/safetensors#format
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

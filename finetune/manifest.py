@@ -20,7 +20,7 @@ _THREADS = 4
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Sync a folder's files, and write their manifest last."""
+    """Sync a folder's files, and last write their manifest with `values`."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(1) as pool:  # hash while the disk syncs
         syncs = [pool.submit(sync_file, path) for path in paths]
@@ -35,7 +35,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 
 
 def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
-    """Return a line for each changed, missing or added file, or for the file `only`."""
+    """Return a line for each changed, missing or added file, or for the file `only`; `required`: and for a missing manifest."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110
         return [f"its {MANIFEST} is missing"] if required else []
     manifest = read_object(folder / MANIFEST)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.markup import escape
 from rich.text import Text
 
@@ -11,7 +9,7 @@ from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.compat.transformers import tokenizers_only
-from finetune.data.report import refusal_lines
+from finetune.data.report import DataReport, refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
 
@@ -37,11 +35,11 @@ def show_data(
         recipe, *_ = complete(recipe)
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
-    refused = None  # the DataError is printed last: the statistics help to correct the data
+    data_error = None  # printed last: the statistics help to correct the data
     try:
         selected.raise_problems()
     except DataError as error:
-        refused = error
+        data_error = error
     ids, labels, pictures = selected.sequence()
     segments = decode_spans(ids, labels, encoded.encoder.tokenizer)
     held_out = selected.eval_report
@@ -49,7 +47,7 @@ def show_data(
         print_json({
             **selected.report.as_json(),
             "eval_report": held_out.as_json() if held_out else None,
-            "data_problem": {"problems": refused.problems, "fix": refused.fix} if refused else None,
+            "data_problem": {"problems": data_error.problems, "fix": data_error.fix} if data_error else None,
             "fingerprint": selected.fingerprint,
             "example": [{"text": text, "trained": trained} for text, trained in segments],
             "example_pictures": [
@@ -57,18 +55,18 @@ def show_data(
                 for picture in pictures
             ],
         })  # fmt: skip
-        return refused.exit_code if refused else 0
-    _print_report("Training rows", selected.report, refused)
+        return data_error.exit_code if data_error else 0
+    _print_report("Training rows", selected.report, data_error)
     if held_out is not None:
         out.print()
-        _print_report("Held-out rows", held_out, refused)
+        _print_report("Held-out rows", held_out, data_error)
     if segments:
         # an image's placeholder token is repeated hundreds of times
         _print_example([(with_counts(text), trained) for text, trained in segments])
         for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
             out.print(f"image {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
-    return report(refused) if refused else 0
+    return report(data_error) if data_error else 0
 
 
 def _print_example(segments: list[tuple[str, bool]]) -> None:
@@ -82,30 +80,32 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(shown)
 
 
-def _print_report(title: str, report: Any, refused: DataError | None) -> None:
-    out.print(f"[bold]{title}[/] ({report.format})")
-    if report.columns:
-        columns = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
+def _print_report(title: str, data_report: DataReport, data_error: DataError | None) -> None:
+    out.print(f"[bold]{title}[/] ({data_report.format})")
+    if data_report.columns:
+        columns = ", ".join(f"{column} as {name}" for name, column in data_report.columns.items())
         out.print(f"columns: {columns}", markup=False)  # names and rows may have brackets, which rich reads as styles
-    out.print(report.account(), markup=False)
-    share = "none" if report.trained_token_share is None else f"{report.trained_token_share:.1%}"
+    out.print(data_report.account(), markup=False)
+    share = "none" if data_report.trained_token_share is None else f"{data_report.trained_token_share:.1%}"
     rows = [
-        ("read", f"{report.rows_read:,}"), ("used", f"{report.rows_used:,}"), ("refused", f"{len(report.rows_refused):,}"),
-        ("over max_length", f"{report.rows_too_long:,}"),
-        *((f"tokens {name}", format_count(report.lengths.get(name))) for name in ("p50", "p95", "p99", "max")),
-        ("trained tokens", share), *(report.pictures.lines() if report.pictures else ()),
+        ("read", f"{data_report.rows_read:,}"), ("used", f"{data_report.rows_used:,}"),
+        ("refused", f"{len(data_report.rows_refused):,}"), ("over max_length", f"{data_report.rows_too_long:,}"),
     ]  # fmt: skip
+    rows += [(f"tokens {name}", format_count(data_report.lengths.get(name))) for name in ("p50", "p95", "p99", "max")]
+    rows.append(("trained tokens", share))
+    if data_report.pictures:
+        rows += data_report.pictures.lines()
     shown = table("", ">")
     shown.show_header = False
     for row in rows:
         shown.add_row(*row)
     out.print(shown)
-    if report.rows_refused and not refused:  # a DataError lists them at the end
-        for line in refusal_lines(list(report.rows_refused), report.rows_read):
+    if data_report.rows_refused and not data_error:  # a DataError lists them at the end
+        for line in refusal_lines(list(data_report.rows_refused), data_report.rows_read):
             out.print(line, markup=False)
-    if len(report.rows_refused) > 3:
+    if len(data_report.rows_refused) > 3:
         out.print("Every refused row with its reason: --json")
-    if report.unused_columns:
-        out.print(f"columns not used: {', '.join(report.unused_columns)}", markup=False)
-    for warning in report.warnings:
+    if data_report.unused_columns:
+        out.print(f"columns not used: {', '.join(data_report.unused_columns)}", markup=False)
+    for warning in data_report.warnings:
         out.print(f"note: {warning}", markup=False, style="yellow")

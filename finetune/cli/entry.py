@@ -23,7 +23,7 @@ _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def process() -> int:
-    """Run the command `finetune`."""
+    """Run the command `finetune`, and return its exit code."""
     keep_private()
     raise_gc_thresholds()
     let_waiting_threads_sleep()  # before torch is imported, which reads the variable once

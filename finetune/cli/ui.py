@@ -55,7 +55,7 @@ def _write_page(runs: list[RunDirectory], target: Path, summary: str, as_json: b
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
         last_line = process.stderr.strip().rpartition("\n")[2]
-        raise FinetuneError.written_by(process.stderr) or RuntimeError(last_line or "the report's process ended")
+        raise FinetuneError.from_output(process.stderr) or RuntimeError(last_line or "the report's process ended")
     if as_json:
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
