@@ -88,8 +88,10 @@ def _trl_plan(planned: plans.Plan) -> Plan:
 
 def _require_plain_trl(settings: Settings) -> None:
     unsupported = [f"{name}={getattr(settings, name)}" for name in _NOT_IN_PLAIN_TRL if getattr(settings, name)]
-    unsupported += [f"method={settings.method}"] if METHODS[settings.method].has_own_format else []
-    unsupported += [] if settings.launch.num_processes == 1 else ["launch.num_processes"]
+    if METHODS[settings.method].has_own_format:
+        unsupported.append(f"method={settings.method}")
+    if settings.launch.num_processes != 1:
+        unsupported.append("launch.num_processes")
     if unsupported:
         raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Drop them, or use `finetune run`.")
 

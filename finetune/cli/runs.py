@@ -10,7 +10,7 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, show_progress, state_text, table
 from finetune.errors import CommandError, RecipeError
 from finetune.evaluate import results
-from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
+from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
@@ -26,7 +26,7 @@ from finetune.units import format_bytes, format_measured
 _USAGE_PROBLEMS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
 _STEP_DEADLINE_S = 120.0  # for a running step to end
-_MEASURES = (
+_PEAK_FIELDS = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip
 
@@ -140,10 +140,11 @@ def _show_memory(source: str, *, as_json: bool) -> None:
     failure = newest(OutOfMemory, events)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
-        first, end = (event_json(check) if check else None for check in (checks.get("first steps"), checks.get("end")))
+        checks_json = {moment: event_json(check) for moment, check in checks.items()}
         print_json({
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
-            "forecast": first, "forecast_end": end, "history": next(reversed(histories.values()), None), "histories": histories,
+            "forecast": checks_json.get("first steps"), "forecast_end": checks_json.get("end"),
+            "history": next(reversed(histories.values()), None), "histories": histories,
             "out_of_memory": {**event_json(failure), "explanation": " ".join(explanation_lines(failure))} if failure else None,
         })  # fmt: skip
         return
@@ -151,7 +152,7 @@ def _show_memory(source: str, *, as_json: bool) -> None:
     shown = table("phase", ">allocated", ">reserved", ">segments", ">GPU", ">process")
     for phase, values in peaks.items():
         count = format_measured(values["peak_segments"], ",")
-        shown.add_row(phase, *(count if name == "peak_segments" else format_bytes(values[name]) for name in _MEASURES))
+        shown.add_row(phase, *(count if name == "peak_segments" else format_bytes(values[name]) for name in _PEAK_FIELDS))
         expected = forecasts[phase]
         if expected != PhaseForecast():
             sizes = ("" if size is None else format_bytes(size) for size in (expected.allocated_bytes, expected.reserved_bytes))
@@ -178,12 +179,12 @@ def _show_memory(source: str, *, as_json: bool) -> None:
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
-        phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None
+        phase = "train" if isinstance(event, Step) else getattr(event, "phase", None)
         # peaks before a retry belong to the forecast of an earlier plan
         if phase is None or (event.time_s or 0) < since_s:
             continue
-        phase_peaks = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
-        for name in _MEASURES:
+        phase_peaks = peaks.setdefault(phase, dict.fromkeys(_PEAK_FIELDS))
+        for name in _PEAK_FIELDS:
             if (value := getattr(event, name)) is not None:
                 phase_peaks[name] = max(value, phase_peaks[name] or 0)
     return peaks
