@@ -38,8 +38,7 @@ def show_plan(
     alone: bool = False,
 ) -> int:  # fmt: skip
     """Print a plan, or the plan of the `largest` that fits."""
-    gpu_override = [] if gpu is None else [f"gpu={json.dumps(gpu)}"]
-    recipe = recipe_of(source, overrides + gpu_override, model=model, data=data)
+    recipe = recipe_of(source, overrides if gpu is None else [*overrides, f"gpu={json.dumps(gpu)}"], model=model, data=data)
     if alone:  # else the dry run opens a CUDA context of 0.3 to 0.5 GiB
         hide_gpus()
     from finetune.card import find_card
