@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-#: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
+#: Texts of torch's allocators, of the CUDA driver (without the final dot that transformers looks for), and of cuBLAS.
 _MEMORY_TEXTS = (
     "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator: not enough memory",
 )  # fmt: skip

@@ -26,7 +26,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
             "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
         )
     path = expanded(model or str(source))
-    if model or path.suffix == ".gguf" or (path / ADAPTER_CONFIG).is_file():
+    if model or path.suffix == ".gguf" or (path / ADAPTER_CONFIG).is_file():  # no recipe: must be a model
         refuse_no_model(path, str(path))
     if source is not None and (model is not None or not _is_model(source)):
         recipe = load_recipe(source, with_model_and_data(overrides, model, data))
@@ -66,6 +66,7 @@ def require_dataset(recipe: Recipe) -> None:
 
 
 def _is_model(source: str) -> bool:
+    # raises RecipeError if `source` is neither a model nor a recipe
     path = expanded(source)
     if (path / "config.json").is_file():
         return True

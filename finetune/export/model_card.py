@@ -47,7 +47,7 @@ def model_card(run: RunDirectory, kind: str) -> str:
     text = f"---\n{yaml.dump(_metadata(plan, kind))}---\n\n{body}\n"
     with contextlib.suppress(OSError, KeyError, RuntimeError):  # a container's user may have no name and no home folder
         for name in {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}:
-            if len(name) > 2 and name.lower() not in _COMMON_NAMES:
+            if len(name) > 2 and name.lower() not in _COMMON_NAMES:  # two letters would match words
                 text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
     require_nothing_private("the model card", text, every_path=True)
     return text
