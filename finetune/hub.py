@@ -11,15 +11,14 @@ from pathlib import Path
 from finetune.compat.hub import set_offline
 from finetune.errors import CommandError
 
-#: The libraries would retry for most of a minute without a network.
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # the libraries would retry for most of a minute without a network
 VALID_S = 60.0  # seconds for which the result of a check is used
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 #: OWNER/NAME; ids of the first models and datasets have no owner.
 REPO_ID, HUB_ID = re.compile(f"{_NAME}/{_NAME}"), re.compile(f"{_NAME}(/{_NAME})?")
 _lock = threading.Lock()
-_checked_s: float | None = None
+_checked_s: float | None = None  # time of the last check
 _is_unreachable = False
 
 

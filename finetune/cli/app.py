@@ -57,15 +57,16 @@ def command(
     cli.command(name, help=text, rich_help_panel=group, epilog=epilog)(call)
 
 
-def argument(name: str, metavar: str, text: str, default: Any = None, kind: Any = str) -> Parameter:
+def argument(name: str, metavar: str, text: str, default: Any = None, type_: Any = str) -> Parameter:
     """Return a positional argument; `...` means required."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=typer.Argument(default, metavar=metavar, help=text), annotation=kind)
+    value = typer.Argument(default, metavar=metavar, help=text)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=type_)
 
 
-def option(name: str, text: str, default: Any = None, kind: Any = str, flags: tuple[str, ...] = (), **rules: Any) -> Parameter:
+def option(name: str, text: str, default: Any = None, type_: Any = str, flags: tuple[str, ...] = (), **rules: Any) -> Parameter:
     """Return an option, by default --NAME."""
     value = typer.Option(default, *flags, help=text, **rules)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=type_)
 
 
 def flag(name: str, text: str, *flags: str, **rules: Any) -> Parameter:
@@ -225,7 +226,7 @@ command(
     RESULT, "eval", "evaluate.evaluate_run", "Score base and tuned model on held-out rows or a file.",
     [
         *RUN,
-        option("rows", "Score only this many rows.", kind=int, min=1),
+        option("rows", "Score only this many rows.", type_=int, min=1),
         flag("last", "Score the last step's adapter instead of the best step's."),
         option("data", "Score the rows of this file instead of the held-out rows."),
         flag("forgetting", "Score the held-out rows of the run that this run continued."),

@@ -96,15 +96,15 @@ def push_run(
     require_repo_id(repo)
     run, kind = open_run(source), "merged" if merged else "gguf" if gguf else "adapter"
     files = files_to_send(run, kind, gguf)
-    total_bytes, visibility = sum(file.size for file in files), "public" if public else "private"
+    total_bytes, visibility = sum(file.size_bytes for file in files), "public" if public else "private"
     if not as_json:
         shown = table("file", ">size")
         for file in files:
-            shown.add_row(escape(file.name), format_bytes(file.size))
+            shown.add_row(escape(file.name), format_bytes(file.size_bytes))
         out.print(shown)
         out.print(f"{len(files)} files, {format_bytes(total_bytes)}, for {escape(repo)} ({visibility})")
     values = {"run": str(run.path), "repo": repo, "kind": kind, "public": public, "bytes": total_bytes}
-    listed = [{"name": file.name, "bytes": file.size} for file in files]
+    listed = [{"name": file.name, "bytes": file.size_bytes} for file in files]
     if dry_run:
         if as_json:
             print_json({**values, "files": listed, "sent": False})

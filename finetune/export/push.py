@@ -40,19 +40,19 @@ class HubFile:
     source: Path | bytes  # local path or content
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
 
 def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> list[HubFile]:
-    """Return the checked files of a kind, with the model card.
+    """Return the checked files of `kind`, a key of TARGETS, with the model card.
 
     Raise CommandError for a missing file, FinetuneError for a token or local path in a file.
     """
     if kind == "gguf":
         paths = [Path(name) for name in gguf]
         if missing := [str(path) for path in paths if not (path.is_file() and path.suffix == ".gguf")]:
-            raise CommandError(f"{', '.join(missing)}: not a GGUF file", "Export one first.")
+            raise CommandError(f"{', '.join(missing)}: not a GGUF file", "Export one: finetune export RUN")
     else:
         paths = _model_files(run, kind)
     files = [HubFile(path.name, _shareable_content(path)) for path in paths]
@@ -93,7 +93,7 @@ def push(
     """
     require_repo_id(repo)
     if is_switched_off():
-        raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.")
+        raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE.")
     if not get_token():
         raise CommandError("there is no token for the hub", _LOGIN)
     disable_progress_bars()
