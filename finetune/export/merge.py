@@ -97,12 +97,12 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     if settings.trained_embedding_rows or not is_streamed:
-        _write_config(folder / "config.json", settings, is_streamed)
+        _update_config(folder / "config.json", settings, is_streamed)
     if settings.trained_embedding_rows or not is_multimodal(config) or settings.chat_template is not None:
         run_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's files are copied
 
 
-def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
+def _update_config(path: Path, settings: Any, is_streamed: bool) -> None:
     values = read_json(path, dict)
     if not is_streamed:
         for name in ("quantization_config", "torch_dtype"):

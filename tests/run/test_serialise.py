@@ -11,7 +11,7 @@ import pytest
 from finetune.card.card import Card
 from finetune.memory.forecast import Forecast
 from finetune.recipe import load_recipe
-from finetune.serialise import from_json, readable, to_json
+from finetune.serialise import from_json, parse_leniently, to_json
 from finetune.settings.schema import Recipe
 
 
@@ -68,11 +68,11 @@ def test_every_fault_is_named():
 
 
 def test_what_can_be_read_of_a_damaged_line_is_kept():
-    assert readable(Outer, b'{"verdict": "fits", "loss": {}, "pair": [1]}') == Outer("fits")
+    assert parse_leniently(Outer, b'{"verdict": "fits", "loss": {}, "pair": [1]}') == Outer("fits")
 
 
 @pytest.mark.parametrize(
     "line", [b'{"verdict": 5, "loss": 1}', b"{", b"", b"[]", b"5", b"\xff", b"[" * 100_000, b'{"verdict": "\xff"}']
 )
 def test_a_line_without_what_is_needed_is_nothing(line):
-    assert readable(Outer, line) is None
+    assert parse_leniently(Outer, line) is None
