@@ -88,7 +88,7 @@ def test_what_was_not_checked_with_pictures_is_refused_by_name(model, tmp_path, 
 
 def test_a_gguf_file_without_the_tower_is_not_made(model, tmp_path):
     run = create_run(prepare(recipe(model, tmp_path)))
-    with pytest.raises(CommandError, match="with images; for these llama.cpp needs a second file"):
+    with pytest.raises(CommandError, match="with images; llama.cpp needs a second file"):
         export_gguf(run, llama_cpp=tmp_path)
 
 
