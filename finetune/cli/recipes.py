@@ -102,7 +102,7 @@ def convert_file(
 ) -> None:
     """Print or write a recipe, and report each key."""
     recipe, conversion = foreign.convert_file(source, with_model_and_data(overrides, model, data))
-    text, tool = write_recipe(recipe), conversion.tool.name  # stdout has only the recipe, for a pipe
+    text, tool = write_recipe(recipe), conversion.tool.name
     carried, not_carried = conversion.with_outcome("carried over"), conversion.with_outcome("not carried over")
     unneeded = conversion.with_outcome("no effect")
     if output is not None:
@@ -126,7 +126,7 @@ def convert_file(
     if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:
-        print_text(text)
+        print_text(text)  # the only text on stdout, for a pipe
 
 
 def _by_reason(keys: list[KeyReport], with_values: bool = False) -> Iterator[tuple[str, str]]:

@@ -127,7 +127,7 @@ def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
             raise ParityError("template", f"the file's template can't write {len(messages)} messages: {error}") from None
         if file.tokenise(text) != expected:
             expected_text = tokenizer.decode(expected)
-            raise ParityError("template", f"the file writes {text[:200]!r}, the training {expected_text[:200]!r}")
+            raise ParityError("template", f"the file writes {text[:200]!r}, the training wrote {expected_text[:200]!r}")
     return compared
 
 
@@ -149,7 +149,7 @@ def check_answers(
         raise ParityError(
             "logits",
             f"{equal_answers} of {len(answers)} answers match the adapter's, fewer than {min_share:.0%}; row {row + 1}: "
-            f"{file_answers[row][:80]!r}, the adapter {answers[row][:80]!r}",
+            f"{file_answers[row][:80]!r}, the adapter answered {answers[row][:80]!r}",
         )  # fmt: skip
     return equal_answers
 
