@@ -10,15 +10,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
 from finetune.layers.host_memory import is_forecast
-from finetune.layers.nf4 import Tables, dequantised, product_4bit
+from finetune.layers.nf4 import QuantTables, dequantised, linear_4bit
 
-#: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
+#: Elements that a norm's backward copies to fp32 at a time: 64 MiB for each copy.
 _FP32_TILE = 2**24
 
 # plain torch operators below: the same code runs on a GPU, a CPU and fake tensors
 ReadInput = Callable[[], torch.Tensor]
-#: a and b in the dtype of computation.
-Cast = tuple[torch.Tensor | None, torch.Tensor | None]
+#: An adapter's a and b in the dtype of computation.
+CastAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Linear(NamedTuple):
@@ -26,12 +26,12 @@ class Linear(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    #: Scales of a 4-bit weight.
-    tables: Tables | None
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
+    #: Of a 4-bit weight.
+    tables: QuantTables | None
+    a: torch.Tensor | None = None  # (rank, in)
+    b: torch.Tensor | None = None  # (out, rank)
     scale: float = 1.0
-    #: Whether a and b have a gradient; a's gradient needs the layer's input.
+    #: Whether a and b need a gradient; a's gradient needs the layer's input.
     trains_a: bool = False
     trains_b: bool = False
 
@@ -44,7 +44,7 @@ class Activation(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """A gated MLP: gate, up and down; or gate and up fused, and down."""
+    """A gated MLP: gate, up and down; or fused gate and up, and down."""
 
     linears: tuple[Linear, ...]
     act: Activation
@@ -53,18 +53,18 @@ class Mlp(NamedTuple):
 
 
 class NormForm(NamedTuple):
-    """The rounding steps of an RMSNorm."""
+    """A variant of RMSNorm."""
 
     #: Adds 1 to the weight.
-    plus_one: bool
+    plus_one: bool = False
     #: Multiplies by the weight in fp32, before rounding.
-    late: bool
+    rounds_last: bool = False
     #: Multiplies by silu of a second input.
     gated: bool = False
 
 
-# Saving and recomputing as in Unsloth's and torchtune's kernels and in "Reducing Activation Recomputation" (Korthikanti et
-# al., 2022, arXiv 2205.05198).
+# Which tensors are saved and which are recomputed follows Unsloth's and torchtune's kernels and "Reducing Activation
+# Recomputation" (Korthikanti et al., 2022, arXiv 2205.05198).
 class LoraLinear(torch.autograd.Function):
     """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in)."""
 
@@ -72,10 +72,10 @@ class LoraLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
         # autograd returns gradients of arguments only, so a and b are passed again in _adapters
         (cast,) = cast_adapters([linear], x.dtype)
-        out, lora_act = forward_of(_flat(x), linear, cast)
+        out, lora_act = linear_forward(_flat(x), linear, cast)
         ctx.linear, ctx.norm = linear, norm
         ctx.save_for_backward(_saved_input(x, norm, [linear]), lora_act)
-        # no view for autograd: Gemma 3n changes the output in place
+        # no view, because Gemma 3n changes the output in place, which autograd forbids for views that a function returns
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
     @staticmethod
@@ -84,7 +84,7 @@ class LoraLinear(torch.autograd.Function):
         x, lora_act = ctx.saved_tensors
         (cast,) = cast_adapters([ctx.linear], grad.dtype)
         needs_dx = ctx.needs_input_grad[0]
-        dx, da, db = backward_of(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
+        dx, da, db = linear_backward(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
         return None if dx is None else dx.view(*grad.shape[:-1], -1), None, None, da, db
 
 
@@ -95,7 +95,7 @@ class GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
         casts = cast_adapters(mlp.linears, x.dtype)
         outs, lora_acts = _gate_and_up(_flat(x), mlp, casts)
-        out, down_act = forward_of(_product(outs, mlp), mlp.linears[-1], casts[-1])
+        out, down_act = linear_forward(_gated_product(outs, mlp), mlp.linears[-1], casts[-1])
         ctx.mlp, ctx.norm, ctx.shape = mlp, norm, x.shape
         ctx.save_for_backward(_saved_input(x, norm, mlp.linears[:-1]), *outs, *lora_acts, down_act)
         return out
@@ -103,9 +103,9 @@ class GatedMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        count = len(ctx.mlp.linears) - 1
+        n_entries = len(ctx.mlp.linears) - 1
         x, *saved = ctx.saved_tensors
-        outs, lora_acts, down_act = saved[:count], saved[count:-1], saved[-1]
+        outs, lora_acts, down_act = saved[:n_entries], saved[n_entries:-1], saved[-1]
         casts, read_input = cast_adapters(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
         dx, grads = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lora_acts, down_act, read_input, ctx.needs_input_grad[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *grads
@@ -118,13 +118,15 @@ class TiledMlp(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: torch.Tensor | None) -> torch.Tensor:
         casts = cast_adapters(mlp.linears, x.dtype)
 
-        def tile_forward(part: torch.Tensor) -> torch.Tensor:
-            return forward_of(_product(_gate_and_up(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
+        def tile_forward(tile_x: torch.Tensor) -> torch.Tensor:
+            # no name for gate and up, so that they are freed before `down` runs
+            product = _gated_product(_gate_and_up(tile_x, mlp, casts)[0], mlp)
+            return linear_forward(product, mlp.linears[-1], casts[-1])[0]
 
         ctx.mlp, ctx.norm, ctx.shape, ctx.tile = mlp, norm, x.shape, tile
         if norm is None:
-            # after a norm nothing is saved: torch's early stop ends the layer's recomputation before this MLP, so no matrix
-            # product is computed more often than without tiles
+            # after a norm nothing is saved, and recomputation stops early, before this MLP: no matrix product is computed
+            # more often than without tiles
             ctx.save_for_backward(x)
         return in_tiles(tile_forward, tile, _flat(x))
 
@@ -133,21 +135,22 @@ class TiledMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         mlp, needs_dx = ctx.mlp, ctx.needs_input_grad[0]
         x = _input_reader(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
-        casts, flat = cast_adapters(mlp.linears, grad.dtype), _flat(grad)
-        dx, sums = torch.empty_like(x) if needs_dx else None, list[Any]()
+        casts, flat_grad = cast_adapters(mlp.linears, grad.dtype), _flat(grad)
+        dx = torch.empty_like(x) if needs_dx else None
+        adapter_grads: list[Any] = []  # in the adapters' dtype, usually fp32
         for start in range(0, max(1, len(x)), ctx.tile):
-            rows = slice(start, start + ctx.tile)
-            part = x[rows]
-            outs, lora_acts = _gate_and_up(part, mlp, casts)
-            dx_part, grads = _mlp_backward(flat[rows], mlp, casts, outs, lora_acts, None, lambda: part, needs_dx)  # noqa: B023
-            if dx is not None and dx_part is not None:
-                dx[rows] = dx_part
-            for total, grad_part in zip(sums, grads, strict=True) if sums else ():
+            tile = slice(start, start + ctx.tile)
+            tile_x = x[tile]
+            outs, lora_acts = _gate_and_up(tile_x, mlp, casts)
+            tile_dx, tile_grads = _mlp_backward(flat_grad[tile], mlp, casts, outs, lora_acts, None, lambda: tile_x, needs_dx)  # noqa: B023
+            if dx is not None and tile_dx is not None:
+                dx[tile] = tile_dx
+            for total, tile_grad in zip(adapter_grads, tile_grads, strict=False):  # nothing to add to in the first tile
                 if total is not None:
-                    total.add_(grad_part)
-            sums = sums or grads  # in the adapters' dtype, usually fp32
-            del outs, lora_acts, dx_part, grads
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *sums
+                    total.add_(tile_grad)
+            adapter_grads = adapter_grads or tile_grads
+            del outs, lora_acts, tile_dx, tile_grads
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *adapter_grads
 
 
 def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -165,35 +168,29 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
     return out
 
 
-def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
-    outs, lora_acts = zip(*(forward_of(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
-    return outs, lora_acts
+def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[CastAdapter]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    pairs = [linear_forward(x, linear, cast) for linear, cast in zip(mlp.linears[:-1], casts[:-1], strict=True)]
+    return [out for out, _ in pairs], [lora_act for _, lora_act in pairs]
 
 
-def _product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
+def _gated_product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
     gate, up = split_gate_up(outs, mlp.swapped)
     return mlp.act.forward(gate).mul_(up)
 
 
 def _mlp_backward(
-    grad: torch.Tensor,
-    mlp: Mlp,
-    casts: list[Cast],
-    outs: Sequence[torch.Tensor],
-    lora_acts: Sequence[torch.Tensor | None],
-    down_act: torch.Tensor | None,
-    read_input: ReadInput,
-    needs_dx: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    grad: torch.Tensor, mlp: Mlp, casts: list[CastAdapter], outs: Sequence[torch.Tensor],
+    lora_acts: Sequence[torch.Tensor | None], down_act: torch.Tensor | None, read_input: ReadInput, needs_dx: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
     """Return the gradients of x and of each layer's a and b."""
     *entries, down = mlp.linears
     gate, up = split_gate_up(outs, mlp.swapped)
     activated = mlp.act.forward(gate)
-    product = activated * up  # input of `down`; `backward_of` overwrites it with its gradient
+    product = activated * up  # input of `down`; `linear_backward` overwrites it with its gradient
     # `TiledMlp` passes no `down_act`: recompute it
     if down_act is None and casts[-1][0] is not None:
         down_act = scaled_product(product, casts[-1][0].t(), down.scale)
-    _, *down_grads = backward_of(grad, down, casts[-1], down_act, lambda: product, out=product)
+    _, *down_grads = linear_backward(grad, down, casts[-1], down_act, lambda: product, out=product)
     # separate gate and up: reuse `product` and `activated` for the gradients; fused: write both into halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
     d_gate, d_up = split_gate_up(d_outs, mlp.swapped)
@@ -201,7 +198,7 @@ def _mlp_backward(
     mlp.act.backward(product.mul_(up), gate, grad_input=d_gate)
     dx, entry_grads = None, []
     for linear, cast, lora_act, d_out in zip(entries, casts[:-1], lora_acts, d_outs, strict=True):
-        dx, *linear_grads = backward_of(d_out, linear, cast, lora_act, read_input, into=dx, needs_dx=needs_dx)
+        dx, *linear_grads = linear_backward(d_out, linear, cast, lora_act, read_input, add_to=dx, needs_dx=needs_dx)
         entry_grads += linear_grads
     return dx, [*entry_grads, *down_grads]
 
@@ -255,13 +252,14 @@ class GatedRmsNorm(torch.autograd.Function):
 
         def tile_backward(x: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor) -> torch.Tensor:
             # rounded where transformers rounds
-            rstd, wide = _rstd(x, ctx.eps), gate.float()
-            d_normed = torch.mul(grad, F.silu(wide), out=torch.empty_like(x)).mul_(weight)
+            rstd, gate32 = _rstd(x, ctx.eps), gate.float()
+            d_normed = torch.mul(grad, F.silu(gate32), out=torch.empty_like(x)).mul_(weight)
             d_gate = torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight).float().mul_(grad)
-            torch.ops.aten.silu_backward.grad_input(d_gate, wide, grad_input=d_gate)
-            d_gate, wide = d_gate.to(gate.dtype), x.to(torch.float32, copy=True)
-            factor = (d_normed * wide).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
-            torch.sub(d_normed * rstd, wide.mul_(factor), out=dx)  # addcmul rounds once, autograd twice
+            torch.ops.aten.silu_backward.grad_input(d_gate, gate32, grad_input=d_gate)
+            d_gate, x32 = d_gate.to(gate.dtype), x.to(torch.float32, copy=True)
+            del gate32
+            factor = (d_normed * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
+            torch.sub(d_normed * rstd, x32.mul_(factor), out=dx)  # addcmul rounds once, autograd twice
             return d_gate
 
         d_gate = in_tiles(tile_backward, ctx.tile, _flat(x), _flat(gate), _flat(grad), _flat(dx))
@@ -290,6 +288,7 @@ class ShortConvolution(torch.autograd.Function):
         d_padded[:, :, tokens:] = 0.0
         torch.ops.aten.silu_backward.grad_input(grad, padded[:, :, :tokens], grad_input=d_padded[:, :, :tokens])
         x = d_padded.flatten()[: grad.numel()].view(grad.shape)  # only its shape is read; it would be copied if not contiguous
+        # stride, padding, dilation, transposed, output padding, groups
         geometry = [1], [weight.shape[1] - 1], [1], False, [0], len(weight)
         return torch.ops.aten.convolution_backward(d_padded, x, weight[:, None], None, *geometry, [True, False, False])[0], None
 
@@ -300,7 +299,7 @@ def norm_of(x: torch.Tensor) -> Any:
 
 
 def _normalised(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
-    if form.late:
+    if form.rounds_last:
         return torch.mul(x * rstd, _weight32(weight, form), out=torch.empty_like(x))
     return torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight)
 
@@ -317,34 +316,34 @@ def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
             assert x is not None
             return _flat(x)
         if norm.output is None:
-            # gradient checkpointing lets saved tensors be unpacked once: the node holds them for its own backward
-            x_of_norm, rstd, weight = norm.norm_inputs = norm.saved_tensors
-            norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
+            # gradient checkpointing lets saved tensors be unpacked only once: keep them for the norm's backward
+            norm_x, rstd, weight = norm.norm_inputs = norm.saved_tensors
+            norm.output = _normalised(norm_x, rstd, weight, norm.form)
         return _flat(norm.output)
 
     return read_input
 
 
-def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch.Tensor | None:
-    # only the gradient of a reads the input, and a norm's output is recomputed from the norm's own input
-    return x if norm is None and any(reader.trains_a for reader in readers) else None
+def _saved_input(x: torch.Tensor, norm: Any, linears: Sequence[Linear]) -> torch.Tensor | None:
+    # only the gradient of a needs the input, and a norm's output is recomputed from the norm's input
+    return x if norm is None and any(linear.trains_a for linear in linears) else None
 
 
-def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
-    """Return the adapters in the dtype of computation."""
+def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[CastAdapter]:
+    """Return each layer's a and b in the dtype of computation."""
     # backward casts again: saving the casts would cost a layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16
-    masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
-    cast = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
-    pairs = [(copy, master) for copy, master in zip(cast, masters, strict=True) if copy is not master]
+    masters: list[Any] = [master for linear in linears for master in (linear.a, linear.b)]
+    casts = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
+    pairs = [(copy, master) for copy, master in zip(casts, masters, strict=True) if copy is not master]
     if pairs:
         torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])  # one kernel for all adapters
-    return list(zip(cast[::2], cast[1::2], strict=True))
+    return list(zip(casts[::2], casts[1::2], strict=True))  # (a, b) of each layer
 
 
-def forward_of(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
+def linear_forward(x: torch.Tensor, linear: Linear, cast: CastAdapter) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output (tokens, out) for x (tokens, in), and scale * x @ A.T."""
     weight, bias, tables = linear[:3]
-    out = F.linear(x, weight, bias) if tables is None else product_4bit(x, weight, tables, bias)
+    out = F.linear(x, weight, bias) if tables is None else linear_4bit(x, weight, tables, bias)
     a, b = cast
     if a is None or b is None:
         return out, None
@@ -353,33 +352,27 @@ def forward_of(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tenso
     return out.addmm_(lora_act, b.t()), lora_act
 
 
-def backward_of(
-    grad: torch.Tensor,
-    linear: Linear,
-    cast: Cast,
-    lora_act: Any,
-    x: ReadInput,
-    *,
-    into: torch.Tensor | None = None,
-    needs_dx: bool = True,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of x, a and b. `into`: accumulate the gradient of x there; `out`: write the gradient of x there."""
-    (a, b), weight, da, db = cast, linear.weight, None, None
+def linear_backward(
+    grad: torch.Tensor, linear: Linear, cast: CastAdapter, lora_act: Any, read_x: ReadInput, *,
+    add_to: torch.Tensor | None = None, needs_dx: bool = True, out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Return the gradients of x, a and b. The gradient of x is added to `add_to`, or written to `out`."""
+    a, b = cast
+    da = db = None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
-        # cuBLAS writes fp32 products of 16-bit factors: no cast, and a gradient that is not rounded first
-        is_wide = linear.a.dtype != grad.dtype and (grad.is_cuda or is_forecast(grad))
-        wide: dict[str, Any] = {"out_dtype": linear.a.dtype} if is_wide else {}
+        # cuBLAS writes fp32 products of 16-bit factors: no cast, and no rounding of the gradient to 16 bit
+        writes_fp32 = linear.a.dtype != grad.dtype and (grad.is_cuda or is_forecast(grad))
+        options: dict[str, Any] = {"out_dtype": linear.a.dtype} if writes_fp32 else {}
         if linear.trains_a:
-            da = torch.mm(lora_grad.t(), x(), **wide).to(linear.a.dtype)
+            da = torch.mm(lora_grad.t(), read_x(), **options).to(linear.a.dtype)
         if linear.trains_b:
-            db = torch.mm(grad.t(), lora_act, **wide).to(linear.b.dtype)
+            db = torch.mm(grad.t(), lora_act, **options).to(linear.b.dtype)
     if not needs_dx:
         return None, da, db
-    if linear.tables is not None:
-        weight = dequantised(weight, linear.tables, grad.dtype)
-    dx = torch.mm(grad, weight, out=out) if into is None else into.addmm_(grad, weight)
+    tables = linear.tables
+    weight = linear.weight if tables is None else dequantised(linear.weight, tables, grad.dtype)
+    dx = torch.mm(grad, weight, out=out) if add_to is None else add_to.addmm_(grad, weight)
     return dx if a is None else dx.addmm_(lora_grad, a), da, db
 
 

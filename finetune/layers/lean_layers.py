@@ -1,4 +1,4 @@
-"""Lean forwards for modules of a model with adapters, which save about half the bytes for backward."""
+"""Lean forwards for a model with adapters: they save about half the bytes for backward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from finetune.layers import lean_functions as functions
 from finetune.layers.experts import is_packed
 from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
-from finetune.layers.nf4 import NESTED_BLOCK, Tables
+from finetune.layers.nf4 import NESTED_BLOCK, QuantTables
 from finetune.layers.rotary import forward_with, rotary_forward
 
-_ADAPTED = (LoraPlain, Lora4bit)
-_FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True), NormForm(False, False, True))
+_LORA_TYPES = (LoraPlain, Lora4bit)
+_NORM_FORMS = (NormForm(), NormForm(rounds_last=True), NormForm(plus_one=True, rounds_last=True), NormForm(gated=True))
 _GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 _ACTIVATIONS = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
@@ -35,7 +35,7 @@ _ACTIVATIONS = {
 
 
 class GatedParts(NamedTuple):
-    """Names of a gated MLP's layers: gate, up and down; or gate and up fused, and down."""
+    """Names of the layers of a gated MLP, as in `Mlp`."""
 
     linears: tuple[str, ...]
     act: str
@@ -44,19 +44,19 @@ class GatedParts(NamedTuple):
 
 
 def make_lean(layers: list[torch.nn.Module]) -> None:
-    """Set lean forwards on modules of these decoder layers."""
+    """Give modules of these layers lean forwards."""
     undo_lean(layers)
     with unset_fake_temporarily():
         for module in (module for layer in layers for module in layer.modules()):
             if is_packed(module):
-                # `experts.is_lean` reads it
+                # the experts' forward reads it
                 vars(module)["lean"] = {"kind": "layer of 4-bit experts"}
             elif "forward" not in vars(module):  # another patch's forward stays
                 _make_lean(module)
 
 
 def _make_lean(module: torch.nn.Module) -> None:
-    if type(module) in _ADAPTED:
+    if type(module) in _LORA_TYPES:
         if is_adapted(module):
             _set_forward(module, _linear_forward)
     elif form := norm_form(module):
@@ -86,19 +86,19 @@ def undo_lean(layers: list[torch.nn.Module]) -> None:
 def lean_summary(layer: torch.nn.Module) -> str:
     """Summarise a decoder layer's lean and ordinary modules."""
     lean: Counter[str] = Counter()
-    before: Counter[str] = Counter()
-    inside = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
+    ordinary: Counter[str] = Counter()
+    in_lean_mlps = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
     for module in layer.modules():
         name = type(module).__name__
         if kind := _lean(module).get("kind"):
             lean[kind] += 1
-        elif isinstance(module, LoraLayer) and id(module) not in inside:
+        elif isinstance(module, LoraLayer) and id(module) not in in_lean_mlps:
             lean["linear layer"] += bool(_lean(module))
-            before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)
+            ordinary[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)
         elif name.endswith("Norm"):
-            before[name] += 1
+            ordinary[name] += 1
     listed = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in lean.items() if count)
-    others = ", ".join(f"{count} {name}" for name, count in before.items() if count)
+    others = ", ".join(f"{count} {name}" for name, count in ordinary.items() if count)
     return (listed or "nothing") + (f" (as before: {others})" if others else "")
 
 
@@ -119,27 +119,28 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
-    tiled = 0 < tile < x.numel() // x.shape[-1]
+    is_tiled = 0 < tile < x.numel() // x.shape[-1]
+    # `linear_of` returns None without gradients
     linears = tuple(linear for name in parts.linears if (linear := linear_of(getattr(self, name), x)))
-    if args or named or len(linears) < len(parts.linears):  # always without gradients
-        whole = functools.partial(type(self).forward, self)
-        if args or named or torch.is_grad_enabled() or not tiled:
-            return whole(x, *args, **named)
-        return functions.in_tiles(whole, tile, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+    if args or named or len(linears) < len(parts.linears):
+        class_forward = functools.partial(type(self).forward, self)
+        if args or named or torch.is_grad_enabled() or not is_tiled:
+            return class_forward(x, *args, **named)
+        return functions.in_tiles(class_forward, tile, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
     adapters = [tensor for linear in linears for tensor in (linear.a, linear.b)]
     mlp, norm = Mlp(linears, self.lean["act"], parts.swapped), functions.norm_of(x)
-    if tiled:
+    if is_tiled:
         out = functions.TiledMlp.apply(x, mlp, norm, tile, *adapters)
     else:
         out = functions.GatedMlp.apply(x, mlp, norm, *adapters)
-    return out.view(*x.shape[:-1], -1)  # here: a model may change it in place, which torch refuses for a function's own view
+    return out.view(*x.shape[:-1], -1)  # outside the function: torch refuses in-place changes of a view made inside
 
 
 def _norm_forward(self: Any, x: torch.Tensor, *gate: Any, **named: Any) -> torch.Tensor:
     weight, form = self.weight, self.lean["form"]
     # without a graph nothing is saved: the class's own forward is as good
-    ordinary = len(gate) != form.gated or named or weight.requires_grad or not torch.is_grad_enabled()
-    if ordinary or (weight.dtype != x.dtype and not form.late) or any(part.dtype != x.dtype for part in gate):
+    is_ordinary = len(gate) != form.gated or named or weight.requires_grad or not torch.is_grad_enabled()
+    if is_ordinary or (weight.dtype != x.dtype and not form.rounds_last) or any(tensor.dtype != x.dtype for tensor in gate):
         return type(self).forward(self, x, *gate, **named)
     return _normed(form, x, *gate, weight, _eps(self))
 
@@ -153,28 +154,29 @@ def _delta_net_forward(module: torch.nn.Module) -> Any:
     return forward_with(module, "causal_conv1d_fn", _lean_convolution) if is_delta_net else None
 
 
-def _lean_convolution(theirs: Any) -> Any:
-    random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2, 6, 9, generator=random), torch.randn(6, 4, generator=random)
+def _lean_convolution(model_convolution: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, 6, 9, generator=generator), torch.randn(6, 4, generator=generator)
     try:
-        is_same = torch.allclose(functions.ShortConvolution.apply(*inputs), theirs(*inputs, activation="silu"), atol=1e-6)
-    except Exception:  # noqa: BLE001 - causal-conv1d refuses a CPU's tensors, and stays
-        is_same = False
+        expected = model_convolution(*inputs, activation="silu")
+        is_equal = torch.allclose(functions.ShortConvolution.apply(*inputs), expected, atol=1e-6)
+    except Exception:  # noqa: BLE001 - causal-conv1d, which refuses CPU tensors, is not replaced
+        is_equal = False
 
-    def ours(x: torch.Tensor, weight: Any, bias: Any = None, activation: str = "", **named: Any) -> torch.Tensor:
+    def lean_convolution(x: torch.Tensor, weight: Any, bias: Any = None, activation: str = "", **named: Any) -> torch.Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        ordinary = bias is not None or activation != "silu" or named.get("seq_idx") is not None  # of packed rows
-        if ordinary or not x.dtype == weight.dtype == dtype or weight.requires_grad or not torch.is_grad_enabled():
-            return theirs(x, weight, bias, activation=activation, **named)
+        is_ordinary = bias is not None or activation != "silu" or named.get("seq_idx") is not None  # packed examples
+        if is_ordinary or not x.dtype == weight.dtype == dtype or weight.requires_grad or not torch.is_grad_enabled():
+            return model_convolution(x, weight, bias, activation=activation, **named)
         return functions.ShortConvolution.apply(x, weight)
 
-    return ours if is_same else None
+    return lean_convolution if is_equal else None
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Return whether `module` is a 16-bit or 4-bit linear layer with adapters."""
-    return type(module) in _ADAPTED and type(_base(module)) in (torch.nn.Linear, Linear4bit)
+    """Return whether `module` is a 16-bit or 4-bit linear layer with LoRA."""
+    return type(module) in _LORA_TYPES and type(_base(module)) in (torch.nn.Linear, Linear4bit)
 
 
 def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
@@ -183,10 +185,10 @@ def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     autocast = torch.is_autocast_enabled(device)
     if not torch.is_grad_enabled() or (autocast and x.dtype != torch.get_autocast_dtype(device)):
         return None
-    if type(module) not in _ADAPTED:
+    if type(module) not in _LORA_TYPES:
         return _frozen_linear(module, x.dtype)
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if len(names) != 1 or module.disable_adapters or module.merged or not is_plain(module, names[0]):
+    if len(names) != 1 or module.disable_adapters or module.merged or not _is_plain_lora(module, names[0]):
         return None
     a, b = module.lora_A[names[0]], module.lora_B[names[0]]
     base = _frozen_linear(module.base_layer, x.dtype)
@@ -196,11 +198,11 @@ def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     return Linear(*base[:3], a, b, module.scaling[names[0]], a.requires_grad, b.requires_grad)
 
 
-def is_plain(module: Any, name: str) -> bool:
-    """Return whether an adapter is LoRA without active dropout, bias or a variant such as DoRA."""
-    drops = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
-    odd = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
-    return not (drops or odd)
+def _is_plain_lora(module: Any, name: str) -> bool:
+    # variants: DoRA and others
+    has_dropout = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
+    is_variant = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
+    return not (has_dropout or is_variant)
 
 
 def _has_forward_hooks(module: torch.nn.Module) -> bool:
@@ -217,22 +219,22 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     if type(base) is not Linear4bit:
         return None
     state = getattr(weight, "quant_state", None)
-    state = base.quant_state if state is None else state  # FSDP's parameter has lost its state
+    state = base.quant_state if state is None else state  # FSDP replaces the parameter, without its state
     tables = None if state is None or base.compute_dtype not in (None, dtype) else _tables_of(state)
-    # as bitsandbytes does; its layers have an fp32 bias before their first forward, and so always in a forecast
+    # bitsandbytes casts the bias in a layer's first forward: before, and so always in a forecast, it is fp32
     return None if tables is None else Linear(weight, None if bias is None else bias.to(dtype), tables)
 
 
-def _tables_of(state: Any) -> Tables | None:
-    # forms that bitsandbytes' training kernels don't read
+def _tables_of(state: Any) -> QuantTables | None:
+    # layouts that bitsandbytes' training kernels don't read
     if getattr(state, "packing_format_for_cpu", False) or (state.nested and state.state2.blocksize != NESTED_BLOCK):
         return None
     nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
-    return Tables((state.absmax, *nested), (*state.shape, state.blocksize), state.quant_type)
+    return QuantTables((state.absmax, *nested), (*state.shape, state.blocksize), state.quant_type)
 
 
 def norm_form(module: torch.nn.Module) -> NormForm | None:
-    """Return the form of an RMSNorm; None for another module."""
+    """Return the form of an RMSNorm, or None for another module."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     # not `module.weight`, which PEFT computes for an embedding with trained rows
     weight = module._parameters.get("weight")
@@ -242,17 +244,17 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
         return None
     key = (type(module), weight.shape[0], _plain_values(module))
     if key not in _RECOGNISED:
-        _RECOGNISED[key] = next((form for form in _FORMS if _computes_norm(module, form)), None)
+        _RECOGNISED[key] = next((form for form in _NORM_FORMS if _computes_norm(module, form)), None)
     return _RECOGNISED[key]
 
 
 def gated_parts(module: torch.nn.Module) -> GatedParts | None:
-    """Return the parts of a gated MLP; None for another module."""
+    """Return the parts of a gated MLP, or None for another module."""
     children = dict(module.named_children())
     linears = {name: part for name, part in children.items() if type(_base(part)) in (torch.nn.Linear, Linear4bit)}
     others = [name for name in children if name not in linears]
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own or len(linears) not in (2, 3) or len(others) != 1 or not _activation(children[others[0]]):
+    own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own_tensors or len(linears) not in (2, 3) or len(others) != 1 or not _activation(children[others[0]]):
         return None
     bases: dict[str, Any] = {name: _base(part) for name, part in linears.items()}
     shapes = tuple((name, base.in_features, base.out_features) for name, base in bases.items())
@@ -263,14 +265,14 @@ def gated_parts(module: torch.nn.Module) -> GatedParts | None:
     return _RECOGNISED[key]
 
 
-#: Form or parts of a class with these shapes and settings: layers repeat, and a search forecasts the same model many times.
-# Modules are recognised by their parts and results: the class's own forward is tried on small random values. Anything else,
-# and a module in another state (merged, several adapters, another dtype, with hooks), keeps its forward.
+# A module is recognised by its parts and results: the class's forward is tried on small random values. Any other module, and
+# a module in another state (merged, several adapters, another dtype, with hooks), keeps its forward.
+#: Result by class, shapes and settings, because layers repeat, and a search forecasts the same model many times.
 _RECOGNISED: dict[Any, Any] = {}
 
 
 def _base(module: torch.nn.Module) -> torch.nn.Module:
-    return module.base_layer if type(module) in _ADAPTED else module  # type: ignore[return-value]
+    return module.base_layer if type(module) in _LORA_TYPES else module  # type: ignore[return-value]
 
 
 def _eps(module: Any) -> Any:
@@ -286,9 +288,9 @@ def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
 def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
     for names in itertools.permutations(bases):
         *entries, down = (bases[name] for name in names)
-        hidden, inner = down.out_features, down.in_features
-        fits = all((entry.in_features, entry.out_features) == (hidden, inner * (3 - len(entries))) for entry in entries)
-        if fits:
+        # gate and up have the width of down's input, and fused twice that width
+        width = down.in_features * (3 - len(entries))
+        if all((entry.in_features, entry.out_features) == (down.out_features, width) for entry in entries):
             yield GatedParts(names, act, False)
             if len(entries) == 1:
                 yield GatedParts(names, act, True)
@@ -306,21 +308,21 @@ class _StandIn:
 
 
 def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor, *more: Any) -> torch.Tensor | None:
-    """Return the class's output with other parts; None when it needs other inputs."""
+    """Return the output of the class's forward with other parts, or None if it fails."""
     try:
         with torch.no_grad():
             out = type(module).forward(_StandIn(module, **parts), x, *more)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - any code may be in there; it is not one of these layers then
+    except Exception:  # noqa: BLE001 - arbitrary model code, which may need other inputs or parts
         return None
     return out if isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape else None
 
 
 def _computes_norm(module: Any, form: NormForm) -> bool:
-    random = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     size = module.weight.shape[0]
-    x, weight = torch.randn(1 + form.gated, 4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
-    x[0, 2:] *= _eps(module) ** 0.5  # so small that eps counts
-    # fp32 must agree up to rounding; in bf16 at most 1 % of the values may round otherwise
+    x, weight = torch.randn(1 + form.gated, 4, size, generator=generator), 1 + 0.3 * torch.randn(size, generator=generator)
+    x[0, 2:] *= _eps(module) ** 0.5  # so small that eps matters
+    # fp32 must agree up to rounding; in bf16 at most 1 % of the values may be rounded differently
     for dtype in (torch.float32, torch.bfloat16):
         inputs, scale = x.to(dtype), weight.to(dtype)
         theirs = _class_forward(module, {"weight": scale}, *inputs)
@@ -337,18 +339,18 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
     required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
     if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
         return False
-    random = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
-    def layer(columns: int, rows: int) -> Any:
-        weight = torch.randn(rows, columns, generator=random, dtype=torch.float64)
+    def linear(in_features: int, out_features: int) -> Any:
         # float64, so that only another formula can exceed the tolerance
+        weight = torch.randn(out_features, in_features, generator=generator, dtype=torch.float64)
         return functools.partial(F.linear, weight=weight)
 
     *entries, down = parts.linears
-    layers = {name: layer(6, 10 * (3 - len(entries))) for name in entries} | {down: layer(10, 6)}
-    # at 30 a clipped activation differs
-    for size in (0.1, 30.0):
-        x = size * torch.randn(2, 3, 6, generator=random, dtype=torch.float64)
+    layers = {name: linear(6, 10 * (3 - len(entries))) for name in entries} | {down: linear(10, 6)}
+    # a clipped activation differs at 30
+    for scale in (0.1, 30.0):
+        x = scale * torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
         gate, up = functions.split_gate_up([layers[name](x) for name in entries], parts.swapped)
         theirs = _class_forward(module, {**layers, parts.act: act}, x)
         if theirs is None or not _equal(layers[down](act(gate) * up), theirs):

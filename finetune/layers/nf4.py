@@ -11,112 +11,118 @@ import bitsandbytes  # registers its operators
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-#: Scales in a block of nested scales, as bitsandbytes makes them.
+#: Values of absmax that share a nested scale in bitsandbytes.
 NESTED_BLOCK = 256
-#: Most tokens for which bitsandbytes has a kernel that multiplies with large 4-bit weights
+#: bitsandbytes multiplies at most this many tokens with a large 4-bit weight without dequantising the whole weight
 #: (bitsandbytes/backends/cuda/ops.py, _gemm_4bit_use_custom_cuda).
 _FEW_TOKENS = 512
-_OPERATORS, _OWN = torch.ops.bitsandbytes, torch.ops.finetune
+_BITSANDBYTES_OPS, _FINETUNE_OPS = torch.ops.bitsandbytes, torch.ops.finetune
 _LIBRARY = torch.library.Library("finetune", "FRAGMENT")
-_WEIGHT = "Tensor weight, Tensor absmax, Tensor? scales, Tensor? code, Tensor? offset, int[] shape, str kind"
+#: Arguments of an operator for `QuantTables`, after absmax.
+MORE_TABLES = "Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, int[] shape_and_block, str quant_type"
+_WEIGHT = f"Tensor weight, Tensor absmax, {MORE_TABLES}"
 _LIBRARY.define(f"dequantise_4bit({_WEIGHT}, ScalarType dtype) -> Tensor")
-_LIBRARY.define(f"product_of_few({_WEIGHT}, Tensor x, Tensor? bias) -> Tensor")
+_LIBRARY.define(f"few_token_linear({_WEIGHT}, Tensor x, Tensor? bias) -> Tensor")
 
 
-class Tables(NamedTuple):
-    """Scales of a 4-bit weight."""
+class QuantTables(NamedTuple):
+    """Quantisation tables of a 4-bit weight."""
 
-    #: absmax; with nested scales their 8-bit codes, and the absmax, code book and offset of these codes.
+    #: fp32 absmax; or with double quantisation: 8-bit absmax, nested absmax, nested code book and offset.
     tensors: tuple[torch.Tensor, ...]
-    #: out, in, and weights in a block.
-    shape: tuple[int, ...]
+    #: out, in, weights per block.
+    shape_and_block: tuple[int, ...]
     #: nf4 or fp4.
-    kind: str
+    quant_type: str
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the tables as arguments of an operator."""
+        return *self.tensors, *[None] * (4 - len(self.tensors)), self.shape_and_block, self.quant_type
 
 
-def product_4bit(x: torch.Tensor, weight: torch.Tensor, tables: Tables, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_4bit(x: torch.Tensor, weight: torch.Tensor, tables: QuantTables, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x @ W.T + bias for x (tokens, in) and a 4-bit W."""
     if x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantised(weight, tables, x.dtype), bias)
-    return _OWN.product_of_few(*_arguments(weight, tables), x, bias)
+    return _FINETUNE_OPS.few_token_linear(weight, *tables.arguments(), x, bias)
 
 
-def dequantised(weight: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
+def dequantised(weight: torch.Tensor, tables: QuantTables, dtype: torch.dtype) -> torch.Tensor:
     """Return a 4-bit weight (out, in) in `dtype`."""
-    first = tables.tensors[0]
-    # not a forecast's tensor; an operator costs the host as much as the kernel does
-    body: Callable[..., torch.Tensor] = _by_triton if type(first) is torch.Tensor and first.is_cuda else _OWN.dequantise_4bit
-    return body(*_arguments(weight, tables), dtype)
+    absmax = tables.tensors[0]
+    # a plain tensor, not a forecast's: without the operator, whose dispatch takes the host as long as the kernel's launch
+    is_on_gpu = type(absmax) is torch.Tensor and absmax.is_cuda
+    function: Callable[..., torch.Tensor] = _by_triton if is_on_gpu else _FINETUNE_OPS.dequantise_4bit
+    return function(weight, *tables.arguments(), dtype)
 
 
-def _arguments(weight: torch.Tensor, tables: Tables) -> tuple[Any, ...]:
-    tensors, shape, kind = tables
-    return weight, *tensors, *[None] * (4 - len(tensors)), shape, kind
-
-
-def _product_of_few(
-    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
-    x: torch.Tensor, bias: torch.Tensor | None,
+def _few_token_linear(
+    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
+    shape_and_block: Sequence[int], quant_type: str, x: torch.Tensor, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    *matrix, block = shape
-    nested = {} if scales is None else {"absmax_8bit": absmax, "absmax_code": code, "absmax_offset": offset}
-    first = absmax if scales is None else scales
-    return _OPERATORS.gemm_4bit(x, weight, matrix, first, block, kind, bias, **nested)
+    *shape, block = shape_and_block
+    if nested_absmax is None:
+        return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, absmax, block, quant_type, bias)
+    nested = {"absmax_8bit": absmax, "absmax_code": nested_code, "absmax_offset": offset}
+    return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, nested_absmax, block, quant_type, bias, **nested)
 
 
-def product_of_many(*arguments: Any) -> torch.Tensor:
-    """Return the result of `product_of_few` by dequantising the whole weight."""
+def dequantising_linear(*arguments: Any) -> torch.Tensor:
+    """Return the result of `few_token_linear` by dequantising the whole weight."""
     # for forecasts: an upper bound, and examples of all lengths allocate alike
     *weight, x, bias = arguments
-    return F.linear(x, _OWN.dequantise_4bit(*weight, x.dtype), bias)
+    return F.linear(x, _FINETUNE_OPS.dequantise_4bit(*weight, x.dtype), bias)
 
 
 def _by_bitsandbytes(
-    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
-    dtype: torch.dtype,
+    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
+    shape_and_block: Sequence[int], quant_type: str, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    *matrix, block = shape
-    if scales is not None:
-        absmax = _OPERATORS.dequantize_blockwise(absmax, scales, code, NESTED_BLOCK, torch.float32).add_(offset)
-    return _OPERATORS.dequantize_4bit(weight.view(-1, 1), absmax, block, kind, matrix, dtype)
+    *shape, block = shape_and_block
+    if nested_absmax is not None:
+        unnest = _BITSANDBYTES_OPS.dequantize_blockwise
+        absmax = unnest(absmax, nested_absmax, nested_code, NESTED_BLOCK, torch.float32).add_(offset)
+    return _BITSANDBYTES_OPS.dequantize_4bit(weight.view(-1, 1), absmax, block, quant_type, shape, dtype)
 
 
 def _by_triton(
-    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
-    dtype: torch.dtype,
+    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
+    shape_and_block: Sequence[int], quant_type: str, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     kernel = _kernel()
-    if kernel is None or kind != "nf4" or weight.dtype != torch.uint8:
-        return _by_bitsandbytes(weight, absmax, scales, code, offset, shape, kind, dtype)
-    out = absmax.new_empty(shape[:2], dtype=dtype)
-    kernel(weight, absmax, () if scales is None else (scales, code, offset), _levels(absmax.device), out, shape[2])
+    if kernel is None or quant_type != "nf4" or weight.dtype != torch.uint8:
+        return _by_bitsandbytes(weight, absmax, nested_absmax, nested_code, offset, shape_and_block, quant_type, dtype)
+    *shape, block = shape_and_block
+    out = absmax.new_empty(shape, dtype=dtype)
+    nested = () if nested_absmax is None else (nested_absmax, nested_code, offset)
+    kernel(weight, absmax, nested, _nf4_values(absmax.device), out, block)
     return out
 
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    """Return the Triton kernel; None where Triton is missing or can't compile."""
     try:
         kernel = importlib.import_module("finetune.layers.nf4_kernel").dequantise
         device = torch.device("cuda")
-        weight, absmax = (torch.zeros(32, dtype=kind, device=device) for kind in (torch.uint8, torch.float32))
-        kernel(weight, absmax, (), _levels(device), torch.empty(64, dtype=torch.bfloat16, device=device), 64)
+        weight, absmax = (torch.zeros(32, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
+        kernel(weight, absmax, (), _nf4_values(device), torch.empty(64, dtype=torch.bfloat16, device=device), 64)
     except Exception:  # noqa: BLE001 - Triton, the compiler and the driver each have errors of their own
         return None
     return kernel
 
 
 @functools.cache
-def _levels(device: torch.device) -> torch.Tensor:
+def _nf4_values(device: torch.device) -> torch.Tensor:
     return bitsandbytes.functional.get_4bit_type("nf4", device=device)
 
 
 _LIBRARY.impl("dequantise_4bit", _by_bitsandbytes, "CPU")
 _LIBRARY.impl("dequantise_4bit", _by_triton, "CUDA")
-_LIBRARY.impl("product_of_few", _product_of_few, "CompositeExplicitAutograd")
+_LIBRARY.impl("few_token_linear", _few_token_linear, "CompositeExplicitAutograd")
+# of the arguments after the tables: shape_and_block, quant_type, dtype; and shape_and_block, quant_type, x, bias
 torch.library.register_fake(
-    "finetune::dequantise_4bit", lambda weight, *more: weight.new_empty(more[-3][:2], dtype=more[-1]), lib=_LIBRARY
+    "finetune::dequantise_4bit", lambda weight, *args: weight.new_empty(args[-3][:2], dtype=args[-1]), lib=_LIBRARY
 )
 torch.library.register_fake(
-    "finetune::product_of_few", lambda *inputs: inputs[-2].new_empty(inputs[-2].shape[0], inputs[-4][0]), lib=_LIBRARY
+    "finetune::few_token_linear", lambda *args: args[-2].new_empty(args[-2].shape[0], args[-4][0]), lib=_LIBRARY
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from finetune.layers.adapted_linear import BODIES
-from finetune.layers.nf4 import product_of_many
+from finetune.layers.nf4 import dequantising_linear
 from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
@@ -49,7 +49,7 @@ def rules_for(capability: Capability | None) -> dict[Any, Rule]:
         # More than 512 tokens dequantise the whole weight; for fewer this is an upper bound
         # (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl).
         "bitsandbytes.gemm_4bit": functools.partial(_own, _gemm_4bit_default_impl),
-        "finetune.product_of_few": functools.partial(_own, product_of_many),
+        "finetune.few_token_linear": functools.partial(_own, dequantising_linear),
     }
     by_operator = {functools.reduce(getattr, name.split("."), torch.ops).default: rule for name, rule in rules.items()}
     return {**cpu_rules, **by_operator}
