@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.errors import RecipeError
-from finetune.layers.offload import offload_in_order
+from finetune.layers.offload import InOrder, Offload
 from finetune.layers.saved_activations import SavedActivations
 
 
@@ -32,16 +32,11 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules beside the stack of decoder layers."""
+    """Return the modules beside the stack of decoder layers, such as the final norm."""
     layers = set(decoder_layers(model))
     stacks = {module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and layers & set(module)}
     parents = [module for module in model.modules() if stacks & set(module.children())]
     return [module for parent in parents for module in parent.children() if module not in stacks]
-
-
-def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers with gradient checkpointing."""
-    return [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
 
 
 def require_gradient(hidden: torch.Tensor) -> None:
@@ -51,14 +46,14 @@ def require_gradient(hidden: torch.Tensor) -> None:
         hidden.requires_grad_()
 
 
-def turn_off_checkpointing(model: torch.nn.Module) -> None:
+def undo_checkpointing(model: torch.nn.Module) -> None:
     """Turn gradient checkpointing off."""
     base = base_of(model)
     base.activation_checkpointing_disable()
     base.disable_input_require_grads()
 
 
-def recompute(
+def checkpoint_layers(
     model: torch.nn.Module, *, every_n_layers: int = 1, selective: bool = False, offload: bool = False, reentrant: bool = False
 ) -> None:
     """Turn gradient checkpointing on for every n-th decoder layer."""
@@ -73,9 +68,8 @@ def recompute(
         base.activation_checkpointing_enable(arguments, every_n_layers)
     except ValueError as error:  # the few model types without gradient checkpointing
         raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
-    # moves the saved layer inputs to CPU
+    # keeps the saved layer inputs in host memory; transformers' own `offload` pins memory even without a CUDA device
     if offload:
-        # transformers' own `offload` pins memory even without a CUDA device
         checkpoint = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
         for module in base.modules():
             wrap_checkpoint(module, lambda _: checkpoint)
@@ -84,12 +78,13 @@ def recompute(
 def keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
     """Return the policy of selective checkpointing: save outputs of attention kernels."""
     name = operation.name()
-    is_attention = "attention" in name or "attn" in name  # aten's kernels, torch's varlen operator, flash-attn's own
+    is_attention = "attention" in name or "attn" in name  # operators of aten, torch's varlen and flash-attn
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
-    # Inside the layer the checkpoint's own hooks are active: the outer hooks see only the layer's inputs.
+    # these hooks see only the layer's inputs: inside the layer the checkpoint's own hooks are active
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-    with SavedActivations(offload=offload_in_order(pinned=on_cuda)):
+    # copied on the compute stream: a layer's few inputs take little time
+    with SavedActivations(offload=Offload(InOrder(), pinned=on_cuda, window=0)):
         return checkpoint(function, *inputs, **arguments)

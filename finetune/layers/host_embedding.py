@@ -12,7 +12,7 @@ from finetune.layers import host_memory
 from finetune.layers.checkpointing import base_of
 
 
-def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
+def offloadable_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
     """Return the input embedding if its table is frozen and not shared with the output layer, else None."""
     base = base_of(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -21,18 +21,18 @@ def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
     return None if head is not None and head.weight is embedding.weight else embedding
 
 
-def offload_table(model: torch.nn.Module) -> None:
-    """Move the table to host memory for good. Raises RecipeError for a trained or shared table."""
+def offload_embedding(model: torch.nn.Module) -> None:
+    """Move the input embedding's table to host memory for good. Raises RecipeError if it is trained or shared."""
     embedding: Any = base_of(model).get_input_embeddings()
     if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):
-        return  # it is in host memory already
-    embedding = input_table(model)
+        return  # already in host memory
+    embedding = offloadable_embedding(model)
     if embedding is None:
         raise RecipeError(
             "offload_embeddings: this model's input embedding is trained, or shared with the output layer",
             "Set offload_embeddings=false.",
         )
-    # no parameter from here on: it stays where it is when the model is moved, and has no part in checkpoints
+    # no longer a parameter, so that the table stays in host memory when the model is moved, and out of checkpoints
     weight = embedding._parameters.pop("weight").detach()
     table = host_memory.host_empty(weight, pinned=False)
     table.copy_(weight)

@@ -12,7 +12,7 @@ import torch
 
 from finetune.layers.host_memory import host_empty
 
-#: Bytes in flight, in units of the largest tensor moved so far: one being copied and one being computed.
+#: Most bytes in flight, in multiples of the largest tensor so far: one tensor is copied while the next is computed.
 WINDOW = 2
 
 
@@ -20,16 +20,16 @@ class InOrder:
     """Copies in order with the computation: on its stream, or directly on a CPU and in a forecast."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        """Copy after the computation issued so far, or issued before the mark `after`; return a handle for `wait`."""
+        """Copy after the computation issued so far, or before the mark `after`. Return a handle for `wait`."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
         """Return the current point in the computation."""
 
-    def wait(self, copied: Any) -> None:
+    def wait(self, handle: Any) -> None:
         """Make later computation wait for a copy."""
 
-    def finish(self, copied: Any) -> None:
+    def finish(self, handle: Any) -> None:
         """Block the host until a copy ends."""
 
 
@@ -40,7 +40,7 @@ class SideStream(InOrder):
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        # the wait covers both the source's values and the target's memory, which earlier kernels may still use
+        # earlier kernels may still write the source, and still read what the target's memory held before
         if after is None:
             self._stream.wait_stream(self._cuda.current_stream(self._device))
         else:
@@ -49,29 +49,30 @@ class SideStream(InOrder):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    def wait(self, copied: Any) -> None:
-        self._cuda.current_stream(self._device).wait_event(copied)
+    def wait(self, handle: Any) -> None:
+        self._cuda.current_stream(self._device).wait_event(handle)
 
     def mark(self) -> Any:
         return self._cuda.current_stream(self._device).record_event()
 
-    def finish(self, copied: Any) -> None:
-        copied.synchronize()
+    def finish(self, handle: Any) -> None:
+        handle.synchronize()
 
 
-#: Device -> the process's copy stream.
+#: One copy stream per device.
 _side_stream = functools.cache(SideStream)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedTensor:
-    """A tensor in host memory, and on its device again from its first use in backward."""
+    """A tensor in host memory, and back on its device from its first use in backward."""
 
     host: torch.Tensor | None
     device: torch.device
     bytes: int
     on_device: torch.Tensor | None = None
-    copied: Any = None
+    #: Handle of the copy to the device.
+    copy_back: Any = None
 
 
 def offload_beside(device: torch.device) -> Offload:
@@ -81,26 +82,20 @@ def offload_beside(device: torch.device) -> Offload:
     return Offload(_side_stream(device) if on_cuda else InOrder(), pinned=on_cuda)
 
 
-def offload_in_order(*, pinned: bool) -> Offload:
-    """Return an offload on the compute stream, with nothing in flight."""
-    # for a few tensors, whose copies take little time
-    return Offload(InOrder(), pinned=pinned, window=0)
-
-
 # Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the GPU until the computation has
 # waited for its copy. Backward: while one tensor is in use, the next ones are prefetched. `WINDOW` limits how far the copies
 # may fall behind and run ahead. All device memory is allocated on the compute stream: one pool, in order.
 class Offload:
     """Tensors of one micro-batch in host memory."""
 
+    # window 0 keeps no copy in flight
     def __init__(self, copies: InOrder, *, pinned: bool, window: int = WINDOW) -> None:
-        # pinned memory is reused: torch's caching host allocator reuses a freed block once the events of its copies
-        # have passed (aten/src/ATen/core/CachingHostAllocator.h)
-        # window 0 keeps no copy in flight
+        # no pool of pinned memory here: torch's caching host allocator reuses a freed block once the block's copies have ended
+        # (aten/src/ATen/core/CachingHostAllocator.h)
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()
-        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, ordered by last use; backward starts at the end
+        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, in order of last use; backward begins at the end
         self._prefetching: dict[int, OffloadedTensor] = {}
 
     def move(self, tensor: torch.Tensor) -> OffloadedTensor:
@@ -112,9 +107,9 @@ class Offload:
         self._free_copied(self._window * self._largest)
         return moved
 
-    def note_use(self, parts: tuple[OffloadedTensor, ...]) -> None:
-        # backward needs the last used first
-        for moved in parts:
+    def note_use(self, tensors: tuple[OffloadedTensor, ...]) -> None:
+        # backward needs the tensors that were saved last first
+        for moved in tensors:
             self._offloaded.pop(id(moved), None)
             self._offloaded[id(moved)] = weakref.ref(moved)
 
@@ -125,40 +120,40 @@ class Offload:
             self._fetch(moved)
         if id(moved) in self._prefetching:
             self._wait_for(moved)
-        self._fetch_next()
+        self._prefetch()
         assert moved.on_device is not None
         return moved.on_device
 
     def close(self) -> None:
         self._free_copied(0)
-        # so that no copy writes to memory that is freed after this
+        # no copy may write to memory that is freed after this
         for moved in list(self._prefetching.values()):
             self._wait_for(moved)
         self._offloaded.clear()
 
-    def _free_copied(self, most_bytes: int) -> None:
-        while self._departing and sum(tensor.nbytes for tensor, _ in self._departing) > most_bytes:
-            _, copied = self._departing[0]
-            self._copies.wait(copied)
+    def _free_copied(self, max_in_flight_bytes: int) -> None:
+        while self._departing and sum(tensor.nbytes for tensor, _ in self._departing) > max_in_flight_bytes:
+            _, handle = self._departing[0]
+            self._copies.wait(handle)
             self._departing.popleft()
 
     def _fetch(self, moved: OffloadedTensor) -> None:
         assert moved.host is not None
         self._offloaded.pop(id(moved), None)
         moved.on_device = torch.empty(moved.host.shape, dtype=moved.host.dtype, device=moved.device)
-        moved.copied = self._copies.copy(moved.on_device, moved.host)
+        moved.copy_back = self._copies.copy(moved.on_device, moved.host)
         self._prefetching[id(moved)] = moved
 
     def _wait_for(self, moved: OffloadedTensor) -> None:
-        self._copies.wait(moved.copied)
+        self._copies.wait(moved.copy_back)
         moved.host = None
         del self._prefetching[id(moved)]
 
-    def _fetch_next(self) -> None:
+    def _prefetch(self) -> None:
         while self._offloaded:
             key = next(reversed(self._offloaded))
             moved = self._offloaded[key]()
-            if moved is None:  # its backward has run, or never will
+            if moved is None:  # freed: backward has used it, or the graph is gone
                 del self._offloaded[key]
             elif sum(tensor.bytes for tensor in self._prefetching.values()) + moved.bytes <= self._window * self._largest:
                 self._fetch(moved)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from finetune.layers.offload import Offload, OffloadedTensor
 
-#: Smaller tensors are not moved: a copy would cost more than it frees.
+#: Smaller tensors stay as they are: a copy would cost more than it frees.
 _MIN_BYTES = 4096
-#: Values per fp32 scale: 1.03 bytes a value in all. GACT (Liu et al., 2022, arXiv 2206.11357) has blocks of int8, too: half the
-#: bytes of 16 bit, and slightly inexact gradients. Here rounding is to nearest, so that steps are reproducible to the bit.
+#: int8 values per fp32 scale: 1.03 bytes a value, about half of 16 bit, for slightly inexact gradients, as in GACT (Liu et al.,
+#: 2022, arXiv 2206.11357). But rounding is to nearest, not stochastic, so that steps are reproducible to the bit.
 BLOCK = 128
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -25,24 +24,24 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Int8Blocks:
-    """Flat values as int8 codes with a scale per block."""
+    """A flat tensor as int8 codes with a scale per block."""
 
     #: (blocks, BLOCK).
     codes: torch.Tensor
     #: fp32 (blocks,).
     scales: torch.Tensor
-    #: Values without the zeros at the end of the last block.
+    #: Number of values, without the padding of the last block.
     count: int
     dtype: torch.dtype
 
 
 def quantise(values: torch.Tensor) -> Int8Blocks:
-    """Return flat values as int8; each error is at most 1/254 of the block's largest magnitude."""
+    """Return flat values as int8. Errors are at most 1/254 of the largest magnitude in a block."""
     count = values.numel()
     if count % BLOCK:
         values = torch.nn.functional.pad(values, (0, -count % BLOCK))
     blocks = values.view(-1, BLOCK)
-    # An infinite block maximum would turn the finite values into NaN; clamped, they become 0 and infinities the largest float.
+    # without the clamp, one infinity would turn its block into NaN; with it, infinities become the largest float, the rest 0
     largest = torch.linalg.vector_norm(blocks, ord=float("inf"), dim=1).float().clamp_(_SMALLEST, _LARGEST)
     codes = (blocks * (127.0 / largest).unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
     return Int8Blocks(codes, largest / 127.0, count, values.dtype)
@@ -55,8 +54,8 @@ def dequantise(blocks: Int8Blocks) -> torch.Tensor:
 
 def is_compressible(tensor: torch.Tensor) -> bool:
     """Return whether quantising `tensor` causes only small errors in the gradients."""
-    # tensors without a gradient (masks, rotary embeddings, attention's log-sum-exp) and per-token statistics stay exact: an
-    # error there would scale whole rows
+    # Tensors without a gradient (masks, rotary embeddings, attention's log-sum-exp) and per-token statistics stay exact: an
+    # error would scale all values of a token. Statistics are narrow, or fp32 with at most two dimensions.
     if not (tensor.is_floating_point() and tensor.requires_grad and tensor.numel() >= 4096):
         return False
     return tensor.shape[-1] >= 32 and (tensor.dtype != torch.float32 or tensor.dim() > 2)
@@ -66,9 +65,9 @@ def is_compressible(tensor: torch.Tensor) -> bool:
 class _Stored:
     """The stored form of a storage, or of one view, until backward."""
 
-    #: Returns the values, flat.
+    #: Returns the flat values.
     restore: Callable[[], torch.Tensor]
-    #: Parts in host memory.
+    #: The tensors in host memory.
     moved: tuple[OffloadedTensor, ...] = ()
 
 
@@ -103,25 +102,27 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         if not (compress or self._offload is not None) or not _is_activation(tensor):
             return tensor
         with torch.no_grad():
-            return self._handle(tensor.detach(), compress)
+            return self._handle_for(tensor.detach(), compress)
 
-    def _handle(self, tensor: torch.Tensor, compress: bool) -> _Handle:
+    def _handle_for(self, tensor: torch.Tensor, compress: bool) -> _Handle:
         storage = tensor.untyped_storage()
         # Views of a whole storage differ only in shape and share one copy. Any other view gets a separate copy.
-        whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_dense(tensor)
-        view = () if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        is_whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_non_overlapping_and_dense(tensor)
+        view = () if is_whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         reference = StorageWeakRef(storage)
         key = (reference.cdata, tensor.dtype, tensor._version, compress, *view)
         entry = self._stored.get(key)
-        stored = entry[1]() if entry is not None else None  # the weak reference keeps the address from being reused
+        stored = entry[1]() if entry is not None else None  # entry[0] keeps the storage's address from being reused
         if stored is None:
-            flat = tensor.as_strided((tensor.numel(),), (1,), 0) if whole else tensor.reshape(-1)
+            flat = tensor.as_strided((tensor.numel(),), (1,), 0) if is_whole else tensor.reshape(-1)
             stored = self._store(flat, compress)
             self._stored[key] = (reference, weakref.ref(stored))
         if self._offload is not None:
             self._offload.note_use(stored.moved)
-        strides = (*itertools.accumulate(tensor.shape[:0:-1], operator.mul, initial=1),)[::-1]
-        return _Handle(stored, tensor.shape, tensor.stride() if whole else strides)
+        if is_whole:
+            return _Handle(stored, tensor.shape, tensor.stride())
+        contiguous_strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+        return _Handle(stored, tensor.shape, contiguous_strides)
 
     def _store(self, flat: torch.Tensor, compress: bool) -> _Stored:
         offload = self._offload
@@ -143,17 +144,17 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is large and no parameter, view of one, or cast of one."""
+    """Return whether `tensor` is large and not a parameter, its view or its cast."""
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _MIN_BYTES:
         return False
-    root = tensor if tensor._base is None else tensor._base
-    sources = root.grad_fn.next_functions if root.grad_fn is not None else ()
-    # autocast keeps casts of parameters anyway
-    made_from = getattr(sources[0][0], "variable", None) if len(sources) == 1 else None
-    return not isinstance(root, torch.nn.Parameter) and not isinstance(made_from, torch.nn.Parameter)
+    base = tensor if tensor._base is None else tensor._base
+    inputs = base.grad_fn.next_functions if base.grad_fn is not None else ()
+    # autocast caches casts of parameters, so storing them elsewhere would free nothing
+    only_input = getattr(inputs[0][0], "variable", None) if len(inputs) == 1 else None
+    return not isinstance(base, torch.nn.Parameter) and not isinstance(only_input, torch.nn.Parameter)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

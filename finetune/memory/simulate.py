@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from finetune.compat.transformers import auxiliary_loss, keys_repeated, trainers_optimizer
 from finetune.compat.trl import narrow_tiles
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.host_embedding import offload_table
+from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import lean_summary
 from finetune.layers.loss import add_loss
@@ -69,7 +69,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             rounded = [torch.bfloat16] if requested_formats(settings) else []
             cast_adapters_in_turn(model, tracker, [*rounded, getattr(torch, settings.adapter_dtype)])
             if settings.offload_embeddings is True:
-                offload_table(model)
+                offload_embedding(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
             with step_errors(config, settings):

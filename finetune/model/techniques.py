@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from finetune.layers.adapted_linear import undo_operators, use_operators
-from finetune.layers.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
+from finetune.layers.checkpointing import checkpoint_layers, decoder_layers, outside_layers, undo_checkpointing
 from finetune.layers.compiled import compile_layers, undo_compiling
-from finetune.layers.host_embedding import offload_table
+from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.host_memory import is_forecast
 from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
@@ -20,23 +20,27 @@ from finetune.model.cpu_adamw import CpuAdamW
 from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3
 
-#: This project's optimizers, by their names in a recipe; all others are transformers' names.
-_OWN = {"adamw_cpu_offload": CpuAdamW}
+#: This project's optimizers by name in a recipe; all other names are transformers'.
+_OPTIMIZERS = {"adamw_cpu_offload": CpuAdamW}
 
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, compilation and an offloaded embedding; callable again with other settings."""
-    undo_compiling(decoder_layers(model))
-    undo_operators(decoder_layers(model))
-    (make_lean if settings.lean_layers is True else undo_lean)([*decoder_layers(model), *outside_layers(model)])
+    layers = decoder_layers(model)
+    undo_compiling(layers)
+    undo_operators(layers)
+    modules = [*layers, *outside_layers(model)]
+    undo_lean(modules)
+    if settings.lean_layers is True:
+        make_lean(modules)
     # an embedding in host memory stays there; a forecast moves it once it is loaded
-    if settings.offload_embeddings is True and not _is_forecasts(model):
-        offload_table(model)
+    if settings.offload_embeddings is True and not _is_in_forecast(model):
+        offload_embedding(model)
     checkpointing = settings.activation_checkpointing
     if checkpointing is False:
-        turn_off_checkpointing(model)
+        undo_checkpointing(model)
     else:
-        recompute(
+        checkpoint_layers(
             model,
             every_n_layers=settings.activation_checkpointing_every_n_layers,
             selective=checkpointing == "selective",
@@ -46,41 +50,41 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     if (offloading := offloading_of(model)) is not None:
         offloading.wrap_checkpoints()
     if settings.lean_layers is True:
-        tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
+        tile_mlps([layer for layer in layers if layer.gradient_checkpointing], settings.mlp_tile_tokens)
     if settings.torch_compile:
-        use_operators(decoder_layers(model))
-        if not _is_forecasts(model):
+        use_operators(layers)
+        if not _is_in_forecast(model):
             # a forecast splits layers itself, as the compiler would
-            compile_layers(decoder_layers(model))
+            compile_layers(layers)
 
 
-def _is_forecasts(model: torch.nn.Module) -> bool:
+def _is_in_forecast(model: torch.nn.Module) -> bool:
     return any(is_forecast(parameter) for parameter in model.parameters())
 
 
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of forward and backward of a micro-batch: hooks on saved activations, or none."""
+    """Return the context for forward and backward of a micro-batch: hooks on saved activations, or none."""
     # compiled layers offload their inputs by hooks around the whole step: hooks inside would break a layer's graph
     offloads_layer_inputs = settings.torch_compile and settings.activation_checkpointing == "offload"
-    offload = settings.activation_offloading or offloads_layer_inputs
-    if not (offload or settings.int8_activations):
+    offloads = settings.activation_offloading or offloads_layer_inputs
+    offload = offload_beside(torch.device(device)) if offloads else None
+    if offload is None and not settings.int8_activations:
         return contextlib.nullcontext()
-    beside = offload_beside(torch.device(device)) if offload else None
-    return SavedActivations(offload=beside, int8=settings.int8_activations)
+    return SavedActivations(offload=offload, int8=settings.int8_activations)
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:
-    """Return SFTConfig fields of the memory techniques."""
+    """Return the SFTConfig fields of the memory techniques."""
     return {
-        # transformers and TRL would add theirs to what `apply_techniques` has turned on in the model
+        # `apply_techniques` has turned these on in the model: transformers and TRL would add them again
         "activation_checkpointing": False,
         "activation_offloading": False,
-        "optim": "adamw_torch" if settings.optim in _OWN else settings.optim,
+        "optim": "adamw_torch" if settings.optim in _OPTIMIZERS else settings.optim,
     }
 
 
 def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """Return Trainer's `optimizer_cls_and_kwargs` for this project's optimizers, or None."""
-    if settings.optim not in _OWN:
+    if settings.optim not in _OPTIMIZERS:
         return None
-    return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    return _OPTIMIZERS[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}

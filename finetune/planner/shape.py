@@ -138,7 +138,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
 
     import_libraries()
     from finetune.layers.experts import EXPERT_COUNTS, adapts_experts, fused_experts, packable_experts
-    from finetune.layers.host_embedding import input_table
+    from finetune.layers.host_embedding import offloadable_embedding
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta
     from finetune.model.language_model import text_config
@@ -148,7 +148,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     text: Any = text_config(config)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
     model.requires_grad_(False)
-    head, table = model.get_output_embeddings(), input_table(model)
+    head, table = model.get_output_embeddings(), offloadable_embedding(model)
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
     base = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

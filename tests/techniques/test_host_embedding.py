@@ -8,7 +8,7 @@ from lean_models import gradients, model_of, tokens
 from tiny_training import BASES, adapted, settings_for
 
 from finetune.errors import RecipeError
-from finetune.layers.host_embedding import input_table, offload_table
+from finetune.layers.host_embedding import offload_embedding, offloadable_embedding
 from finetune.model.techniques import apply_techniques
 
 
@@ -25,7 +25,7 @@ def test_gradients_and_answers_are_the_same_to_the_bit():
 def test_the_table_is_no_parameter_and_stays_when_the_model_moves():
     model = model_of("llama")
     names = {name for name, _ in model.named_parameters()}
-    offload_table(model)
+    offload_embedding(model)
     (table,) = names - {name for name, _ in model.named_parameters()}
     assert table.endswith("embed_tokens.weight")
     embedding = model.get_base_model().get_input_embeddings()
@@ -36,6 +36,6 @@ def test_the_table_is_no_parameter_and_stays_when_the_model_moves():
 
 def test_a_table_that_the_output_layer_shares_is_refused(base):
     model = adapted(settings_for(base, **BASES["lora"]))  # tied
-    assert input_table(model) is None
+    assert offloadable_embedding(model) is None
     with pytest.raises(RecipeError, match="offload_embeddings"):
-        offload_table(model)
+        offload_embedding(model)
