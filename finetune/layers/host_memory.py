@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 
 #: Host memory is pinned in whole pages.
 PAGE = 4096
-#: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
+#: Each tensor of a layer's bytes begins at a multiple of this many bytes: CUDA kernels read aligned vectors.
 ALIGN = 256
 #: Dtypes by their names in a safetensors file.
 DTYPES = {
@@ -25,11 +25,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return each tensor's offset in a layer's bytes, and the layer's bytes in whole pages."""
-    starts, end = [], 0
+    offsets, end = [], 0
     for size in sizes:
-        starts.append(round_up(end, ALIGN))
-        end = starts[-1] + size
-    return starts, round_up(end, PAGE)
+        offsets.append(round_up(end, ALIGN))
+        end = offsets[-1] + size
+    return offsets, round_up(end, PAGE)
 
 
 def round_up(size: int, unit: int) -> int:
@@ -44,8 +44,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def is_forecast(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is fake, functional or on meta."""
-    # functional tensors: while a layer is split
+    """Return whether `tensor` belongs to a forecast: is fake, functional or on meta."""
+    # functional: while a forecast splits a compiled layer into forward and backward
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta"
 
 
@@ -58,19 +58,19 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def host_buffer(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return `size` bytes that are never freed, pinned for CUDA. Raises RecipeError if the system refuses."""
+def host_buffer(n_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    """Return `n_bytes` bytes that are never freed, pinned for CUDA. Raises RecipeError if the system refuses."""
     if is_forecast(like):
-        return torch.empty(size, dtype=torch.uint8, device="meta")
+        return torch.empty(n_bytes, dtype=torch.uint8, device="meta")
     if not like.is_cuda:
-        return torch.empty(size, dtype=torch.uint8)
-    # pinned directly: torch's allocator of pinned memory would round 430 MB up to 512
-    pages = torch.empty(size + PAGE, dtype=torch.uint8)
-    buffer = pages[-pages.data_ptr() % PAGE :][:size]
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    # pinned directly: torch's allocator of pinned memory would round 430 MB up to 512 MB
+    unaligned = torch.empty(n_bytes + PAGE, dtype=torch.uint8)
+    buffer = unaligned[-unaligned.data_ptr() % PAGE :][:n_bytes]
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0)
     if int(error):
         raise RecipeError(
-            f"{size:,} bytes of host memory can't be pinned for an offloaded layer: CUDA error {int(error)}",
+            f"{n_bytes:,} bytes of host memory can't be pinned for an offloaded layer: CUDA error {int(error)}",
             "Free host memory or raise its limit (ulimit -l), offload fewer layers, or set layer_offloading=nvme.",
         )
     return buffer

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One tensor's place in a layer's bytes, and the attribute of `owner` with the tensor."""
+    """One tensor's place in a layer's bytes, and the attribute of `owner` that holds the tensor."""
 
     #: Name in a file of the layer.
     name: str
@@ -39,11 +39,11 @@ class TensorSlot:
     attribute: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    size: int
+    layer_offset: int
+    nbytes: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self.start : self.start + self.size].view(self.dtype).view(self.shape)
+        return buffer[self.layer_offset : self.layer_offset + self.nbytes].view(self.dtype).view(self.shape)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -55,15 +55,15 @@ class TensorSlot:
 
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     """Return the slots of a layer's offloaded tensors. Raises RecipeError for int8 weights."""
-    tensors = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in _frozen(layer)]
-    starts, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
+    tensors = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in _offloaded_tensors(layer)]
+    offsets, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
     return [
-        TensorSlot(name, owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
-        for (name, owner, attribute, tensor), start in zip(tensors, starts, strict=True)
+        TensorSlot(name, owner, attribute, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
+        for (name, owner, attribute, tensor), offset in zip(tensors, offsets, strict=True)
     ]
 
 
-def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
     for name, parameter in layer.named_parameters():
         # norms and biases stay on the GPU
         if parameter.requires_grad or parameter.dim() < 2:
@@ -83,13 +83,13 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
-    """Return the bytes of a layer in storage, in whole pages."""
-    return host_memory.tensor_offsets(slot.size for slot in slots)[1]
+    """Return the number of bytes of a stored layer, in whole pages."""
+    return host_memory.tensor_offsets(slot.nbytes for slot in slots)[1]
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:
-    """Return the numbers of the offloaded layers, spread evenly."""
-    # spread evenly, so that resident layers hide copies, too
+    """Return the numbers of the `count` offloaded layers, spread evenly over `layers` layers."""
+    # so that resident layers hide copies, too
     count = min(count, layers)
     return [number for number in range(layers) if (number + 1) * count // layers > number * count // layers]
 
@@ -105,13 +105,13 @@ class HostStorage:
         self._storage[index] = host_memory.host_buffer(layout_bytes(slots), slots[0].tensor)
         _copy_layer(slots, self._storage[index])
 
-    def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Any:
-        """Start to copy a layer to the GPU, and return a handle for `wait`."""
-        return copies.copy(into[: len(self._storage[index])], self._storage[index])
+    def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Any:
+        """Start to copy a layer into a buffer on the GPU. Return a handle for `wait`."""
+        return copies.copy(buffer[: len(self._storage[index])], self._storage[index])
 
-    def wait(self, started: Any, copies: InOrder) -> None:
+    def wait(self, handle: Any, copies: InOrder) -> None:
         """Make later work on the GPU wait for a copy."""
-        copies.wait(started)
+        copies.wait(handle)
 
 
 def _copy_layer(slots: list[TensorSlot], buffer: torch.Tensor) -> None:
@@ -123,39 +123,37 @@ class FileSpan(NamedTuple):
     """Bytes of an open file."""
 
     file: IO[bytes]
-    #: Offset in the file.
-    begin: int
+    file_offset: int
     #: Offset in the layer's bytes.
-    start: int
-    size: int
+    layer_offset: int
+    nbytes: int
 
 
 class FileStorage:
     """Offloaded layers in a temporary file, which a thread reads into host memory."""
 
     def __init__(self) -> None:
-        self._end = 0
+        self._file_end = 0
         self._spans: dict[int, list[FileSpan]] = {}
-        self._sizes: dict[int, int] = {}
+        self._layer_bytes: dict[int, int] = {}
         self._staging: list[torch.Tensor] = []
-        self._copied: list[Any] = []  # the last copy from each staging buffer
-        # one thread: reads stay in order. The page cache keeps the file's pages, so with enough free memory the drive is read
-        # once.
+        self._last_copies: list[Any] = []  # from each staging buffer
+        # one thread, so that reads stay in order; with enough free memory the page cache answers all reads after the first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
     @functools.cached_property
     def _file(self) -> IO[bytes]:
         folder = cache_dir() / "layers"
         folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryFile(dir=folder)  # open as long as the model lives
+        return tempfile.TemporaryFile(dir=folder)  # the system deletes it when the model is freed
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
         """Write a layer. Raises DiskFull."""
-        size = self._stage(index, slots)
-        staging = self._staging[0][:size]
+        layer_bytes = self._prepare_staging(index, slots)
+        staging = self._staging[0][:layer_bytes]
         _copy_layer(slots, staging)
         try:
-            self._file.seek(self._end)
+            self._file.seek(self._file_end)
             self._file.write(host_memory.bytes_of(staging))
             self._file.flush()
         except OSError as error:
@@ -163,35 +161,37 @@ class FileStorage:
                 f"the offloaded layers can't be written to {cache_dir()}: {error}",
                 "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
             ) from error
-        self._spans[index] = [FileSpan(self._file, self._end, 0, size)]
-        self._end += size
+        self._spans[index] = [FileSpan(self._file, self._file_end, 0, layer_bytes)]
+        self._file_end += layer_bytes
 
-    def _stage(self, index: int, slots: list[TensorSlot]) -> int:
-        size = self._sizes[index] = layout_bytes(slots)
-        if not self._staging or len(self._staging[0]) < size:
-            self._staging = [host_memory.host_buffer(size, slots[0].tensor) for _ in range(BUFFERS)]
-            self._copied = [None] * BUFFERS
-        return size
+    def _prepare_staging(self, index: int, slots: list[TensorSlot]) -> int:
+        layer_bytes = self._layer_bytes[index] = layout_bytes(slots)
+        if not self._staging or len(self._staging[0]) < layer_bytes:
+            self._staging = [host_memory.host_buffer(layer_bytes, slots[0].tensor) for _ in range(BUFFERS)]
+            self._last_copies = [None] * BUFFERS
+        return layer_bytes
 
-    def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Future[Any]:
-        return self._thread.submit(self._read, index, into, copies, copies.mark())
+    def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Future[Any]:
+        # the mark: the computation issued so far may still read the buffer
+        return self._thread.submit(self._read, index, buffer, copies, copies.mark())
 
-    def wait(self, started: Future[Any], copies: InOrder) -> None:
-        copies.wait(started.result())
+    def wait(self, handle: Future[Any], copies: InOrder) -> None:
+        copies.wait(handle.result())
 
-    def _read(self, index: int, into: torch.Tensor, copies: InOrder, free: Any) -> Any:
+    def _read(self, index: int, buffer: torch.Tensor, copies: InOrder, buffer_free: Any) -> Any:
         # the oldest staging buffer, whose last copy must end before it is overwritten
         self._staging.append(self._staging.pop(0))
-        copied, size = self._copied.pop(0), self._sizes[index]
-        staging = self._staging[-1][:size]
-        if copied is not None:
-            copies.finish(copied)
+        last_copy, layer_bytes = self._last_copies.pop(0), self._layer_bytes[index]
+        staging = self._staging[-1][:layer_bytes]
+        if last_copy is not None:
+            copies.finish(last_copy)
         for span in self._spans[index]:
-            read = read_at(span.file.fileno(), span.begin, host_memory.bytes_of(staging[span.start : span.start + span.size]))
-            if read < span.size:
-                raise OSError(f"the offloaded layers' file ends {span.size - read:,} bytes too early")
-        self._copied.append(copies.copy(into[:size], staging, after=free))
-        return self._copied[-1]
+            target = staging[span.layer_offset : span.layer_offset + span.nbytes]
+            n_read = read_at(span.file.fileno(), span.file_offset, host_memory.bytes_of(target))
+            if n_read < span.nbytes:
+                raise OSError(f"the offloaded layers' file ends {span.nbytes - n_read:,} bytes too early")
+        self._last_copies.append(copies.copy(buffer[:layer_bytes], staging, after=buffer_free))
+        return self._last_copies[-1]
 
 
 # The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. The GPU has `BUFFERS`
@@ -214,8 +214,8 @@ class LayerOffloading:
         }
         self.buffers: list[torch.Tensor] = []
         self._buffered_layers: list[int | None] = []  # the index of the layer that a buffer holds or is about to hold
-        self._arriving: dict[int, Any] = {}  # copies into buffers that nobody has waited for yet
-        self._running: int | None = None
+        self._arriving: dict[int, Any] = {}  # by buffer index, handles of copies that nothing has waited for yet
+        self._running: int | None = None  # the index of the layer inside its checkpoint function
 
     def on_parameter_loaded(self, module: torch.nn.Module, name: str) -> None:
         """Offload the layer of `module` once all its parameters are loaded."""
@@ -232,11 +232,11 @@ class LayerOffloading:
             tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
 
     def finish(self) -> None:
-        """After loading: allocate the buffers, and make the offloaded weights views of them."""
+        """Allocate the buffers, and make the offloaded weights views of them. Call it after loading."""
         for index in set(self._missing) - set(self._layouts):
             self._offload(index)
-        like, size = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
-        self.buffers = [like.new_empty(size, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._layouts)))]
+        like, buffer_bytes = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
+        self.buffers = [like.new_empty(buffer_bytes, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._layouts)))]
         self._buffered_layers = [None] * len(self.buffers)
         self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
         for index, layer in enumerate(self._layers):
@@ -250,19 +250,20 @@ class LayerOffloading:
     def wrap_checkpoints(self) -> None:
         """Fetch the weights before each recomputation. Call it once gradient checkpointing is on."""
         for index, layer in enumerate(self._layers):
+            # called with the layer's checkpoint function, returns `_checkpointed` with both arguments bound
             wrap_checkpoint(layer, functools.partial(functools.partial, self._checkpointed, index))
 
     def fetch_and_prefetch(self, index: int, step: int = 1) -> None:
-        """Fetch a layer's weights, and prefetch the layer `step` further."""
+        """Fetch a layer's weights, and prefetch the next layer: `step` is 1 in forward and -1 in backward."""
         self.ensure_on_device(index)
-        following = index + step
+        next_index = index + step
         if step > 0 and not torch.is_grad_enabled():  # evaluation and answers begin with the first layer again
-            following %= len(self._layers)
-        if following in self._layouts and self._buffer_index(following) != self._buffer_index(index):
-            self._fetch(following)
+            next_index %= len(self._layers)
+        if next_index in self._layouts and self._buffer_index(next_index) != self._buffer_index(index):
+            self._fetch(next_index)
 
     def ensure_on_device(self, index: int) -> None:
-        """Fetch a layer's weights for the work issued next."""
+        """Fetch a layer's weights, and make work issued from here on wait for them."""
         self._fetch(index)
         self._wait_for_copy(self._buffer_index(index))
 
@@ -287,10 +288,10 @@ class LayerOffloading:
         if buffer_index not in self._arriving:
             return
         assert self._copies is not None
-        started, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
+        handle, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
         self._buffered_layers[buffer_index] = None  # stays None if the copy fails
         with _disable_current_modes():
-            self._storage.wait(started, self._copies)
+            self._storage.wait(handle, self._copies)
         self._buffered_layers[buffer_index] = index
 
     def _buffer_index(self, index: int) -> int:
@@ -300,11 +301,11 @@ class LayerOffloading:
         def run_layer(*layer_inputs: Any) -> Any:
             self.ensure_on_device(index)  # already there unless layers are recomputed in another order
             # `_before_part` checks it: a part may only run inside its layer's recomputation
-            before, self._running = self._running, index
+            outer, self._running = self._running, index
             try:
                 return function(*layer_inputs)
             finally:
-                self._running = before
+                self._running = outer
 
         self.fetch_and_prefetch(index)
         outputs = checkpoint(run_layer, *inputs)
@@ -336,18 +337,19 @@ class QuantisedFileStorage(FileStorage):
         self._store, self._paths = store, paths
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
-        self._stage(index, slots)
+        self._prepare_staging(index, slots)
         # nothing is written: the tensors are in the layer's file already
         stored = [self._store.tensors[f"{self._paths[index]}.{slot.name}"] for slot in slots]
         self._spans[index] = [
-            FileSpan(tensor.file, tensor.begin, slot.start, tensor.size) for tensor, slot in zip(stored, slots, strict=True)
+            FileSpan(tensor.file, tensor.file_offset, slot.layer_offset, tensor.nbytes)
+            for tensor, slot in zip(stored, slots, strict=True)
         ]
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
     """Offload layers of a model that is not loaded yet."""
     layers, count = decoder_layers(model), settings.offloaded_layers
-    # a forecast (no `weights`) takes host memory: the GPU allocates the same
+    # a forecast (no `weights`) needs no file: the GPU allocates the same bytes
     storage: HostStorage | FileStorage = HostStorage()
     if settings.layer_offloading == "nvme" and store is not None:
         paths = {module: path for path, module in model.named_modules()}
@@ -377,8 +379,8 @@ def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
 
 
 @contextmanager
-def layers_offloaded(settings: Settings) -> Iterator[Callable[[Any], None]]:
-    """Offload layers one by one while transformers loads a model; yield a function to call at the end."""
+def offload_while_loading(settings: Settings) -> Iterator[Callable[[Any], None]]:
+    """Offload each layer as transformers loads a model. Yields a function to call with the loaded model."""
     offloadings: list[LayerOffloading] = []
 
     def loaded(model: Any, module: Any, name: str) -> None:

@@ -15,17 +15,18 @@ from bitsandbytes.nn import Params4bit
 from finetune.files import read_safetensors_header, write_safetensors
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.host_memory import DTYPE_NAMES, DTYPES, bytes_of
+from finetune.layers.nf4 import NESTED_BLOCK
 from finetune.manifest import MANIFEST, changes_in
 from finetune.system import read_at
 
 #: Incremented when the layout changes: folders of other versions are not read.
 FORMAT = "finetune-2"
-#: The part beside the decoder layers. A file has parameters by their names, and a 4-bit weight's tables, as bitsandbytes packs
-#: them, as `WEIGHT:absmax` and so on. The manifest has each file's SHA-256.
+#: The part beside the decoder layers. Each part is a file of parameters by name; the tables of a 4-bit weight, as bitsandbytes
+#: packs them, are named `WEIGHT:absmax` and so on. The manifest has each file's SHA-256.
 OUTSIDE = "outside"
 _SUFFIX = ".safetensors"
-#: Bytes at most: a tensor's entry in a header; code books, the packed state and six entries of a 4-bit weight; a manifest.
-_ENTRY, _BOOKS, _MANIFEST = 256, 4096, 4096
+#: Upper bounds: a tensor's entry in a header; code books, packed state and six entries of a 4-bit weight; the manifest.
+_ENTRY_BYTES, _BOOKS_BYTES, _MANIFEST_BYTES = 256, 4096, 4096
 #: Part of a model (`layers.0`, ..., `outside`) -> its tensors by their names.
 Parts = dict[str, dict[str, torch.Tensor]]
 
@@ -42,17 +43,17 @@ def parts_of(model: torch.nn.Module) -> Parts:
     """Return the parts of a base model: decoder layers in order, then other parameters and all buffers."""
     paths = {module: path for path, module in model.named_modules()}
     # tied weights are written once
-    taken: set[int] = set()
+    assigned: set[int] = set()
 
-    def take(prefix: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def assign(prefix: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {
-            prefix + name: value for name, value in module.named_parameters() if id(value) not in taken
+            prefix + name: value for name, value in module.named_parameters() if id(value) not in assigned
         }
-        taken.update(map(id, parameters.values()))
+        assigned.update(map(id, parameters.values()))
         return parameters
 
-    parts = {f"layers.{number}": take(f"{paths[layer]}.", layer) for number, layer in enumerate(decoder_layers(model))}
-    return {**parts, OUTSIDE: take("", model) | dict(_buffers_and_attributes(model))}
+    parts = {f"layers.{number}": assign(f"{paths[layer]}.", layer) for number, layer in enumerate(decoder_layers(model))}
+    return {**parts, OUTSIDE: assign("", model) | dict(_buffers_and_attributes(model))}
 
 
 def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,16 +67,16 @@ def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch
 def needed_bytes(parts: Parts) -> int:
     """Return an upper bound of the bytes of a model's folder."""
     values = [value for part in parts.values() for value in part.values()]
-    return sum(_ENTRY + _stored_bytes(value) for value in values) + _MANIFEST
+    return sum(_ENTRY_BYTES + _stored_bytes(value) for value in values) + _MANIFEST_BYTES
 
 
 def _stored_bytes(value: torch.Tensor) -> int:
     if not isinstance(value, Params4bit):
         return value.nbytes
-    # bitsandbytes.functional.quantize_4bit: two codes in a byte, a scale for each block, and scales of the scales
+    # as quantize_4bit of bitsandbytes: 2 weights a byte; fp32 absmax, or 8-bit absmax with an fp32 absmax per `NESTED_BLOCK`
     blocks = -(-value.numel() // value.blocksize)
-    scales = blocks + 4 * -(-blocks // 256) if value.compress_statistics else 4 * blocks
-    return -(-value.numel() // 2) + scales + _BOOKS
+    absmax_bytes = blocks + 4 * -(-blocks // NESTED_BLOCK) if value.compress_statistics else 4 * blocks
+    return -(-value.numel() // 2) + absmax_bytes + _BOOKS_BYTES
 
 
 def write_part(folder: Path, part: str, values: Mapping[str, torch.Tensor]) -> None:
@@ -87,7 +88,7 @@ def write_part(folder: Path, part: str, values: Mapping[str, torch.Tensor]) -> N
             state: Any = value.quant_state
             if state is None:
                 raise LayoutMismatch(f"{name} was not quantised")
-            # the offset is in the packed state as well; layers that are read from the file need its bytes
+            # the packed state contains the offset, too, but layer offloading reads each tensor from the file by itself
             tables = state.as_dict(packed=True) | ({"offset": state.offset} if state.nested else {})
             tensors |= {f"{name}:{table}": tensor for table, tensor in tables.items()}
     entries = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
@@ -99,8 +100,8 @@ class StoredTensor:
     """A tensor in an open file."""
 
     file: BinaryIO
-    begin: int
-    size: int
+    file_offset: int
+    nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -115,7 +116,7 @@ class Store:
             raise Damaged(f"{path} is incomplete")
         self.path = path
         self.tensors: dict[str, StoredTensor] = {}
-        #: The names of each part's parameters and buffers, and of the tables of each 4-bit weight.
+        #: Names of the parameters and buffers by part, and of the tables by 4-bit weight.
         self.parts: dict[str, list[str]] = {}
         self.tables: dict[str, list[str]] = {}
         self._files: list[BinaryIO] = []
@@ -127,7 +128,7 @@ class Store:
         self._verified_stat = self._stat()
 
     def _open(self, path: Path) -> None:
-        # readable also when another process replaces the folder
+        # stays open: it can be read even after another process replaces the folder
         file = path.open("rb")
         self._files.append(file)
         header, data_begin = read_safetensors_header(file)
@@ -148,22 +149,22 @@ class Store:
             raise Damaged(f"{self.path}: {changes[0]}")
 
     def require_unchanged(self) -> None:
-        """Hash every file if one was written to since the last check. Raises Damaged."""
+        """Hash every file if any file was written to since the last check. Raises Damaged."""
         if self._stat() != self._verified_stat:
             self.verify()
 
     def _stat(self) -> list[tuple[int, int]]:
-        about = [os.fstat(file.fileno()) for file in self._files]
-        return [(stat.st_size, stat.st_mtime_ns) for stat in about]
+        stats = (os.fstat(file.fileno()) for file in self._files)
+        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def rows(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Read `count` rows of a tensor, or all, into new memory."""
         tensor = self.tensors[name]
         rows = torch.empty(tensor.shape if count is None else (count, *tensor.shape[1:]), dtype=tensor.dtype)
         if rows.numel():
-            row_bytes = tensor.size // tensor.shape[0] if tensor.shape else 0
+            row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape else 0
             data = bytes_of(rows)
-            if read_at(tensor.file.fileno(), tensor.begin + first * row_bytes, data) < len(data):
+            if read_at(tensor.file.fileno(), tensor.file_offset + first * row_bytes, data) < len(data):
                 raise Damaged(f"{tensor.file.name} is truncated")
         return rows
 
@@ -171,6 +172,6 @@ class Store:
         """Return bitsandbytes' QuantState of a weight; None for an unquantised weight."""
         if name not in self.tables:
             return None
-        # only `LayerOffloading` reads the offset: the packed state has it, too
+        # the offset is for `LayerOffloading` only: the packed state contains it, too
         tables = {table: self.rows(f"{name}:{table}") for table in self.tables[name] if table != "offset"}
         return QuantState.from_dict(tables, torch.device(device))

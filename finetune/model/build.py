@@ -17,7 +17,7 @@ from finetune.compat.transformers import kernels_by_device, keys_repeated, loadi
 from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
-from finetune.layers.layer_offloading import layers_offloaded, offload_layers
+from finetune.layers.layer_offloading import offload_layers, offload_while_loading
 from finetune.model.configuration import resolve_model_path
 from finetune.model.hybrid import takes_reference
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
@@ -25,10 +25,10 @@ from finetune.model.quantisation import model_dtype, quantiser_of, quantization_
 from finetune.model.weights import check_weights
 from finetune.settings import Settings
 
-#: Errors that code of transformers raises for values of a configuration.
-_OF_ITS_CODE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
-#: Texts in torch's errors about a model's files.
-_OF_FILES = ("mismatch", "cannot be converted", "negative dimension", "infer dtype")
+#: Errors that transformers' code raises for wrong values of a configuration.
+_CODE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
+#: Texts in torch's RuntimeErrors about a model's files.
+_FILE_ERROR_TEXTS = ("mismatch", "cannot be converted", "negative dimension", "infer dtype")
 
 
 def build_base(
@@ -38,13 +38,13 @@ def build_base(
 
     Raises RecipeError when the quantisation of the checkpoint contradicts the recipe.
     """
-    # decoder layers leave the device as they are loaded, and return only to run
+    # a decoder layer leaves the device once it is loaded, and returns only to run
     offloads = offloads and settings.layer_offloading is not False
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
     torch_device = torch.device(device)
     if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, varlen_attention.compute_capability(torch_device)):
-        keys_repeated()  # from here on
+        keys_repeated()  # for the rest of the process
     quantiser = quantiser_of(settings, config)
     if not weights:
         model: Any = build_on_meta(config, quantization, dtype=dtype, attention=attention, quantiser=quantiser)
@@ -55,7 +55,7 @@ def build_base(
         config = _without_quantization(config)  # the quantiser reads the codes itself
     finish: Any
     path = resolve_model_path(settings)
-    with load_errors(path), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
+    with load_errors(path), loading_with(quantiser), offload_while_loading(settings) if offloads else nullcontext() as finish:
         model, loading_info = _class_to_build(config).from_pretrained(
             path,
             config=config,
@@ -81,14 +81,14 @@ def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_inf
     missing = sorted(loading_info["missing_keys"])
     outside = re.compile(outside_language_model(model) or "(?!)")
     unexpected = [key for key in loading_info["unexpected_keys"] if not outside.fullmatch(key)]
-    numbers = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
+    matches = {key: re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.", key) for key in unexpected}
     layers = text_config(model.config).num_hidden_layers
-    extra = sorted(key for key, number in numbers.items() if number and int(number[1]) >= layers)
-    for keys, what in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
+    extra = sorted(key for key, match in matches.items() if match and int(match[1]) >= layers)
+    for keys, problem in ((missing, "the weights lack"), (extra, f"config.json has {layers} layers, the weights have more:")):
         if keys:
-            some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            listed = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise RecipeError(
-                f"model_name_or_path {settings.model_name_or_path}: {what} {some}",
+                f"model_name_or_path {settings.model_name_or_path}: {problem} {listed}",
                 "config.json and the weights belong to different models, or files are missing. Download the model again.",
             )
 
@@ -112,12 +112,12 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
-            kind = _class_to_build(bare)
-            if kind is AutoModelForCausalLM:
+            model_type = _class_to_build(bare)
+            if model_type is AutoModelForCausalLM:
                 # with `auto_map`, which `config_from` keeps in trusted configurations only
-                model = kind.from_config(bare, trust_remote_code=True, **arguments)
+                model = model_type.from_config(bare, trust_remote_code=True, **arguments)
             else:
-                model = kind._from_config(bare, **arguments)
+                model = model_type._from_config(bare, **arguments)
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
         text = first_line(error)
         if "attention implementation" in text:
@@ -138,7 +138,7 @@ def build_on_meta(
 
 def _attention(settings: Settings, weights: bool) -> str:
     attention: str = settings.attn_implementation
-    # a forecast without flash-attn takes torch's kernels, which save the same tensors
+    # a forecast on a machine without flash-attn takes torch's kernels, which save the same tensors
     if attention == "flash_attention_2" and not weights and not is_flash_attn_2_available():
         attention = varlen_attention.NAME if settings.packing else "sdpa"
     if attention == varlen_attention.NAME:
@@ -156,9 +156,10 @@ def load_errors(path: str) -> Iterator[None]:
     """Turn errors about a model's files into a RecipeError that names the damaged file."""
     try:
         yield
-    except (*_OF_ITS_CODE, SafetensorError, OSError, RuntimeError) as error:
-        is_of_file = isinstance(error, RecursionError) or any(text in str(error) for text in _OF_FILES)
-        if isinstance(error, RuntimeError) and not is_of_file:
+    except (*_CODE_ERRORS, SafetensorError, OSError, RuntimeError) as error:
+        # RecursionError, a RuntimeError: a header that is nested too deeply
+        is_file_error = isinstance(error, RecursionError) or any(text in str(error) for text in _FILE_ERROR_TEXTS)
+        if isinstance(error, RuntimeError) and not is_file_error:
             raise  # out of memory, among others
         if Path(path).is_dir():
             check_weights(Path(path))
