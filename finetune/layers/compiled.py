@@ -15,8 +15,8 @@ from finetune.compat.torch import call_bodies, raising_compiler_errors, set_comp
 from finetune.layers.checkpointing import require_gradient
 from finetune.layers.varlen_attention import lengths_as_sizes
 
-#: Types of guards whose answers may differ between layers and calls.
-_CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
+#: Types of Dynamo guards that may fail for another layer or another call.
+_CHECKED_GUARDS = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
@@ -27,8 +27,8 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
     call_bodies(BODIES)
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers
     # the dropped guards are the ones that tell structures apart, so drop them only if all layers have the same structure
-    alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
-    compiled = {kind: torch.compile(kind.forward, options=alike) for kind in {type(layer) for layer in layers}}
+    options: Any = {"guard_filter_fn": _is_checked} if len(set(map(_structure, layers))) == 1 else None
+    compiled = {kind: torch.compile(kind.forward, options=options) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, compiled[type(layer)])  # type: ignore[method-assign]
 
@@ -38,11 +38,10 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
     return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
 
 
-def _changing(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of a layer are checked in each call."""
-    # inputs, tensors and plain values, such as whether adapters are active. Most other guards ask whether modules and
-    # functions are unchanged: nothing changes them in a run.
-    return [guard.guard_type in _CHANGING or not (guard.is_global or "self" in guard.name) for guard in guards]
+def _is_checked(guards: Sequence[Any]) -> list[bool]:
+    # in each call, inputs, tensors and plain values are checked, such as whether adapters are active. Most other guards ask
+    # whether modules and functions are unchanged: nothing changes them in a run.
+    return [guard.guard_type in _CHECKED_GUARDS or not (guard.is_global or "self" in guard.name) for guard in guards]
 
 
 def undo_compiling(layers: list[torch.nn.Module]) -> None:
@@ -60,12 +59,12 @@ def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch
     kwargs = lengths_as_sizes(kwargs)
     maybe_mark_dynamic(hidden, 1)
     for tensor in _tensors(*args, *kwargs.values()):
-        maybe_mark_dynamic(tensor, _changing_dims(tensor, hidden.shape[1]))
+        maybe_mark_dynamic(tensor, _dynamic_dims(tensor, hidden.shape[1]))
     return compiled(layer, hidden, *args, **kwargs)
 
 
-def _changing_dims(tensor: torch.Tensor, tokens: int) -> list[int]:
-    # row boundaries, and lengths as sizes of empty tensors
+def _dynamic_dims(tensor: torch.Tensor, tokens: int) -> list[int]:
+    # boundaries of packed examples, and lengths as sizes of empty tensors
     if tensor.dim() == 1 or not tensor.numel():
         return [0]
     return [dim for dim, size in enumerate(tensor.shape) if size == tokens]
@@ -79,30 +78,30 @@ def _tensors(*values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(*value)
 
 
-class _Reached(Exception):  # noqa: N818 - ends a forward pass
-    """The first layer's inputs."""
+class _FirstLayerInputs(Exception):  # noqa: N818 - ends a forward pass
+    """Carries the first layer's inputs."""
 
 
-def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> str:
+def compile_problem(layers: list[torch.nn.Module], run_forward: Callable[[], Any]) -> str:
     """Return why the layers can't be compiled, forward and backward; empty if they can."""
 
     def stop(_layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        raise _Reached(args, kwargs)
+        raise _FirstLayerInputs(args, kwargs)
 
     # the first recomputed layer and the first other layer
-    tried = {getattr(layer, "gradient_checkpointing", False): layer for layer in reversed(layers)}.values()
+    tested_layers = {getattr(layer, "gradient_checkpointing", False): layer for layer in reversed(layers)}.values()
     hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    breaks = _graph_breaks()
+    breaks_before = _graph_breaks()
     try:
-        # leaves no change of random states; `finally` leaves no gradients
+        # restores the random states; `finally` removes the gradients
         with torch.random.fork_rng(enabled=True):
             try:
-                run()
-            except _Reached as reached:
-                (hidden, *args), kwargs = reached.args
+                run_forward()
+            except _FirstLayerInputs as inputs:
+                (hidden, *args), kwargs = inputs.args
             hook.remove()
             with raising_compiler_errors():
-                for layer in tried:
+                for layer in tested_layers:
                     out = layer(hidden.detach(), *args, **kwargs)
                     out = out[0] if isinstance(out, tuple) else out
                     out.backward(torch.zeros_like(out))
@@ -111,10 +110,10 @@ def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> st
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     finally:
         hook.remove()
-        for parameter in (parameter for layer in tried for parameter in layer.parameters()):
+        for parameter in (parameter for layer in tested_layers for parameter in layer.parameters()):
             parameter.grad = None
-    new = _graph_breaks() - breaks
-    return f"its graph breaks in {sum(new.values())} places: {next(iter(new)).splitlines()[0][:200]}" if new else ""
+    breaks = _graph_breaks() - breaks_before
+    return f"the graph breaks in {breaks.total()} places: {next(iter(breaks)).splitlines()[0][:200]}" if breaks else ""
 
 
 def _graph_breaks() -> Counter[str]:
@@ -136,13 +135,13 @@ class Compilations:
     reasons: tuple[str, ...] = ()
 
     def update(self) -> bool:
-        """Add compilations since the last call, and return whether there are any."""
+        """Add the compilations since the last call. Return whether there were any."""
         from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
         graphs = get_compilation_metrics()
         clear_compilation_metrics()
         for graph in graphs:
-            # without a name: a backward pass, compiled later
+            # a graph without a name is a backward pass, compiled later; the id ends with the number of recompilations
             is_new, reason = graph.co_name is not None, (graph.recompile_reason or "").strip()
             self.graphs += is_new
             self.recompiles += is_new and not str(graph.compile_id).endswith("/0")

@@ -17,16 +17,16 @@ from transformers.integrations import moe
 from finetune.compat.transformers import apply_gate
 from finetune.layers.host_memory import is_forecast
 
-#: Share of used experts above which a CPU dequantises all experts.
-_WORTH_COPYING = 0.75
-#: Elements of 16 bits to which a grouped matmul aligns the rows of its operands.
-_ALIGNED = 8
+#: Share of used experts from which a CPU dequantises all experts.
+_MOST_USED_SHARE = 0.75
+#: A grouped matmul needs a rank that is a multiple of this (16 bytes of 16-bit elements).
+_RANK_MULTIPLE = 8
 
 
 class UsedExperts(NamedTuple):
-    """Experts that got rows."""
+    """Experts with rows."""
 
-    #: Ranges of neighbouring experts (first, end).
+    #: Ranges of neighbouring used experts, (first, end).
     ranges: tuple[tuple[int, int], ...]
     #: End of the rows of each used expert.
     offsets: torch.Tensor
@@ -45,20 +45,20 @@ class ExpertStack(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert, all saved for backward."""
+    """One row per token and expert, sorted by expert. Every field is saved for backward."""
 
     #: Expert of each row.
     experts: torch.Tensor
-    #: Position of each row in (token, choice).
+    #: token * top_k + choice of each row.
     order: torch.Tensor
     #: End of each expert's rows.
     offsets: torch.Tensor
     #: The offsets on the host. Saved, too, so that a recomputed layer keeps its routing.
-    ends: torch.Tensor | None
+    host_ends: torch.Tensor | None
 
     @property
     def used(self) -> UsedExperts | None:
-        return used_experts(self.offsets, self.ends)
+        return used_experts(self.offsets, self.host_ends)
 
 
 def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
@@ -68,23 +68,24 @@ def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
 
 
 def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
-    """Return the experts that got rows; None: dequantise all."""
-    # a forecast assumes that all experts got rows
+    """Return the experts with rows, or None to dequantise all experts."""
+    # a forecast assumes that all experts have rows
     if host_ends is None:
         return None
     ends = host_ends.tolist()
-    used = [end > start for start, end in pairwise([0, *ends])]
-    # bitsandbytes writes into a given tensor on a GPU only; elsewhere copies would take longer than a few experts more
-    worth = len(used) if offsets.is_cuda else len(used) * _WORTH_COPYING
-    if not 0 < sum(used) < worth:
+    is_used = [end > start for start, end in pairwise([0, *ends])]
+    # bitsandbytes writes into an existing tensor on a GPU only; a CPU copies, which takes longer than a few more experts
+    limit = len(is_used) if offsets.is_cuda else len(is_used) * _MOST_USED_SHARE
+    if not 0 < sum(is_used) < limit:
         return None
-    edges = [expert for expert, (before, now) in enumerate(pairwise([False, *used, False])) if before != now]
+    # ranges begin and end where `is_used` changes
+    edges = [expert for expert, (before, now) in enumerate(pairwise([False, *is_used, False])) if before != now]
     ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
     return UsedExperts(ranges, torch.cat([offsets[first:end] for first, end in ranges]))
 
 
 def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> torch.Tensor:
-    """Return the weights of the used experts, (used experts, ...); of all experts for None."""
+    """Return the weights of the used experts, (used experts, ...); without `used`, of all experts."""
     if used is None:
         return dequantize_4bit(codes.data, state)
     absmax = state.absmax
@@ -93,23 +94,19 @@ def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> to
     experts, *shape = state.shape
     codes, absmax = codes.data.view(experts, -1), absmax.view(experts, -1)
     weight = torch.empty(len(used.offsets), *shape, dtype=state.dtype, device=codes.device)
-    # a copy takes no more than what isn't dequantised
-    writes, largest = weight.is_cuda, experts - len(used.offsets)
-    ranges = used.ranges if writes else [part for whole in used.ranges for part in _parts(*whole, largest)]
-    start = 0
+    # on a CPU, the copied experts never take more memory than the unused experts save
+    step = experts if weight.is_cuda else experts - len(used.offsets)
+    ranges = [(start, min(start + step, end)) for first, end in used.ranges for start in range(first, end, step)]
+    position = 0
     for first, end in ranges:
-        part = weight[start : start + end - first]
+        target = weight[position : position + end - first]
         values = (codes[first:end].reshape(-1, 1), absmax[first:end].reshape(-1), state.blocksize, state.quant_type)
-        if writes:
-            torch.ops.bitsandbytes.dequantize_4bit.out(*values, part.shape, state.dtype, out=part)
+        if weight.is_cuda:
+            torch.ops.bitsandbytes.dequantize_4bit.out(*values, target.shape, state.dtype, out=target)
         else:
-            part.copy_(torch.ops.bitsandbytes.dequantize_4bit(*values, part.shape, state.dtype))
-        start += end - first
+            target.copy_(torch.ops.bitsandbytes.dequantize_4bit(*values, target.shape, state.dtype))
+        position += end - first
     return weight
-
-
-def _parts(first: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + largest, end)) for start in range(first, end, largest))
 
 
 def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
@@ -128,7 +125,7 @@ class PackedMatmul(torch.autograd.Function):
         ends = read_ends(offsets)
         ctx.stack = stack
         ctx.save_for_backward(offsets, ends)
-        # neither inputs nor dequantised weight are saved: the weight is frozen, and backward dequantises again
+        # neither `inputs` nor the dequantised weight: the weight is frozen, and backward dequantises it again
         return _multiply(inputs, stack, offsets, used_experts(offsets, ends))
 
     @staticmethod
@@ -139,7 +136,7 @@ class PackedMatmul(torch.autograd.Function):
 
 
 class RoutedExperts(torch.autograd.Function):
-    """sum of score * down(gate(up(x))) over each token's experts, for x (tokens, hidden)."""
+    """Sum of score * down(gate(up(x))) over each token's experts, for x (tokens, hidden)."""
 
     @staticmethod
     def forward(
@@ -147,14 +144,14 @@ class RoutedExperts(torch.autograd.Function):
         stacks: tuple[ExpertStack, ExpertStack], *_adapters: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         up, down = stacks
-        routing, top_k = _routing(chosen, up.state.shape[0]), chosen.shape[-1]
+        routing, top_k = _routing(chosen, experts=up.state.shape[0]), chosen.shape[-1]
         gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
         out = _stack_forward(apply_gate(module, gate_up), down, routing)
         out = out * _sorted_scores(scores, routing)
         ctx.module, ctx.stacks, ctx.top_k = module, stacks, top_k
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        # only the outputs of gate and up: since d(s * W p)/ds = g . W p = (g W) . p, the product of a row's gradient with the
-        # down projection also gives the gradient of its score
+        # of the activations, only the output of gate and up: for a score s, down's weight W, its input p and the gradient g,
+        # d(s * W p)/ds = g . W p = (g W) . p, and backward computes g W anyway
         ctx.save_for_backward(x if up.adapters else None, scores, gate_up, *routing)
         return _summed(out, routing, top_k).to(x.dtype)
 
@@ -165,18 +162,18 @@ class RoutedExperts(torch.autograd.Function):
         (up, down), routing = ctx.stacks, Routing(*routed)
         token = routing.order // ctx.top_k
         sorted_scores, grad_rows = _sorted_scores(scores, routing), grad[token].to(gate_up.dtype)
-        with _own_graph(grad.device.type, ctx.autocast):
+        with _separate_graph(grad.device.type, ctx.autocast):
             gate_up = gate_up.detach().requires_grad_()
             gated = apply_gate(ctx.module, gate_up)
-        values = gated.detach()
-        # the adapter gets rows times scores: its gradients are right, and the rows' gradient lacks the scores
-        weighted = functools.partial(_times, values, sorted_scores)
-        d_gated, down_grads = _stack_backward(grad_rows, down, routing, weighted, needs_dx=True)
+        down_input = gated.detach()
+        # with rows times scores, the adapter's gradients are complete; the rows' gradient is multiplied by the scores below
+        read_weighted = functools.partial(_times, down_input, sorted_scores)
+        d_gated, down_grads = _stack_backward(grad_rows, down, routing, read_weighted, needs_dx=True)
         assert d_gated is not None
-        d_scores = (d_gated * values).sum(-1)
+        d_scores = (d_gated * down_input).sum(-1)
         if down.bias is not None:
             d_scores += (grad_rows * down.bias[routing.experts]).sum(-1)
-        del grad_rows, values, weighted
+        del grad_rows, down_input, read_weighted
         (d_gate_up,) = torch.autograd.grad(gated, gate_up, _times(d_gated, sorted_scores))
         del gated, gate_up, d_gated
         needs_dx = ctx.needs_input_grad[0]
@@ -188,8 +185,8 @@ class RoutedExperts(torch.autograd.Function):
 
 def _routing(chosen: torch.Tensor, experts: int) -> Routing:
     sorted_experts, order = torch.sort(chosen.reshape(-1))
-    every = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
-    offsets = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
+    all_experts = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    offsets = torch.searchsorted(sorted_experts, all_experts, right=True, out_int32=True)
     return Routing(sorted_experts, order, offsets, read_ends(offsets))
 
 
@@ -198,7 +195,7 @@ def _sorted_scores(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _unsorted(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    # without atomic additions: the same result each time
+    # no `index_add_`, whose atomic additions give other results each time
     position = torch.empty_like(routing.order)
     position[routing.order] = torch.arange(len(position), device=position.device)
     return rows[position]
@@ -213,9 +210,9 @@ def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _own_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
+def _separate_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
     enabled, dtype = autocast
-    # a graph as in the forward pass, whose tensors no hook of the run offloads or compresses
+    # autocast as in the forward pass; identity hooks, so that no hook of the run offloads or compresses the graph's tensors
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled), hooks:
         yield
@@ -243,10 +240,10 @@ def _stack_backward(
     dx = _multiply(grad, stack, routing.offsets, routing.used, backward=True) if needs_dx else None
     grads = []
     for a, b, scaling in stack.adapters:
-        with _own_graph(grad.device.type, (False, grad.dtype)):
-            inputs = [tensor.detach().requires_grad_() for tensor in (a, b, read_rows())]
-            out = _adapter_product(inputs[2], inputs[0], inputs[1], routing.offsets)
-        da, db, d_rows = torch.autograd.grad(out, inputs, grad)
+        with _separate_graph(grad.device.type, (False, grad.dtype)):
+            inputs = [tensor.detach().requires_grad_() for tensor in (read_rows(), a, b)]
+            out = _adapter_product(inputs[0], inputs[1], inputs[2], routing.offsets)
+        d_rows, da, db = torch.autograd.grad(out, inputs, grad)
         grads += [da.mul_(scaling), db.mul_(scaling)]
         dx = None if dx is None else dx.add_(d_rows, alpha=scaling)
     return dx, grads
@@ -257,7 +254,7 @@ def _adapter_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offse
     # PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)
     a = a.to(rows.dtype).reshape(experts, -1, a.shape[-1])
     b = b.to(rows.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
-    padding = -a.shape[1] % _ALIGNED
+    padding = -a.shape[1] % _RANK_MULTIPLE
     a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
     lora_act = moe._grouped_mm(rows, a.transpose(-2, -1), offs=offsets)
     return moe._grouped_mm(lora_act, b.contiguous().transpose(-2, -1), offs=offsets)

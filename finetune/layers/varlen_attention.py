@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,22 +33,16 @@ def register() -> None:
 def varlen_mask(
     batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None, **arguments: Any
 ) -> torch.Tensor | None:
-    """Return None for a batch without padding, else sdpa's mask (batch, 1, q_length, kv_length)."""
+    """Return None for a batch without padding, else sdpa's mask, (batch, 1, q_length, kv_length)."""
     if attention_mask is None and q_length == kv_length:
         return None
     return sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **arguments)
 
 
 def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None, **arguments: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return causal attention within each example, (batch, tokens, heads, head_dim), for (batch, heads, tokens, head_dim).
 
     Raises RecipeError for dropout, soft caps and attention sinks, which the kernel does not support.
@@ -57,36 +52,36 @@ def varlen_attention(
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
     starts, longest = _example_boundaries(query, arguments)
-    q, k, v = (heads.transpose(1, 2).reshape(batch * tokens, *heads.shape[1::2]) for heads in (query, key, value))
+    # (batch * tokens, heads, head_dim)
+    q, k, v = (x.transpose(1, 2).reshape(batch * tokens, x.shape[1], x.shape[3]) for x in (query, key, value))
     window = arguments.get("sliding_window")
     if _has_kernel(query, value):
-        sizes = (window - 1 if window else -1, 0)
-        shared: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-        if shared and not varlen_shares_keys():
-            shared, (k, v) = {}, (heads.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for heads in (k, v))
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=sizes, **shared)
+        window_size = (window - 1 if window else -1, 0)  # tokens before and after; -1 is unlimited
+        queries_per_key = query.shape[1] // key.shape[1]
+        gqa: dict[str, Any] = {"enable_gqa": True} if queries_per_key > 1 else {}
+        if gqa and not varlen_shares_keys():
+            gqa, k, v = {}, k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window_size, **gqa)
     else:
-        out = _row_by_row(q, k, v, _offsets(starts, batch * tokens), scaling, window)
+        out = _example_by_example(q, k, v, _offsets(starts, batch * tokens), scaling, window)
     assert isinstance(out, torch.Tensor)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
 def lengths_as_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with each length as the size of an empty tensor."""
-    # numbers would be constants of a compiled layer
+    # the compiler would make numbers constants of the graph, and compile again for each length
     lengths = {name: torch.empty(arguments[name], 0) for name in ("max_length_q", "max_length_k") if arguments.get(name)}
     return {**arguments, **lengths}
 
 
 def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
-    wanted = {
-        "attention dropout": dropout > 0,
-        "soft caps": arguments.get("softcap"),
-        "attention sinks": arguments.get("s_aux"),
-    }
+    features = {
+        "attention dropout": dropout > 0, "soft caps": arguments.get("softcap"), "attention sinks": arguments.get("s_aux"),
+    }  # fmt: skip
     problems = [
         f"attn_implementation {NAME} does not support {name}, which this model uses"
-        for name, value in wanted.items()
+        for name, value in features.items()
         if value is not None and value is not False
     ]
     if problems:
@@ -106,7 +101,8 @@ def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
 
 
-#: Boundaries of a micro-batch on the host, shared by all layers: reading waits for all computation so far.
+#: Boundaries by position ids, and their values on the host by boundaries: all layers of a micro-batch share one read, because
+#: reading waits for the GPU.
 _BOUNDARIES, _OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
@@ -115,7 +111,7 @@ def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
         # position ids restart at 0 in each example
         offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
         boundaries = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
-        _BOUNDARIES[positions] = boundaries, max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        _BOUNDARIES[positions] = boundaries, max(end - start for start, end in pairwise(offsets))
         _OFFSETS[boundaries] = offsets
     return _BOUNDARIES[positions]
 
@@ -130,19 +126,19 @@ def _offsets(boundaries: torch.Tensor, tokens: int) -> list[int]:
     return _OFFSETS[boundaries]
 
 
-_NO_CARD = (0, 0)
-#: Compute capability of the GPU of a forecast: the innermost `forecast_for`, else Ampere.
-_FORECAST_FOR = [(8, 0)]
+_CPU = (0, 0)
+#: Compute capabilities of nested `forecast_for`; Ampere outside.
+_FORECAST_CAPABILITIES = [(8, 0)]
 
 
 @contextmanager
 def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
     """Forecast for a GPU of this compute capability; None for the CPU."""
-    _FORECAST_FOR.append(capability or _NO_CARD)
+    _FORECAST_CAPABILITIES.append(capability or _CPU)
     try:
         yield
     finally:
-        _FORECAST_FOR.pop()
+        _FORECAST_CAPABILITIES.pop()
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -153,9 +149,9 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     if value.shape[-1] != head_dim:  # latent attention (DeepSeek)
         return False
     if is_forecast(query):
-        capability = _FORECAST_FOR[-1]
+        capability = _FORECAST_CAPABILITIES[-1]
     else:
-        capability = compute_capability(query.device) or _NO_CARD
+        capability = compute_capability(query.device) or _CPU
     return capability >= (8, 0) and flash_supports_backward(head_dim, capability)
 
 
@@ -167,25 +163,25 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
     """Return whether flash attention's backward, without dropout, supports `head_dim` (at most 256)."""
-    # widths over 192 and up to 224 need more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a separate
-    # kernel for these (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+    # a head_dim over 192 and up to 224 needs more shared memory than sm86 to sm89 and sm120 to sm121 have; 256 has a separate
+    # kernel there (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120; flash_attn/flash_api.cpp, mha_varlen_bwd)
-    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    return not (small and 192 < head_dim <= 224)
+    has_little_memory = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return not (has_little_memory and 192 < head_dim <= 224)
 
 
-def _row_by_row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scaling: float | None, window: int | None
+def _example_by_example(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: list[int], scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    rows = []
-    for start, end in zip(starts, starts[1:], strict=False):
-        q, k, v = (heads[start:end].transpose(0, 1).unsqueeze(0) for heads in (query, key, value))
+    outs = []
+    for start, end in pairwise(offsets):
+        q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         mask = _window_mask(end - start, window, query.device) if window and window < end - start else None
-        row = torch.nn.functional.scaled_dot_product_attention(
+        out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-        rows.append(row.squeeze(0).transpose(0, 1))
-    return torch.cat(rows)
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor:

@@ -114,9 +114,9 @@ class Worker:
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
-            from finetune.layers.packed_rows import require_isolated_rows
+            from finetune.layers.packed_rows import require_isolated_examples
 
-            require_isolated_rows(trainer.model, trainer.data_collator)
+            require_isolated_examples(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"

@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from families import BITS, FAMILIES, PHASES, TABLE, bundled_tokenizer, config_values, trained
 from finetune.errors import RecipeError
 from finetune.layers import routed_experts
-from finetune.layers.packed_rows import MOST_CHANGE, MOST_SHARED_CHANGE, changes_with_other_row, require_isolated_rows
+from finetune.layers.packed_rows import MAX_CHANGE, MAX_MEDIAN_CHANGE, changes_with_other_example, require_isolated_examples
 from finetune.layers.varlen_attention import register
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
@@ -86,7 +86,7 @@ def packed_and_alone(family, attention, rows):
     """How far the losses of packed rows are from those of rows alone, and what the check before a run finds."""
     model = model_of(family, attention)
     alone = torch.cat([losses(model, [row]) for row in rows])
-    return (losses(model, rows) - alone).abs().max().item(), changes_with_other_row(model, PACK).max().item()
+    return (losses(model, rows) - alone).abs().max().item(), changes_with_other_example(model, PACK).max().item()
 
 
 @pytest.mark.slow
@@ -95,13 +95,13 @@ def test_packed_rows_have_the_losses_of_rows_alone_or_are_refused(family, rows):
     """Always so where the planner packs; with the attention of a recipe that asks for packing, one or the other."""
     if family in SEPARATES_PACKED_ROWS:
         apart, change = packed_and_alone(family, VARLEN, rows)
-        assert apart < 1e-4 and change <= MOST_CHANGE
+        assert apart < 1e-4 and change <= MAX_CHANGE
     try:
         apart, change = packed_and_alone(family, default_attention(config_values(family)), rows)
     except ValueError as error:  # a state that transformers itself can't keep apart here
         assert "packed sequences" in str(error) and family not in SEPARATES_PACKED_ROWS
         return
-    assert apart < 1e-4 if change <= MOST_CHANGE else apart > 1e-2
+    assert apart < 1e-4 if change <= MAX_CHANGE else apart > 1e-2
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def toy(monkeypatch, decay, leaking=None, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_kept_apart_do_not_change_at_all(monkeypatch, dtype):
     model = toy(monkeypatch, decay=-3, dtype=dtype)
-    require_isolated_rows(model, PACK)
-    assert changes_with_other_row(model.get_base_model(), PACK).max() == 0
+    require_isolated_examples(model, PACK)
+    assert changes_with_other_example(model.get_base_model(), PACK).max() == 0
 
 
 @pytest.mark.parametrize("leaking", ["state", "convolution"])
@@ -154,6 +154,6 @@ def test_rows_that_are_kept_apart_do_not_change_at_all(monkeypatch, dtype):
 def test_a_state_or_a_convolution_that_crosses_a_rows_end_is_found(monkeypatch, leaking, decay):
     model = toy(monkeypatch, decay, leaking)
     with pytest.raises(RecipeError, match="depends on the example before it in this qwen3_5_text model"):
-        require_isolated_rows(model, PACK)
+        require_isolated_examples(model, PACK)
     if (leaking, decay) == ("state", 1.5):  # the median over a row's tokens would not show it
-        assert changes_with_other_row(model.get_base_model(), PACK)[:16].median() < MOST_SHARED_CHANGE / 1000
+        assert changes_with_other_example(model.get_base_model(), PACK)[:16].median() < MAX_MEDIAN_CHANGE / 1000
