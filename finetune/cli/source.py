@@ -19,7 +19,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
     """Return the recipe of a command's arguments. Raises RecipeError."""
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
-    from finetune.model.configuration import ADAPTER_CONFIG, refuse_no_model
+    from finetune.model.configuration import ADAPTER_CONFIG, refuse_non_model
 
     if source is None and model is None:
         raise CommandError(
@@ -27,7 +27,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
         )
     path = expanded(model or str(source))
     if model or path.suffix == ".gguf" or (path / ADAPTER_CONFIG).is_file():  # no recipe: must be a model
-        refuse_no_model(path, str(path))
+        refuse_non_model(path, str(path))
     if source is not None and (model is not None or not _is_model(source)):
         recipe = load_recipe(source, with_model_and_data(overrides, model, data))
     else:

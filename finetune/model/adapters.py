@@ -27,9 +27,8 @@ _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
 def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None) -> PeftModel:
-    """Add adapters and the rows of new tokens, and freeze all other parameters. Raises RecipeError for unknown
-    `target_modules`."""
-    # `tokenizer` has the run's new tokens; a model on meta needs none
+    """Add adapters and rows of new tokens. Freeze all other parameters. Raises RecipeError for wrong `target_modules`."""
+    # a model on meta needs no tokenizer
     grow_vocabulary(model, settings, tokenizer)
     targets = settings.target_modules
     layers, expert_weights = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
@@ -52,7 +51,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
         raise RecipeError(f"target_modules {targets}: {error}", _linear_layers(model)) from None
-    if reason := _why_ends_have_none(model):
+    if reason := _adapted_table_problem(model):
         raise RecipeError(f"target_modules {targets}: {reason}", f"Leave it out. {_linear_layers(model)}")
     if settings.trained_embedding_rows:
         check_wrapped(model)
@@ -60,13 +59,13 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         peft_model.enable_input_require_grads()
     cast_trainable(peft_model, getattr(torch, settings.adapter_dtype))
     name_experts_for_trl(text_config(model.config))
-    # Dropout in 16 bit would draw other random numbers on CUDA, DoRA would compute its norms in 16 bit: both keep PEFT's cast.
+    # not with dropout, which would draw other random numbers on CUDA, or DoRA, which would compute its norms in 16 bit
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
     return peft_model
 
 
-def _why_ends_have_none(model: PreTrainedModel) -> str:
+def _adapted_table_problem(model: PreTrainedModel) -> str:
     embedding: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if hasattr(head, "lora_A"):
@@ -85,29 +84,29 @@ def _linear_layers(model: torch.nn.Module) -> str:
 
 def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
     patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
-    odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})
-    odd += without_adapters(text_config(model.config).model_type)
+    excluded = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_special_linear(module)})
+    excluded += without_adapters(text_config(model.config).model_type)
     if model.config.model_type in _MAMBA:
-        odd += ["out_proj", "conv1d"]
-    patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []
+        excluded += ["out_proj", "conv1d"]
+    if excluded:
+        patterns.append(rf"(.*\.)?({'|'.join(map(re.escape, excluded))})")
     return "|".join(pattern for pattern in patterns if pattern) or None
 
 
-def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
-    """Return whether a module inherits from Linear but computes something else."""
+def _is_special_linear(module: torch.nn.Module) -> bool:
     if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
         return False
     if type(module).__module__.startswith("bitsandbytes."):
         return False
-    # such as a mixture's router, or a product in groups: found by the type and shape of its output
+    # a mixture's router or a product in groups, for example, returns something else than Linear: tried on fake tensors
     with fake_tensor_mode():
-        inner = copy.copy(module)
-        inner._parameters = {
+        fake_module = copy.copy(module)
+        fake_module._parameters = {
             name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
             for name, value in module._parameters.items()
         }
         try:
-            result = inner(torch.empty(1, module.in_features, dtype=module.weight.dtype))
+            result = fake_module(torch.empty(1, module.in_features, dtype=module.weight.dtype))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             return True
         return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
@@ -115,7 +114,7 @@ def _is_not_a_plain_product(module: torch.nn.Module) -> bool:
 
 def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
     """Set train mode and the adapters' dtype, and disable repacking of 4-bit weights."""
-    # on a CPU with AVX512-BF16 the first evaluation would repack bitsandbytes' Linear4bit for inference, for good
+    # on a CPU with AVX512-BF16 the first evaluation would permanently repack bitsandbytes' Linear4bit for inference
     disable_cpu_repacking(model)
     # TRL casts adapters of a quantised model to bf16
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
@@ -130,5 +129,5 @@ def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return name and parameter of each trainable parameter."""
+    """Return the name and parameter of each trainable parameter."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -16,15 +16,15 @@ class Entry:
     """A model of the catalogue."""
 
     config: dict[str, Any]
-    #: As published, for the language model alone.
+    #: Published number, of the language model alone.
     parameters: float
-    #: No earlier entry has the same values.
+    #: Whether no earlier entry has the same values.
     first: bool
-    #: No chat model of this size exists.
+    #: Whether the family has no chat model of this size.
     pretrained: bool
-    #: Key in `sources()`.
+    #: Keys in `sources()`, separated by ", ".
     source: str
-    #: Date of reading the values; None for rows older than this field.
+    #: When the values were read; None for rows older than this field.
     date: str | None
 
 
@@ -51,13 +51,14 @@ def entries() -> dict[str, Entry]:
     by_name: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)
-        same_as, others, pretrained = (values.pop(key, None) for key in ("same_as", "also", "pretrained"))
+        same_as, also, pretrained = (values.pop(key, None) for key in ("same_as", "also", "pretrained"))
         origin = by_name[same_as] if same_as else Entry({}, 0.0, False, False, "", None)
         source, date = values.pop("source", origin.source), values.pop("date", origin.date)
         parameters = values.pop("parameters") * 1e9 if "parameters" in values else origin.parameters
         config = {**origin.config, **values}
-        config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}  # null: none
-        for other in (name, *(others or ())):
-            is_first = other == name and not same_as
-            by_name[other] = Entry(config, parameters, is_first, bool(pretrained), source, date)
+        # null removes a value of `same_as`; a sliding_window of null means full attention
+        config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+        for hub_id in (name, *(also or ())):
+            is_first = hub_id == name and not same_as
+            by_name[hub_id] = Entry(config, parameters, is_first, bool(pretrained), source, date)
     return by_name

@@ -29,21 +29,22 @@ _EAGER_ONLY = {
     "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-#: Upper bounds of parts that are built one by one.
-_MOST = {"num_hidden_layers": 10_000, "num_labels": 100_000}
+#: Upper limits for values that decide how many modules are built.
+_MAX_COUNTS = {"num_hidden_layers": 10_000, "num_labels": 100_000}
 #: Bytes read of a config.json or README.
 _MAX_BYTES = 4_000_000
 DOWNLOAD_AGAIN = f"Download the model again, or give another folder. (Files from git-lfs: {LFS_FIX})"
-#: Fix for a model that is unknown here.
+#: End of the fix for an unknown model.
 FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/folder"
 
 
 def resolve_model_path(settings: Recipe) -> str:
-    """Return the folder or hub id of the model. Raises RecipeError."""
+    """Return the model's folder or hub id. Raises ModelError."""
     name = settings.model_name_or_path
     if bundled := model_path(name):
         return str(bundled)
-    refuse_no_model(path := expanded(name), f"model_name_or_path {name}")
+    path = expanded(name)
+    refuse_non_model(path, f"model_name_or_path {name}")
     if path.is_dir():
         return str(path)
     if name.startswith(("/", "./", "../", "~")) and not path.exists():
@@ -57,8 +58,8 @@ def resolve_model_path(settings: Recipe) -> str:
     return name
 
 
-def refuse_no_model(path: Path, name: str) -> None:
-    """Raise ModelError for a path that can't be a model."""
+def refuse_non_model(path: Path, name: str) -> None:
+    """Raise ModelError for a run, an adapter, a GGUF file or another folder without a model."""
     run = next((folder for folder in (path, path.parent) if (folder / "plan.json").is_file()), None)
     fix = f"Merge its adapter: finetune merge {run}. " if run else ""
     if path.suffix.lower() == ".gguf":
@@ -90,7 +91,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     if path in models:
         return dict(models[path])
     problem = f"{problem}; it is not in the catalogue either"
-    if Path(path).parent.is_dir():  # the parent of a hub id is its owner
+    if Path(path).parent.is_dir():  # a folder may be meant: the parent of a hub id is an account
         problem = f"there is no folder {Path(path).absolute()}; as a hub id: {problem}"
     raise ModelError(
         f"model_name_or_path {path}: {problem}", f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
@@ -98,7 +99,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
 
 
 def vocabulary_size(settings: Recipe) -> int | None:
-    """Return the rows of the model's embedding, if config.json has them. Raises RecipeError."""
+    """Return the number of rows of the model's embedding, or None if config.json lacks it. Raises RecipeError."""
     values = read_config(settings)
     parts = [values, *(values[name] for name in ("text_config", "llm_config") if isinstance(values.get(name), dict))]
     sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
@@ -107,34 +108,36 @@ def vocabulary_size(settings: Recipe) -> int | None:
 
 
 def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | None:
-    """Return a key's first value in the header of the model's README, or None."""
-    # by its line: other values may be nested too deeply for a parser
+    """Return the first value of `key` in the header of the model's README, or None."""
+    text: str | None = None
     try:
         if file := model_file(settings, "README.md"):
             text = read_limited(file, _MAX_BYTES).decode("utf-8", "replace")
-        else:
-            text = (download and _fetch(resolve_model_path(settings), settings.model_revision or "main", "README.md")[0]) or ""
+        elif download:
+            text, _ = _fetch(resolve_model_path(settings), settings.model_revision or "main", "README.md")
     except (RecipeError, OSError, ValueError):
         return None
-    match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text)
+    # by a pattern, because other values may be nested too deeply for a YAML parser
+    match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text or "")
     return match[1] if match else None
 
 
-def full_name(typed: str, revision: str | None) -> Match:
-    """Return the hub id for an informal model name."""
-    # a folder, and an id that this machine or the hub has, stay
-    is_known = model_path(typed) or revision or typed in catalogue() or expanded(typed).exists()
-    match = None if is_known else resolve(typed)
-    if match is None or (hub.HUB_ID.fullmatch(typed) and (hub.cached_file(typed, CONFIG, None) or _fetch(typed, "main")[0])):
-        return Match(typed, "")
-    return match
+def match_name(typed: str, revision: str | None) -> Match:
+    """Return the hub id for an informal model name. Known ids and folders stay unchanged."""
+    unchanged = Match(typed, "")
+    if model_path(typed) or revision or typed in catalogue() or expanded(typed).exists():
+        return unchanged
+    match = resolve(typed)
+    is_hub_id = match and hub.HUB_ID.fullmatch(typed) and (hub.cached_file(typed, CONFIG, None) or _fetch(typed, "main")[0])
+    return unchanged if match is None or is_hub_id else match
 
 
 def _did_you_mean(name: str) -> str:
     if unknown := why_unknown(name):
-        return f"{name} {unknown[0]}. {unknown[1]} "
-    close = suggestions(name)
-    return f"Did you mean {' or '.join(close)}? " if close else ""
+        reason, fix = unknown
+        return f"{name} {reason}. {fix} "
+    similar = suggestions(name)
+    return f"Did you mean {' or '.join(similar)}? " if similar else ""
 
 
 def default_attention(values: dict[str, Any]) -> str:
@@ -151,10 +154,10 @@ def _parsed(source: str | Path, path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelError(f"model_name_or_path {path}: config.json is not an object", DOWNLOAD_AGAIN)
     for part in (values, values.get("text_config")):
-        for name, most in _MOST.items():
+        for name, limit in _MAX_COUNTS.items():
             count = part.get(name) if isinstance(part, dict) else None
-            if isinstance(count, (int, float)) and count > most:
-                raise ModelError(f"model_name_or_path {path}: config.json has {name} {count:,}, more than {most:,}")
+            if isinstance(count, (int, float)) and count > limit:
+                raise ModelError(f"model_name_or_path {path}: config.json has {name} {count:,}, more than {limit:,}")
     return values
 
 
@@ -164,23 +167,24 @@ def _with_floats(values: dict[str, Any]) -> Any:
 
 
 def model_file(settings: Recipe, name: str) -> Path | None:
-    """Return a file of the model on this disk, which may be missing in a folder, or None. Raises RecipeError."""
-    source = resolve_model_path(settings)  # a hub id is no path: Windows would write it with a backslash
+    """Return the path of a model's file on this disk, or None. In a folder the file may be missing."""
+    source = resolve_model_path(settings)  # a string: on Windows, Path would turn the slash of a hub id into a backslash
     return Path(source) / name if Path(source).is_dir() else hub.cached_file(source, name, settings.model_revision)
 
 
 def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, str]:
+    # returns the text and "", or None and the problem
     from huggingface_hub import constants, get_token
 
     if hub.is_switched_off():
         return None, "not in the local cache, with the hub switched off (HF_HUB_OFFLINE)"
     if not hub.is_reachable():
         return None, "not in the local cache, with the hub out of reach"
-    # a file and no problem, or None and the problem; one attempt: the hub client's retries take 20 s without a network
+    # not by the hub's client, whose retries take 20 s without a network
     request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
     token = get_token()
     if token:
-        # not sent to redirect targets
+        # unredirected: redirect targets do not get the token
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as answer:

@@ -12,16 +12,16 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.model.build import load_errors
 
-#: Tokens of a batch -> the other inputs of a model by name.
+#: Token ids of a batch -> the model's other inputs by name.
 MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
 _GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling."""
+    """Sampling settings."""
 
-    #: 0 takes the likeliest token.
+    #: 0 is greedy.
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
@@ -34,9 +34,9 @@ class Streamed:
     text: str
     tokens: int
     seconds: float
-    #: Whether `stopped()` ended it.
+    #: Whether `stopped()` ended the answer.
     stopped: bool
-    #: Whether a stop token ended it.
+    #: Whether a stop token ended the answer.
     ended: bool = False
 
     @property
@@ -47,17 +47,11 @@ class Streamed:
 
 @torch.no_grad()
 def greedy_answers(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: list[list[int]],
-    *,
-    stops: Collection[int],
-    max_new_tokens: int,
-    with_special_tokens: bool = False,
-    more_inputs: MoreInputs | None = None,
-) -> list[tuple[str, bool]]:
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[list[int]], *, stops: Collection[int],
+    max_new_tokens: int, with_special_tokens: bool = False, more_inputs: MoreInputs | None = None,
+) -> list[tuple[str, bool]]:  # fmt: skip
     """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
-    # the model is in evaluation mode, and no random numbers are drawn
+    # draws no random numbers, provided that the model is in evaluation mode
     answers, ends = [], _end_tokens(model, stops)
     for new in _continued(model, tokenizer, questions, stops, more_inputs, max_new_tokens=max_new_tokens, **_GREEDY):
         length = next((index + 1 for index, token_id in enumerate(new) if token_id in ends), None)
@@ -68,35 +62,30 @@ def greedy_answers(
 
 @torch.no_grad()
 def streamed_answer(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    question: list[int],
-    *,
-    stops: Collection[int],
-    max_new_tokens: int,
+    model: Any, tokenizer: PreTrainedTokenizerBase, question: list[int], *, stops: Collection[int], max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-    on_text: Callable[[str], None] = lambda _: None,
-    stopped: Callable[[], bool] = lambda: False,
-    with_special_tokens: bool = False,
-    more_inputs: MoreInputs | None = None,
-) -> Streamed:
+    on_text: Callable[[str], None] = lambda _: None, stopped: Callable[[], bool] = lambda: False,
+    with_special_tokens: bool = False, more_inputs: MoreInputs | None = None,
+) -> Streamed:  # fmt: skip
     """Continue a tokenised prompt, passing each new piece of text to `on_text`, until `stopped()`."""
-    pieces, began, stop_requested = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter(), [False]
+    pieces, began = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter()
+    was_stopped = False
 
     def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        stop_requested[0] = stop_requested[0] or stopped()
-        return torch.full((len(ids),), stop_requested[0], device=ids.device)
+        nonlocal was_stopped
+        was_stopped = was_stopped or stopped()
+        return torch.full((len(ids),), was_stopped, device=ids.device)
 
-    sampled = _GREEDY
+    sampling_arguments = _GREEDY
     if sampling.temperature > 0:
-        # transformers draws from the global random numbers
+        # transformers draws from torch's global generator
         torch.manual_seed(sampling.seed)
-        sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    streamed = {"streamer": pieces, "stopping_criteria": StoppingCriteriaList([is_stopped]), "max_new_tokens": max_new_tokens}
-    (new,) = _continued(model, tokenizer, [question], stops, more_inputs, **streamed, **sampled)
+        sampling_arguments = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    streaming = {"streamer": pieces, "stopping_criteria": StoppingCriteriaList([is_stopped]), "max_new_tokens": max_new_tokens}
+    (new,) = _continued(model, tokenizer, [question], stops, more_inputs, **streaming, **sampling_arguments)
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _end_tokens(model, stops)
-    return Streamed(text, len(new), time.perf_counter() - began, stop_requested[0] and not ended, ended)
+    return Streamed(text, len(new), time.perf_counter() - began, was_stopped and not ended, ended)
 
 
 def _continued(
@@ -119,13 +108,14 @@ def extra_model_inputs(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dic
 
 
 def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
-    own = model.generation_config.eos_token_id
-    own_ids = own if isinstance(own, list) else [] if own is None else [own]
-    return sorted({*own_ids, *stops})
+    model_ids = model.generation_config.eos_token_id
+    if not isinstance(model_ids, list):
+        model_ids = [] if model_ids is None else [model_ids]
+    return sorted({*model_ids, *stops})
 
 
 class _Pieces:
-    """transformers' streamer interface, which emits only text that later tokens can't change."""
+    """A streamer for transformers that emits only text that later tokens can't change."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], with_special: bool) -> None:
         self._tokenizer, self._on_text, self._with_special = tokenizer, on_text, with_special
@@ -141,7 +131,7 @@ class _Pieces:
             self._emit(text)
 
     def end(self) -> None:
-        """Called after the last token."""
+        """Part of transformers' interface."""
 
     def finish(self, ids: list[int]) -> str:
         """Emit the remaining text, and return the whole text."""
@@ -153,7 +143,7 @@ class _Pieces:
         return str(self._tokenizer.decode(ids, skip_special_tokens=not self._with_special))
 
     def _emit(self, text: str) -> None:
-        # more tokens may rewrite the end of the emitted text: wait until the text begins with it again
+        # a token may change the decoded end of the emitted text: wait until the text begins with the emitted text again
         if text.startswith(self._emitted) and len(text) > len(self._emitted):
             self._on_text(text[len(self._emitted) :])
             self._emitted = text

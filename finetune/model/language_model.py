@@ -10,13 +10,13 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-#: Names of projectors in transformers' models, beside the tower or at its end.
+#: Names of the projectors from a vision tower to the language model, beside the tower or at its end.
 _PROJECTORS = (
     "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
     "patch_merger",
 )  # fmt: skip
-#: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache", "inputs_embeds", "use_cache", "output_router_logits"}
+#: Arguments of the whole model for text, though a language model may take them only as `**kwargs`.
+_FOR_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache", "inputs_embeds", "use_cache", "output_router_logits"}
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -34,19 +34,19 @@ def _image_text_class(config: PretrainedConfig) -> Any:
 
 
 def mark_vision(config: PretrainedConfig) -> None:
-    """Mark a configuration to build the vision tower, too. Raises ValueError without a vision tower."""
+    """Make `model_class` build the vision tower, too. Raises ValueError without a vision tower."""
     if not is_multimodal(config):
         raise ValueError("it has no vision tower")
     config.loads_vision = True
 
 
 def loads_vision(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is marked by `mark_vision`."""
+    """Return whether `mark_vision` marked a configuration."""
     return bool(getattr(config, "loads_vision", False))
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class to build: a causal or multimodal model, or None."""
+    """Return the class to build: of a causal or multimodal model, or None."""
     whole = _image_text_class(config)
     if is_multimodal(config):
         return _subclass(whole, loads_vision(config))
@@ -58,31 +58,31 @@ def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | 
     """Return `attn_implementation` for building, by part of a multimodal model."""
     if attention is None or not is_multimodal(config) or loads_vision(config):
         return attention
-    # parts that are left out may not support the language model's kernel
+    # other parts are not built, and may not support the language model's attention
     text = text_config(config)
-    return {"": attention} | {
-        name: attention if getattr(config, name, None) is text else "eager" for name in config.sub_configs
-    }
+    by_part = {name: attention if getattr(config, name, None) is text else "eager" for name in config.sub_configs}
+    return {"": attention, **by_part}
 
 
 def outside_language_model(model: Any) -> str | None:
-    """Return PEFT's `exclude_modules` for modules outside the language model; None for a text model."""
-    path = getattr(model, "language_model_path", None)
-    return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
+    """Return a pattern of module names outside the language model, or None."""
+    if not getattr(model, "language_model_path", None):
+        return None
+    return rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
 
 
-def untrained_vision(model: Any, trained: str) -> str | None:
-    """Return PEFT's `exclude_modules` for vision parts that are not trained; None for a text model."""
+def untrained_vision(model: Any, train_vision: str) -> str | None:
+    """Return a pattern of the names of untrained vision modules, or None."""
     path = getattr(model, "decoder_path", "")
     if not path:
         return None
-    if trained == "all":
+    if train_vision == "all":
         return _unread_layers(model)
-    adapted = rf"{re.escape(path)}(\.|$)|lm_head(\.|$)"
-    if trained == "projector":
+    trained = rf"{re.escape(path)}(\.|$)|lm_head(\.|$)"
+    if train_vision == "projector":
         names = "|".join(_PROJECTORS)
-        adapted += rf"|(.*\.)?({names})(\.|$)"
-    return rf"(?!({adapted})).*"
+        trained += rf"|(.*\.)?({names})(\.|$)"
+    return rf"(?!({trained})).*"
 
 
 def _unread_layers(model: Any) -> str | None:
@@ -92,14 +92,14 @@ def _unread_layers(model: Any) -> str | None:
     if read is None or not count:
         return None
     indices = read if isinstance(read, (list, tuple)) else [read]
-    end = max(index if index >= 0 else count + 1 + index for index in indices)  # the embeddings' output is number 0
+    end = max(index if index >= 0 else count + 1 + index for index in indices)  # output 0 is of the embeddings
     numbers = "|".join(map(str, range(end, count)))
     return rf"(.*\.)?vision_tower\.(.*\.)?layers\.({numbers})\..*" if numbers else None
 
 
 @cache
 def _subclass(whole: type[PreTrainedModel], vision: bool) -> type[PreTrainedModel]:
-    # the same class name, by which transformers looks up how a checkpoint's tensors are renamed
+    # with the name of `whole`, by which transformers looks up how a checkpoint's tensors are renamed
     members = {} if vision else {"base_model": property(_body), "get_output_embeddings": _head}
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
@@ -139,29 +139,29 @@ def _has_head(decoder: Any) -> bool:
     return decoder.get_output_embeddings() is not None
 
 
-# parameters keep their names in the whole model, so that weights load as usual and an adapter fits the whole model
+# Parameters keep their names in the whole model, so that weights load as usual and an adapter fits the whole model.
 def _keep_language_model(model: Any) -> None:
     decoder_path, decoder = _find_decoder(model)
     parent = decoder_path.rpartition(".")[0]
-    own_head = bool(decoder_path) and _has_head(decoder)
-    if not decoder_path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
+    has_head = bool(decoder_path) and (_has_head(decoder) or (parent and hasattr(model, "lm_head")))
+    if not has_head or not isinstance(decoder, PreTrainedModel):
         raise ValueError("its language model can't be separated from its other parts")
     model.language_model_path = decoder_path
     kept_names = _kept_modules(model)
     for path in {"", parent}:
         module = model.get_submodule(path)
-        parts = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for child, _ in parts:
+        members = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for child, _ in members:
             name = f"{path}.{child}" if path else child
-            if not any(name == other or other.startswith(f"{name}.") for other in kept_names):
+            if not any(kept_name == name or kept_name.startswith(f"{name}.") for kept_name in kept_names):
                 delattr(module, child)
     whole = model.get_submodule(parent)
     whole.forward = _text_forward(decoder, whole)
 
 
 def _find_decoder(model: Any) -> tuple[str, Any]:
-    own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
-    decoder = own[0] if own else model.get_decoder()
+    candidates = (getattr(model, name, None) for name in ("language_model", "text_model"))
+    decoder = next((part for part in candidates if part is not None), None) or model.get_decoder()
     return next((name for name, module in model.named_modules() if module is decoder), ""), decoder
 
 
@@ -171,14 +171,13 @@ def _kept_modules(model: Any) -> list[str]:
 
 
 def _text_forward(decoder: Any, whole: Any) -> Any:
-    of_whole = inspect.signature(type(whole).forward)
-    # arguments of images and sound
-    others = set(of_whole.parameters) - set(inspect.signature(decoder.forward).parameters) - _OF_TEXT
+    signature = inspect.signature(type(whole).forward)
+    image_arguments = set(signature.parameters) - set(inspect.signature(decoder.forward).parameters) - _FOR_TEXT
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        call_arguments = of_whole.bind(whole, *arguments).arguments | named
-        call_arguments = {name: value for name, value in call_arguments.items() if name not in others and value is not whole}
-        output = decoder(**call_arguments)
+        bound = signature.bind(whole, *arguments).arguments | named
+        text_arguments = {name: value for name, value in bound.items() if name not in image_arguments and value is not whole}
+        output = decoder(**text_arguments)
         return _TextOutput(output) if isinstance(output, ModelOutput) else output  # tuples stay tuples
 
     return forward

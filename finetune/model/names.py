@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 from finetune.model.catalogue import entries
 
+#: Words in the names of copies that are quantised or packed for inference.
 _PACKING = re.compile(
     r"(?<![a-z0-9])(?:gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
     r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16)(?![a-z0-9])"
 )
-#: Suggestions for a name.
-_MOST = 4
+_MAX_SUGGESTIONS = 4
 #: Fix where the named model can't be trained at all.
 OTHER_MODELS = "Choose an open model: `finetune recipes` lists them. Or give a hub id."
 _OFFLINE = "is not in the offline catalogue"
 _LARGE = "has more than a hundred billion parameters and is not in the offline catalogue"
-#: Pattern of a name that the catalogue lacks, the reason, and its id on the hub, or another fix.
-_OTHERS = (
+#: Pattern of a model's name, why it is not in the catalogue, and its hub id or another fix.
+_NOT_IN_CATALOGUE = (
     (r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
      "has no published weights", OTHER_MODELS),
     (r"^(.*/)?(distil|ro|de|al|modern)?berta?\b|electra|minilm|\bbge\b|\be5-",
@@ -61,7 +61,7 @@ _OTHERS = (
 
 
 class Match(NamedTuple):
-    """A hub id for a typed name, with a note on the difference."""
+    """A hub id for a typed name, and a note on the difference."""
 
     name: str
     note: str
@@ -71,10 +71,10 @@ class Match(NamedTuple):
 # Case, spaces, punctuation and the spelling of "chat" do not count. Never another model.
 def resolve(typed: str) -> Match | None:
     """Return the catalogue's id for `typed`, or None."""
-    account, _, name = _cleaned(typed).rpartition("/")
-    hub_id = _by_last_part().get(name)
+    account, _, name = _without_address(typed).rpartition("/")
+    hub_id = _ids_by_last_part().get(name)
     if hub_id is None or account not in ("", hub_id.partition("/")[0].lower()):
-        hub_id = _like(account, name)
+        hub_id = _id_of_variant(account, name)
     if hub_id is None:
         return None
     packing = "-".join(_PACKING.findall(name)).upper()
@@ -87,44 +87,45 @@ def suggestions(typed: str) -> list[str]:
     # known not to be in the catalogue
     if why_unknown(typed):
         return []
-    ids = _by_last_part()
-    name = re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
-    begun = [hub_id for last, hub_id in ids.items() if last.startswith(f"{name}-")]
-    similar = [] if len(begun) > 1 else [ids[last] for last in difflib.get_close_matches(name, ids, n=_MOST)]
-    return list(dict.fromkeys([*begun, *similar]))[:_MOST]
+    ids = _ids_by_last_part()
+    name = re.sub(r"[ _:]+", "-", _without_address(typed).rpartition("/")[2])
+    matches = [hub_id for last, hub_id in ids.items() if last.startswith(f"{name}-")]
+    if len(matches) < 2:
+        matches += [ids[last] for last in difflib.get_close_matches(name, ids, n=_MAX_SUGGESTIONS)]
+    return list(dict.fromkeys(matches))[:_MAX_SUGGESTIONS]
 
 
 def why_unknown(typed: str) -> tuple[str, str] | None:
-    """Return a predicate on a model that is known but not in the catalogue, and the fix."""
-    for pattern, reason, fix in _OTHERS:
+    """Return why the catalogue lacks a known model, as a predicate, and the fix; or None."""
+    for pattern, reason, fix in _NOT_IN_CATALOGUE:
         if re.search(pattern, typed.strip().lower()):
             is_sentence = " " in fix
             return reason, fix if is_sentence else f"Read it from the hub: model_name_or_path={fix}."
     return None
 
 
-def _cleaned(typed: str) -> str:
+def _without_address(typed: str) -> str:
     address = r"^(https?://)?(huggingface\.co|hf\.co)/|/(tree|blob|resolve)/.*$"
     return re.sub(address, "", typed.strip().lower()).strip("/ ")
 
 
-def _like(account: str, name: str) -> str | None:
+def _id_of_variant(account: str, name: str) -> str | None:
     account = _table()["accounts"].get(account, account)
     is_copy = not account or account in _table()["copies"]
-    # a copy's account may stand before the name, and the owner's account in it
+    # a copy may have the owner's account in its name: bartowski/Qwen_Qwen3-8B-GGUF
     owners = {hub_id.partition("/")[0].lower() for hub_id in entries()}
-    owner, _, own_name = name.partition("_")  # bartowski/Qwen_Qwen3-8B-GGUF
-    hub_id = _by_key().get(_key(own_name if own_name and owner in owners else name))
+    owner, _, model_name = name.partition("_")
+    hub_id = _ids_by_key().get(_key(model_name if model_name and owner in owners else name))
     return hub_id if hub_id and (is_copy or hub_id.lower().startswith(f"{account}/")) else None
 
 
 def _key(name: str) -> str:
     """Return the name without packing and punctuation, with `+chat` or `+base` for a last word like `instruct` or `pt`."""
-    chat = re.compile(r"(instruct|instruction|inst|chat|it)$")
+    chat_suffix = re.compile(r"(instruct|instruction|inst|chat|it)$")
     family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
     if tag not in ("", "latest"):
-        return f"{_squeezed(family)}:{chat.sub('', _squeezed(tag))}"
-    return re.sub(r"(base|pt)$", "+base", chat.sub("+chat", _squeezed(family).removesuffix("hf")))
+        return f"{_squeezed(family)}:{chat_suffix.sub('', _squeezed(tag))}"
+    return re.sub(r"(base|pt)$", "+base", chat_suffix.sub("+chat", _squeezed(family).removesuffix("hf")))
 
 
 def _squeezed(name: str) -> str:
@@ -134,7 +135,7 @@ def _squeezed(name: str) -> str:
 
 
 @cache
-def _by_last_part() -> dict[str, str]:
+def _ids_by_last_part() -> dict[str, str]:
     return {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
 
 
@@ -145,13 +146,13 @@ def _table() -> dict[str, Any]:
 
 
 @cache
-def _by_key() -> dict[str, str]:
-    keys = {_key(short): name for short, name in _table()["names"].items()}
+def _ids_by_key() -> dict[str, str]:
+    ids = {_key(short): name for short, name in _table()["names"].items()}
     for family, template in _table()["tags"].items():
         pattern = re.compile(re.escape(template).replace(r"\{\}", "([^-]*)"))
-        keys |= {_key(f"{family}:{match[1].lower()}"): match[0] for name in entries() if (match := pattern.fullmatch(name))}
+        ids |= {_key(f"{family}:{match[1].lower()}"): match[0] for name in entries() if (match := pattern.fullmatch(name))}
     copies = tuple(f"{account}/" for account in _table()["copies"])
-    for last, name in _by_last_part().items():
+    for last, name in _ids_by_last_part().items():
         if not (name.lower().startswith(copies) and _PACKING.search(last)):
-            keys[_key(last)] = name
-    return keys
+            ids[_key(last)] = name
+    return ids

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from finetune.settings import Settings
 
-#: End of the names of the trained rows in an adapter's file.
+#: Suffix of the trained rows' names in an adapter's file.
 TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
-#: Attribute of a weight: the rows that it had when it was loaded.
+#: Attribute of a grown weight with its number of rows in the checkpoint.
 LOADED_ROWS = "_loaded_rows"
 
 
@@ -24,14 +24,14 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     if not settings.trained_embedding_rows:
         return
     embedding, head = _tables(model)
-    tied = head.weight is embedding.weight
+    is_tied = head.weight is embedding.weight
     if settings.trained_embedding_rows[1] > embedding.num_embeddings:
         _require_one_table(model, embedding)
-    # each row is the mean of the rows of its text, or of all earlier rows; on meta, without a tokenizer, rows have no values
-    sources = {} if tokenizer is None else _sources(settings, tokenizer)
-    weight = _grown(embedding.weight, settings, sources)
+    # a new row is the mean of the rows of its text's tokens, or of all earlier rows; a model on meta needs no tokenizer
+    text_tokens = {} if tokenizer is None else _text_tokens(settings, tokenizer)
+    weight = _grown(embedding.weight, settings, text_tokens)
     embedding.weight, embedding.num_embeddings = weight, len(weight)
-    head.weight = weight if tied else _grown(head.weight, settings, sources)
+    head.weight = weight if is_tied else _grown(head.weight, settings, text_tokens)
     head.out_features = len(head.weight)
 
 
@@ -50,22 +50,24 @@ def _require_one_table(model: Any, embedding: Any) -> None:
         raise RecipeError(f"new_tokens: a {model.config.model_type} model has several embedding tables")
 
 
-def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[int]]:
+def _text_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[int]]:
+    # row of a new token -> the token ids of its text
     vocabulary = tokenizer.get_vocab()
     texts = {vocabulary[name]: text for name, text in settings.new_tokens.items() if text.strip()}
     return {row: tokenizer(text, add_special_tokens=False)["input_ids"] for row, text in texts.items()}
 
 
 @torch.no_grad()
-def _grown(weight: torch.nn.Parameter, settings: Settings, sources: dict[int, list[int]]) -> torch.nn.Parameter:
-    (first, end), (rows, width) = settings.trained_embedding_rows, weight.shape
+def _grown(weight: torch.nn.Parameter, settings: Settings, text_tokens: dict[int, list[int]]) -> torch.nn.Parameter:
+    first, end = settings.trained_embedding_rows
+    rows, width = weight.shape
     grown = weight.new_empty(max(rows, end), width)
     grown[:rows] = weight
     if not weight.is_meta:
         earlier_rows = min(first, rows)
-        # the rows of new tokens may have been padding; the mean in fp32
+        # new tokens may take rows of padding that the checkpoint has already; means in fp32
         grown[min(rows, end - len(settings.new_tokens)) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32)
-        for row, tokens in sources.items():
+        for row, tokens in text_tokens.items():
             if tokens := [token for token in tokens if token < earlier_rows]:
                 grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32)
     parameter = torch.nn.Parameter(grown, requires_grad=False)
@@ -74,7 +76,7 @@ def _grown(weight: torch.nn.Parameter, settings: Settings, sources: dict[int, li
 
 
 def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None:
-    """Return PEFT's `trainable_token_indices`: rows by table name."""
+    """Return PEFT's `trainable_token_indices`: trained rows by module name."""
     if not settings.trained_embedding_rows:
         return None
     embedding, head = _tables(model)
@@ -84,7 +86,7 @@ def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None
 
 
 def check_wrapped(model: Any) -> None:
-    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError."""
+    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError without the wrapper."""
     head = model.get_output_embeddings()
     if not hasattr(head, "token_adapter"):
         raise RecipeError(f"new_tokens: PEFT does not tie the rows of a {model.config.model_type} model's output layer")
@@ -92,6 +94,6 @@ def check_wrapped(model: Any) -> None:
 
 
 def embedding_rows(model: Any) -> int:
-    """Return the rows of the input embedding, also when PEFT has wrapped it."""
+    """Return the number of rows of the input embedding, also when PEFT has wrapped it."""
     embedding = model.get_input_embeddings()
     return getattr(embedding, "original_module", embedding).num_embeddings

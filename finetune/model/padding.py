@@ -17,18 +17,18 @@ from finetune.model.build import build_on_meta
 
 _NAME = "padding_probe"
 _ROWS, _TOKENS = 2, 8
-#: Answers of this process, by configuration: a search simulates the same model many times.
-_ANSWERS: dict[str, bool] = {}
+#: Results of `needs_padding_mask` by configuration: a search simulates the same model many times.
+_RESULTS: dict[str, bool] = {}
 
 
-# In causal attention no token sees later tokens, so the mask of right padding changes no real token. Without a mask torch
-# computes flash attention, and needs no mask of tokens x tokens for each row.
+# In causal attention no token sees later tokens, so the mask of right padding changes no real token. Without a mask torch can
+# use flash attention, and allocates no mask of tokens x tokens for each example.
 def needs_padding_mask(config: PretrainedConfig) -> bool:
     """Return whether the mask of a right-padded batch may change the loss of its real tokens."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    if key not in _ANSWERS:
-        _ANSWERS[key] = _reads_mask(config)
-    return _ANSWERS[key]
+    if key not in _RESULTS:
+        _RESULTS[key] = _reads_mask(config)
+    return _RESULTS[key]
 
 
 def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _reads_mask(config: PretrainedConfig) -> bool:
             ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
             model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)
     except Exception:  # noqa: BLE001 - code of hundreds of model types
-        return True  # a model that can't be tried needs its mask
+        return True  # also for a model that can't be tried
     # a mask that did not reach the attention may be needed elsewhere
     return not mask.reached_attention
 

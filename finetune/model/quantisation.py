@@ -26,8 +26,8 @@ def model_dtype(settings: Settings) -> torch.dtype:
 
 def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     """Return transformers' `quantization_config`, or None for 16 bit. Raises RecipeError for an untrainable checkpoint."""
-    if own := stored_quantisation(vars(config), settings.model_name_or_path):
-        return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
+    if stored := stored_quantisation(vars(config), settings.model_name_or_path):
+        return _config_for_stored(settings, stored, has_experts=has_experts(text_config(config)))
     base_format = base_format_of(settings)
     if base_format not in (NF4, INT8):
         return None
@@ -50,30 +50,29 @@ def _nf4(settings: Settings) -> BitsAndBytesConfig:
 
 
 def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
-    """Return the quantiser of experts, or None where experts stay 16-bit."""
-    own = stored_quantisation(vars(config), settings.model_name_or_path)
-    stored = own.get("quant_method") == BITSANDBYTES
-    # bitsandbytes stores each expert by itself, and FSDP2 and ZeRO-3 shard floating-point parameters only
-    packs = base_format_of(settings).experts and not shards_weights(settings.launch) and not stored
-    return packing_quantiser(pack_experts) if packs else None
+    """Return the quantiser class that packs experts, or None if experts stay 16-bit."""
+    stored = stored_quantisation(vars(config), settings.model_name_or_path)
+    # a checkpoint that bitsandbytes stored has separate experts; FSDP2 and ZeRO-3 shard floating-point parameters only
+    is_excluded = stored.get("quant_method") == BITSANDBYTES or shards_weights(settings.launch)
+    return packing_quantiser(pack_experts) if base_format_of(settings).experts and not is_excluded else None
 
 
 def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
-    """Return why a mixture's experts stay 16-bit in a quantised model. `config`: of the language model."""
+    """Return why a mixture's experts stay 16-bit in a quantised model, or None. `config`: the language model's."""
     experts = fused_experts(model, config)
     if not experts:
         return None
     if not base_format_of(settings).experts or shards_weights(settings.launch):
         return "they are quantised by load_in_4bit only, and not where the weights are sharded"
-    if (most := max(weight.numel() for weight in experts)) > MOST_ELEMENTS:
-        return f"a layer's are one tensor of {most:,} values, and bitsandbytes quantises at most {MOST_ELEMENTS:,}"
+    if (largest := max(weight.numel() for weight in experts)) > MOST_ELEMENTS:
+        return f"a layer's are one tensor of {largest:,} values, and bitsandbytes quantises at most {MOST_ELEMENTS:,}"
     return f"bitsandbytes can't quantise them as {config.model_type} stores and computes them"
 
 
-def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts: bool) -> Any:
-    name, method = settings.model_name_or_path, own["quant_method"]
+def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_experts: bool) -> Any:
+    name, method = settings.model_name_or_path, stored["quant_method"]
     if method == BITSANDBYTES:
-        stored_in = stored_format(own)
+        stored_in = stored_format(stored)
         bits = f"{stored_in.bits}bit"
         if base_format_of(settings) is not stored_in:
             raise RecipeError(
@@ -81,26 +80,28 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
                 f"Set {stored_in.setting}=true, or give {original_of(settings)}.",
             )
         # transformers 5 fuses a mixture's experts into 3-D weights
-        if fused_experts:
+        if has_experts:
             raise RecipeError(
                 f"model_name_or_path {name} is a mixture stored in {bits} with separate experts; transformers 5 "
                 "loads fused experts only",
                 f"Give {original_of(settings)}; load_in_4bit=true also quantises its experts while loading.",
             )
-        if stored_in is NF4 and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+        if stored_in is NF4 and shards_weights(settings.launch) and stored.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
                 f"Give {original_of(settings)}; load_in_4bit=true quantises it while loading, so that it can be sharded.",
             )
-        compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if stored_in is NF4 else {}
-        return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
+        arguments = {key: value for key, value in stored.items() if not key.startswith("_")}
+        if stored_in is NF4:
+            arguments["bnb_4bit_compute_dtype"] = model_dtype(settings)
+        return BitsAndBytesConfig(**arguments)
     if method == "mxfp4" and base_format_of(settings) is NF4 and not shards_weights(settings.launch):
         return _nf4(settings)
     if method in DEQUANTISED and not requested_formats(settings):
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
-    stored = method or "an unknown quantisation"
+    quantisation = method or "an unknown quantisation"
     give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"
     raise RecipeError(
-        f"model_name_or_path {name} is stored as {stored}, which conflicts with this recipe's quantisation",
+        f"model_name_or_path {name} is stored as {quantisation}, which conflicts with this recipe's quantisation",
         f"{give} {original_of(settings)}; load_in_4bit=true quantises it while loading.",
     )

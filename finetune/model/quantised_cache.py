@@ -51,15 +51,15 @@ from finetune.system import rename, return_freed_memory, sync_folder
 from finetune.units import format_bytes
 
 Device = torch.device | str | int
-#: The modules that use a parameter, and its names there.
+#: The modules that use a parameter, and the parameter's name in each.
 Uses = list[tuple[Any, str]]
 _FREE_SPACE_HINT = "run `finetune cache clear`, or set FINETUNE_CACHE to a folder on another disk"
-#: Libraries that decide which bytes a weight becomes.
+#: Libraries that decide the bytes of a quantised weight.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
 def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> Store:
-    """Return the model's verified folder, written if missing or damaged. On DiskFull, LayoutMismatch no folder is left."""
+    """Return the model's verified folder, written if missing or damaged. Raises DiskFull, LayoutMismatch, leaving no folder."""
     parts = parts_of(build.build_base(settings, config, device="cpu", weights=False))
     facts = facts_of(settings, config, torch.device(device).type)
     name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
@@ -91,9 +91,9 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
             write_manifest(writing, {"facts": facts})
             rename(writing, path)
             sync_folder(path.parent)
-        took = f"{time.perf_counter() - began:,.0f} s on the {'GPU' if torch.device(device).type == 'cuda' else 'CPU'}"
-        size = format_bytes(sum(file.stat().st_size for file in path.iterdir()))
-        log(f"quantised the weights in {took} and kept them for later starts: {path}, {size}")
+        where = "GPU" if torch.device(device).type == "cuda" else "CPU"
+        seconds, size = time.perf_counter() - began, format_bytes(sum(file.stat().st_size for file in path.iterdir()))
+        log(f"quantised the weights in {seconds:,.0f} s on the {where} and kept them for later starts: {path}, {size}")
         return _open(path, parts, is_verified=True)
 
 
@@ -112,16 +112,16 @@ def _open(path: Path, parts: Parts, *, is_verified: bool = False) -> Store:
     store = Store(path)
     if {part: set(names) for part, names in store.parts.items()} != {part: set(values) for part, values in parts.items()}:
         raise LayoutMismatch(f"{path} was written by other library versions")
-    mark, about = path.with_name(f"{path.name}.checked"), (path / MANIFEST).stat()
+    verified_file, manifest = path.with_name(f"{path.name}.checked"), (path / MANIFEST).stat()
     # all processes of a launch on this machine have the same parent: the first verifies the folder for all
-    launch = f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
+    launch = f"{os.getppid()} {manifest.st_ino} {manifest.st_size} {manifest.st_mtime_ns}"
     with contextlib.suppress(OSError):
-        is_verified |= mark.read_text(encoding="utf-8") == launch
+        is_verified |= verified_file.read_text(encoding="utf-8") == launch
     if not is_verified:
         store.verify()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            write_text(mark, launch)
+            write_text(verified_file, launch)
     return store
 
 
@@ -149,7 +149,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
-    # transformers would report both as errors of the checkpoint
+    # the layout, not the checkpoint, as transformers would report
     except (KeyError, AttributeError) as error:
         raise LayoutMismatch(f"{path} can't hold this model: {type(error).__name__}: {error}") from error
 
@@ -164,26 +164,26 @@ class _LayerWriter:
         self._paths: dict[torch.nn.Module, str] = {}
 
     def __call__(self, model: torch.nn.Module, module: torch.nn.Module, name: str) -> None:
-        self._paths = self._paths or {part: path for path, part in model.named_modules()}
-        full = f"{self._paths[module]}.{name}"
-        part = self._part_of.get(full)
+        self._paths = self._paths or {child: path for path, child in model.named_modules()}
+        full_name = f"{self._paths[module]}.{name}"
+        part = self._part_of.get(full_name)
         if part is None:
             return
-        self._unloaded[part].discard(full)
+        self._unloaded[part].discard(full_name)
         if not self._unloaded[part]:
             with _disk_errors(self._folder):
                 write_part(self._folder, part, {name: value_of(model, name) for name in self._parts[part]})
             self.written.add(part)
             for name in self._parts[part]:
                 _release(model, name)
-        return_freed_memory()  # a CPU quantises with 14 bytes for each element of a matrix
+        return_freed_memory()  # quantisation on a CPU takes 14 bytes for each element of a matrix
 
 
 def _release(model: torch.nn.Module, name: str) -> None:
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
     parameter = module._parameters[attribute]
-    # of size 0, transformers still counts it as loaded
+    # emptied, not removed: transformers checks later that the parameter was loaded
     parameter.data = parameter.data.new_empty(0)
     if hasattr(parameter, "quant_state"):
         parameter.quant_state = module.quant_state = None
@@ -203,7 +203,7 @@ def load_base(
 ) -> PreTrainedModel:
     """Return the base model on `device`, with offloaded layers as in the recipe.
 
-    `sharded`: without weights; each rank reads only its rows of the folder, once accelerate has sharded the model by FSDP2.
+    `sharded`: without weights; once accelerate has sharded the model by FSDP2, each rank reads its rows of the folder.
     """
     if sharded or (settings.layer_offloading is not False and base_format_of(settings).quantised_file):
         try:
@@ -211,10 +211,10 @@ def load_base(
             return (_sharded_base if sharded else base_from)(store, settings, config, device)
         except (DiskFull, LayoutMismatch) as error:
             # the run is possible without the folder
-            instead = (
-                "process will load the whole model before sharding" if sharded else "start will quantise the weights again"
-            )
-            log(f"{error}. Every {instead} instead.")
+            if sharded:
+                log(f"{error}. Every process will load the whole model before sharding instead.")
+            else:
+                log(f"{error}. Every start will quantise the weights again instead.")
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
@@ -248,7 +248,7 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
 
 
 def _as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    # as transformers completes a model after loading
+    # what transformers does after loading a model
     path = resolve_model_path(settings)
     base.name_or_path = base.config.name_or_path = path
     if base.can_generate():
@@ -296,16 +296,16 @@ def _sharded_base(store: Store, settings: Settings, config: PretrainedConfig, de
     frozen = _load_buffers(base, store, device)
     for name, uses in frozen.items():
         stored = store.tensors[name]
-        # until `_shard`, one element in memory, with the shape and dtype that PEFT, TRL and accelerate read; so adapters are
-        # created as in a run that loads everything
+        # until `_shard`, one element expanded to the shape: PEFT, TRL and accelerate read shape, dtype and device, so that
+        # adapters are created as in a run that loads everything
         _set_parameter(uses, _parameter_like(uses, torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)))
-    home = "cpu" if settings.launch.offload == "cpu" else device
-    shard_with(partial(_shard, store, frozen, device, home))
+    weights_device = "cpu" if settings.launch.offload == "cpu" else device
+    shard_with(partial(_shard, store, frozen, device, weights_device))
     return _as_loaded(base, settings)
 
 
 def _shard(
-    store: Store, frozen: dict[str, Uses], device: Device, home: Device,
+    store: Store, frozen: dict[str, Uses], device: Device, weights_device: Device,
     shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any,
 ) -> Any:  # fmt: skip
     """Shard `model` with accelerate's function while its frozen parameters are on meta, then read this rank's rows."""
@@ -316,7 +316,7 @@ def _shard(
     prepared = shard_default(accelerator, model)
     for name, uses in frozen.items():
         owner, attribute = uses[0]
-        rows = _own_rows(store, name, owner._parameters[attribute], device, home)
+        rows = _rows_of_rank(store, name, owner._parameters[attribute], device, weights_device)
         _set_parameter(uses, torch.nn.Parameter(rows, requires_grad=False))
         if state := store.quant_state(name, device):
             # quantisation tables are not parameters: every rank has all of them
@@ -324,15 +324,15 @@ def _shard(
     return prepared
 
 
-def _own_rows(store: Store, name: str, empty: Any, device: Device, home: Device) -> torch.Tensor:
+def _rows_of_rank(store: Store, name: str, empty: Any, device: Device, weights_device: Device) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(empty, DTensor):
         return store.rows(name).to(device)
     mesh, rows = empty.device_mesh, store.tensors[name].shape[0]
     assert tuple(empty.placements) == (Shard(0),)
-    # consecutive rows, as many as torch.chunk gives this rank
+    # split as by torch.chunk: the last ranks may get fewer rows, or none
     rows_per_rank = -(-rows // mesh.size())
     first = min(rows, mesh.get_local_rank() * rows_per_rank)
-    own = store.rows(name, first, min(rows - first, rows_per_rank)).to(home)
-    return DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
+    local_rows = store.rows(name, first, min(rows - first, rows_per_rank)).to(weights_device)
+    return DTensor.from_local(local_rows, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())

@@ -17,7 +17,7 @@ from finetune.model.configuration import read_config, resolve_model_path
 from finetune.model.language_model import mark_vision, model_class, text_config
 from finetune.settings import Recipe
 
-#: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
+#: For a missing key a configuration class would take its default, another model's dimension. `attribute_map` has other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -41,9 +41,8 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
     _refuse_missing(name, values, config_class)
     try:
         # `auto_map` would import code of the repository: known types need none
-        config = _config_of(
-            config_class, {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
-        )
+        arguments = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+        config = _config_of(config_class, arguments)
         if settings.vision is True:
             mark_vision(config)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
@@ -64,8 +63,8 @@ def _config_of(config_class: type[PretrainedConfig], values: dict[str, Any]) -> 
     try:
         # The class is used directly: `from_pretrained` would ask the hub again.
         return config_class.from_dict(dict(values))
-    # The file sets read-only properties of the class: try again without them. Only then, as Nemotron-H's constructor reads such
-    # keys, and would build four layers without them.
+    # The file sets read-only properties of the class: leave them out. Not in the first attempt, because Nemotron-H's
+    # constructor reads such keys, and would build four layers without them.
     except AttributeError:
         return config_class.from_dict(
             {key: value for key, value in values.items() if not isinstance(getattr(config_class, key, None), property)}
@@ -102,7 +101,7 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
     path, revision = resolve_model_path(settings), settings.model_revision
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=True)
-        # unless the class is registered, from_config takes it from the repository's newest commit
+        # registered, because from_config would otherwise take the class from the repository's newest commit
         if code := values["auto_map"].get("AutoModelForCausalLM"):
             model = add_generation_mixin_to_remote_model(get_class_from_dynamic_module(code, path, revision=revision))
             AutoModelForCausalLM.register(type(config), model, exist_ok=True)
@@ -113,17 +112,17 @@ def _remote_config(name: str, kind: str, values: dict[str, Any], settings: Recip
 
 
 def _refuse_missing(name: str, values: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
-    text = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
-    text_values = values if text is None else text
-    names = config_class.attribute_map
-    if text is None:
-        needed = [key for key in _NEEDED if hasattr(config_class, names.get(key, key))]  # Mamba has no heads
+    text_values = next((values[key] for key in ("text_config", "llm_config") if isinstance(values.get(key), dict)), None)
+    other_names = config_class.attribute_map
+    if text_values is None:
+        text_values = values
+        needed = [key for key in _NEEDED if hasattr(config_class, other_names.get(key, key))]  # Mamba has no heads
     else:
         needed = list(_NEEDED[:2])  # multimodal files leave the rest to the text model's class
-    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # derived from others
+    needed = [key for key in needed if not isinstance(getattr(config_class, key, None), property)]  # computed from others
     problems = []
     for key in needed:
-        value = next((text_values[other] for other in (key, names.get(key, key)) if other in text_values), None)
+        value = text_values.get(key, text_values.get(other_names.get(key, key)))
         if value is None:
             problems.append(f"model_name_or_path {name}: its config.json has no {key}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -26,18 +26,18 @@ from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN,
 from finetune.serialise import from_json, read_json_as
 from finetune.settings import Settings
 
-#: Files of a checkpoint in several parts, and of an adapter.
+#: The index of a checkpoint in several files, and the weights of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 _HASHING_THREADS = 4
 _DIGEST = re.compile("[0-9a-f]{64}")
-#: Ranks and scales beyond these are a damaged file: PEFT would reserve memory for any rank.
+#: Larger values are a sign of a damaged file, and PEFT would allocate memory for any rank.
 _MAX_RANK, _MAX_ALPHA = 8192, 1e6
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelError for missing or damaged files, reading only headers of weights."""
+    """Raise ModelError for missing or damaged files. Reads only the headers of weights."""
     names = weight_files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
@@ -52,7 +52,8 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
     config = model_file(settings, CONFIG)
     if config is None:
         return None
-    names, folder = weight_files(config.parent), config.parent
+    folder = config.parent
+    names = weight_files(folder)
     try:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
@@ -63,7 +64,7 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
 
 
 def configuration_fingerprint(settings: Settings) -> str | None:
-    """Return a hash of the files beside the weights that decide outputs, or None."""
+    """Return a hash of config.json, the index and trusted code, or None without the files."""
     config = model_file(settings, CONFIG)
     if config is None:
         return None
@@ -75,7 +76,7 @@ def configuration_fingerprint(settings: Settings) -> str | None:
 
 
 def generation_fingerprint(settings: Settings) -> str | None:
-    """Return the hash of the base model's generation defaults, or None."""
+    """Return a hash of generation_config.json, or None."""
     path = model_file(settings, GENERATION_CONFIG)
     return sha256_of(path) if path and path.is_file() else None
 
@@ -83,28 +84,28 @@ def generation_fingerprint(settings: Settings) -> str | None:
 def _hash(path: Path, reread: bool) -> str:
     path = path.resolve()
     # the hub's cache names a weight file after its SHA-256
-    is_of_hub = bool(_DIGEST.fullmatch(path.name))
-    if is_of_hub and not reread:
+    is_in_hub_cache = bool(_DIGEST.fullmatch(path.name))
+    if is_in_hub_cache and not reread:
         return path.name
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
-    # unchanged size, time and inode; only rereading finds damage by a failing disk
+    # for unchanged size, time and inode; damage by a failing disk is found only with `reread`
     if not reread and (cached := read_json_as(cache_file, str, "sha256")):
         return cached
     digest = sha256_in_subprocess(path)
-    if is_of_hub:
+    if is_in_hub_cache:
         if digest != path.name:
             raise ModelError(f"{path} is damaged: its content differs from the hub's file", f"Delete it. {DOWNLOAD_AGAIN}")
         return digest
-    with contextlib.suppress(OSError):  # without a cache it is hashed again
+    with contextlib.suppress(OSError):  # a cache that can't be written costs only time
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(cache_file, with_checksum(json.dumps({"sha256": digest})))
     return digest
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return a folder's weight files, by its index if present. Raises ModelError for an unreadable index."""
+    """Return a folder's weight files, from its index if present. Raises ModelError for an unreadable index."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
@@ -124,14 +125,15 @@ def file_problem(path: Path) -> str:
             return ""
         with path.open("rb") as file:
             header, begin = read_safetensors_header(file)
-        ends = (part["data_offsets"][1] for part in header.values())
-        size, end = path.stat().st_size, begin + max(ends, default=0)
+        ends = (entry["data_offsets"][1] for entry in header.values())
+        size, expected_size = path.stat().st_size, begin + max(ends, default=0)
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
         return f"can't be read as {'JSON' if path.suffix == '.json' else 'safetensors'}: {error}"
-    # the header says where the last tensor ends
-    return "" if size == end else f"is {'truncated' if size < end else 'damaged'}: {size:,} of {end:,} bytes"
+    if size == expected_size:
+        return ""
+    return f"is {'truncated' if size < expected_size else 'damaged'}: {size:,} of {expected_size:,} bytes"
 
 
 def adapter_problems(folder: Path) -> list[str]:
@@ -173,8 +175,8 @@ def _tensor_problem(name: str, entry: Any, config: dict[str, Any]) -> str:
     if not shape or not all(shape):
         return f"{name} has the shape {str(shape)[:40]}"
     pattern = config.get("rank_pattern")
-    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    # fused experts stack every expert's rows in one matrix: a multiple of the rank
+    ranks = [config.get("r"), *pattern.values()] if isinstance(pattern, dict) else [config.get("r")]
+    # a multiple, because an adapter of fused experts stacks the rows of all experts in one matrix
     if name.endswith("lora_A.weight") and not any(type(rank) is int and rank > 0 and shape[0] % rank == 0 for rank in ranks):
         return f"{name} has {shape[0]} rows, not a multiple of the rank {config.get('r')}"
     return ""

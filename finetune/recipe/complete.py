@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import read_json
-from finetune.model.configuration import ADAPTER_CONFIG, full_name, vocabulary_size
+from finetune.model.configuration import ADAPTER_CONFIG, match_name, vocabulary_size
 from finetune.model.weights import config_problems
 from finetune.serialise import from_json
 from finetune.settings import AUTO, Recipe, Settings, resolved
@@ -91,7 +91,7 @@ def complete_for_rows(recipe: Recipe, token_rows: Sequence[int], *, has_pictures
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     """Return the recipe with a hub id for an informal model name, and a note."""
-    name, note = full_name(recipe.model_name_or_path, recipe.model_revision)
+    name, note = match_name(recipe.model_name_or_path, recipe.model_revision)
     return resolved(recipe, model_name_or_path=name), note
 
 
