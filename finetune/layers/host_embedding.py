@@ -42,7 +42,7 @@ def offload_embedding(model: torch.nn.Module) -> None:
 def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
     embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
     # pinned, so that the copy overlaps with computation
-    pinned = ids.is_cuda and not host_memory.is_forecast(ids)
+    pinned = ids.is_cuda and not host_memory.is_in_forecast(ids)
     rows, host_ids = host_memory.host_empty(embeddings, pinned=pinned), host_memory.host_empty(ids, pinned=False)
     host_ids.copy_(ids)
     torch.index_select(self.weight, 0, host_ids.view(-1), out=rows.view(-1, self.embedding_dim))

@@ -43,7 +43,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def is_forecast(tensor: torch.Tensor) -> bool:
+def is_in_forecast(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` belongs to a forecast: is fake, functional or on meta."""
     # functional: while a forecast splits a compiled layer into forward and backward
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta"
@@ -52,7 +52,7 @@ def is_forecast(tensor: torch.Tensor) -> bool:
 def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: bool) -> torch.Tensor:
     """Return uninitialised host memory in the shape of `like`. `pinned` needs CUDA."""
     dtype = dtype or like.dtype
-    if is_forecast(like):
+    if is_in_forecast(like):
         # so that it is not counted as device memory
         return torch.empty(like.shape, dtype=dtype, device="meta")
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
@@ -60,7 +60,7 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
 
 def host_buffer(n_bytes: int, like: torch.Tensor) -> torch.Tensor:
     """Return `n_bytes` bytes that are never freed, pinned for CUDA. Raises RecipeError if the system refuses."""
-    if is_forecast(like):
+    if is_in_forecast(like):
         return torch.empty(n_bytes, dtype=torch.uint8, device="meta")
     if not like.is_cuda:
         return torch.empty(n_bytes, dtype=torch.uint8)

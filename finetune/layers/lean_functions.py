@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-from finetune.layers.host_memory import is_forecast
+from finetune.layers.host_memory import is_in_forecast
 from finetune.layers.nf4 import QuantTables, dequantised, linear_4bit
 
 #: Elements that a norm's backward copies to fp32 at a time: 64 MiB for each copy.
@@ -362,7 +362,7 @@ def linear_backward(
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
         # cuBLAS writes fp32 products of 16-bit factors: no cast, and no rounding of the gradient to 16 bit
-        writes_fp32 = linear.a.dtype != grad.dtype and (grad.is_cuda or is_forecast(grad))
+        writes_fp32 = linear.a.dtype != grad.dtype and (grad.is_cuda or is_in_forecast(grad))
         options: dict[str, Any] = {"out_dtype": linear.a.dtype} if writes_fp32 else {}
         if linear.trains_a:
             da = torch.mm(lora_grad.t(), read_x(), **options).to(linear.a.dtype)

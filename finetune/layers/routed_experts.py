@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from transformers.integrations import moe
 
 from finetune.compat.transformers import apply_gate
-from finetune.layers.host_memory import is_forecast
+from finetune.layers.host_memory import is_in_forecast
 
 #: Share of used experts from which a CPU dequantises all experts.
 _MOST_USED_SHARE = 0.75
@@ -64,7 +64,7 @@ class Routing(NamedTuple):
 def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
     """Return the end of each expert's rows on the host; None in a forecast and in a compiled graph."""
     # read once per forward pass, because reading waits for the device
-    return None if is_forecast(offsets) or torch.compiler.is_compiling() else offsets.cpu()
+    return None if is_in_forecast(offsets) or torch.compiler.is_compiling() else offsets.cpu()
 
 
 def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
@@ -153,7 +153,7 @@ class RoutedExperts(torch.autograd.Function):
         # of the activations, only the output of gate and up: for a score s, down's weight W, its input p and the gradient g,
         # d(s * W p)/ds = g . W p = (g W) . p, and backward computes g W anyway
         ctx.save_for_backward(x if up.adapters else None, scores, gate_up, *routing)
-        return _summed(out, routing, top_k).to(x.dtype)
+        return _summed_by_token(out, routing, top_k).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +179,7 @@ class RoutedExperts(torch.autograd.Function):
         needs_dx = ctx.needs_input_grad[0]
         dx, up_grads = _stack_backward(d_gate_up, up, routing, lambda: x[token].to(d_gate_up.dtype), needs_dx=needs_dx)
         d_scores = _unsorted(d_scores, routing).view(scores.shape).to(scores.dtype)
-        dx = None if dx is None else _summed(dx, routing, ctx.top_k).to(grad.dtype)
+        dx = None if dx is None else _summed_by_token(dx, routing, ctx.top_k).to(grad.dtype)
         return dx, d_scores, None, None, None, *up_grads, *down_grads
 
 
@@ -205,7 +205,7 @@ def _times(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return (rows * scores).to(rows.dtype)
 
 
-def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+def _summed_by_token(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
     return _unsorted(rows, routing).view(-1, top_k, rows.shape[-1]).sum(dim=1)
 
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.layers.host_memory import is_forecast
+from finetune.layers.host_memory import is_in_forecast
 
 # `sdpa` is correct on packed examples, but needs a dense tokens x tokens mask, which excludes the flash kernel. This passes
 # the boundaries (`cu_seq_lens_q`, from TRL's collator) to `torch.nn.attention.varlen`. Without CUDA, in fp32 or on GPUs older
@@ -51,7 +51,7 @@ def varlen_attention(
     batch, _, tokens, _ = query.shape
     if attention_mask is not None or tokens != key.shape[2] or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
-    starts, longest = _example_boundaries(query, arguments)
+    boundaries, longest = _example_boundaries(query, arguments)
     # (batch * tokens, heads, head_dim)
     q, k, v = (x.transpose(1, 2).reshape(batch * tokens, x.shape[1], x.shape[3]) for x in (query, key, value))
     window = arguments.get("sliding_window")
@@ -61,9 +61,9 @@ def varlen_attention(
         gqa: dict[str, Any] = {"enable_gqa": True} if queries_per_key > 1 else {}
         if gqa and not varlen_shares_keys():
             gqa, k, v = {}, k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window_size, **gqa)
+        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scaling, window_size=window_size, **gqa)
     else:
-        out = _example_by_example(q, k, v, _offsets(starts, batch * tokens), scaling, window)
+        out = _example_by_example(q, k, v, _host_offsets(boundaries, batch * tokens), scaling, window)
     assert isinstance(out, torch.Tensor)
     return out.view(batch, tokens, *out.shape[1:]), None
 
@@ -96,14 +96,14 @@ def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple
         longest = arguments["max_length_q"]
         return boundaries.to(query.device), longest.shape[0] if isinstance(longest, torch.Tensor) else longest
     positions = arguments.get("position_ids")
-    if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
+    if positions is not None and positions.shape == (batch, tokens) and not is_in_forecast(query):
         return _from_positions(positions)
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
 
 
 #: Boundaries by position ids, and their values on the host by boundaries: all layers of a micro-batch share one read, because
 #: reading waits for the GPU.
-_BOUNDARIES, _OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+_BOUNDARIES, _HOST_OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -112,18 +112,18 @@ def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
         offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
         boundaries = torch.tensor(offsets, dtype=torch.int32, device=positions.device)
         _BOUNDARIES[positions] = boundaries, max(end - start for start, end in pairwise(offsets))
-        _OFFSETS[boundaries] = offsets
+        _HOST_OFFSETS[boundaries] = offsets
     return _BOUNDARIES[positions]
 
 
-def _offsets(boundaries: torch.Tensor, tokens: int) -> list[int]:
-    if is_forecast(boundaries):
+def _host_offsets(boundaries: torch.Tensor, tokens: int) -> list[int]:
+    if is_in_forecast(boundaries):
         # tensors in a forecast have no values: assume examples of equal length
         examples = len(boundaries) - 1
         return [example * tokens // examples for example in range(examples + 1)]
-    if boundaries not in _OFFSETS:
-        _OFFSETS[boundaries] = boundaries.tolist()
-    return _OFFSETS[boundaries]
+    if boundaries not in _HOST_OFFSETS:
+        _HOST_OFFSETS[boundaries] = boundaries.tolist()
+    return _HOST_OFFSETS[boundaries]
 
 
 _CPU = (0, 0)
@@ -148,7 +148,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     if value.shape[-1] != head_dim:  # latent attention (DeepSeek)
         return False
-    if is_forecast(query):
+    if is_in_forecast(query):
         capability = _FORECAST_CAPABILITIES[-1]
     else:
         capability = compute_capability(query.device) or _CPU

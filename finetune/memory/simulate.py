@@ -34,7 +34,7 @@ from finetune.methods import method_of
 from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.hybrid import kept_in_16_bit, reference_notes
+from finetune.model.hybrid import layers_kept_in_16_bit, reference_notes
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
@@ -88,7 +88,7 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
     heads = set(head.modules()) if head is not None else set()
-    names, read_names = set(), kept_in_16_bit(text_config(model.get_base_model().config).model_type)  # type: ignore[operator]
+    names, read_names = set(), layers_kept_in_16_bit(text_config(model.get_base_model().config).model_type)  # type: ignore[operator]
     for name, module in model.named_modules():
         # PEFT wraps a head with new tokens: the head is a module inside the wrapper
         base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module not in heads

@@ -17,7 +17,7 @@ from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
 from finetune.layers.layer_offloading import weights_for_magnitudes
-from finetune.model.hybrid import without_adapters
+from finetune.model.hybrid import layers_without_adapters
 from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
 from finetune.settings import Settings
@@ -85,7 +85,7 @@ def _linear_layers(model: torch.nn.Module) -> str:
 def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
     patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
     excluded = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_special_linear(module)})
-    excluded += without_adapters(text_config(model.config).model_type)
+    excluded += layers_without_adapters(text_config(model.config).model_type)
     if model.config.model_type in _MAMBA:
         excluded += ["out_proj", "conv1d"]
     if excluded:

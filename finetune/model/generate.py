@@ -53,7 +53,7 @@ def greedy_answers(
     """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
     # draws no random numbers, provided that the model is in evaluation mode
     answers, ends = [], _end_tokens(model, stops)
-    for new in _continued(model, tokenizer, questions, stops, more_inputs, max_new_tokens=max_new_tokens, **_GREEDY):
+    for new in _generated_ids(model, tokenizer, questions, stops, more_inputs, max_new_tokens=max_new_tokens, **_GREEDY):
         length = next((index + 1 for index, token_id in enumerate(new) if token_id in ends), None)
         text = str(tokenizer.decode(new[:length], skip_special_tokens=not with_special_tokens))
         answers.append((text, length is None))
@@ -82,23 +82,23 @@ def streamed_answer(
         torch.manual_seed(sampling.seed)
         sampling_arguments = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     streaming = {"streamer": pieces, "stopping_criteria": StoppingCriteriaList([is_stopped]), "max_new_tokens": max_new_tokens}
-    (new,) = _continued(model, tokenizer, [question], stops, more_inputs, **streaming, **sampling_arguments)
+    (new,) = _generated_ids(model, tokenizer, [question], stops, more_inputs, **streaming, **sampling_arguments)
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _end_tokens(model, stops)
     return Streamed(text, len(new), time.perf_counter() - began, was_stopped and not ended, ended)
 
 
-def _continued(
-    model: Any, tokenizer: Any, questions: list[list[int]], stops: Collection[int], more_inputs: Any, **named: Any
+def _generated_ids(
+    model: Any, tokenizer: Any, questions: list[list[int]], stops: Collection[int], more_inputs: Any, **arguments: Any
 ) -> list[list[int]]:
     # padded on the left, so that all prompts end together
     width = max(len(question) for question in questions)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
-    ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
+    ids = torch.tensor([[pad_id] * (width - len(question)) + question for question in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    named |= {"pad_token_id": padding, "eos_token_id": _end_tokens(model, stops), **extra_model_inputs(ids, more_inputs)}
+    arguments |= {"pad_token_id": pad_id, "eos_token_id": _end_tokens(model, stops), **extra_model_inputs(ids, more_inputs)}
     with load_errors(model.config.name_or_path):
-        return model.generate(input_ids=ids, attention_mask=mask, use_cache=True, **named)[:, width:].tolist()
+        return model.generate(input_ids=ids, attention_mask=mask, use_cache=True, **arguments)[:, width:].tolist()
 
 
 def extra_model_inputs(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:

@@ -59,9 +59,9 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
     return None
 
 
-def takes_reference(module: str, capability: tuple[int, int] | None) -> bool:
-    """Return whether a layer takes the reference even if `module` can be imported."""
-    return capability is None or (module == "fla" and kernel_problem(FLA, capability) is not None)
+def takes_reference(import_name: str, capability: tuple[int, int] | None) -> bool:
+    """Return whether a layer takes the reference even if the kernel package can be imported."""
+    return capability is None or (import_name == "fla" and kernel_problem(FLA, capability) is not None)
 
 
 def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
@@ -74,12 +74,12 @@ def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tupl
     return (f"reference kernels, as {reason}: {package.reference_cost}" + (f"; {fix}" if fix else ""),)
 
 
-def kept_in_16_bit(model_type: str) -> tuple[str, ...]:
+def layers_kept_in_16_bit(model_type: str) -> tuple[str, ...]:
     """Return the names of layers that stay 16-bit."""
     return _READ_OUTSIDE.get(model_type) or _read_by_kernel(model_type)
 
 
-def without_adapters(model_type: str) -> tuple[str, ...]:
+def layers_without_adapters(model_type: str) -> tuple[str, ...]:
     """Return the names of layers whose adapters would get no gradient."""
     return _READ_PAST_ADAPTER.get(model_type, ()) + _read_by_kernel(model_type)
 

@@ -47,11 +47,13 @@ def loads_vision(config: PretrainedConfig) -> bool:
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class to build: of a causal or multimodal model, or None."""
-    whole = _image_text_class(config)
+    image_text: Any = _image_text_class(config)
     if is_multimodal(config):
-        return _subclass(whole, loads_vision(config))
+        return _subclass(image_text, loads_vision(config))
     causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return whole if causal is None and whole is not None and whole.__name__.endswith("ForCausalLM") else causal
+    if causal is None and image_text is not None and image_text.__name__.endswith("ForCausalLM"):
+        return image_text
+    return causal
 
 
 def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
@@ -88,30 +90,29 @@ def untrained_vision(model: Any, train_vision: str) -> str | None:
 def _unread_layers(model: Any) -> str | None:
     # where the model reads an earlier layer's output, as LLaVA does, the tower's last layers get no gradient
     read = getattr(model.config, "vision_feature_layer", None)
-    count = getattr(getattr(model.config, "vision_config", None), "num_hidden_layers", None)
-    if read is None or not count:
+    layers = getattr(getattr(model.config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or not layers:
         return None
     indices = read if isinstance(read, (list, tuple)) else [read]
-    end = max(index if index >= 0 else count + 1 + index for index in indices)  # output 0 is of the embeddings
-    numbers = "|".join(map(str, range(end, count)))
+    first_unread = max(index if index >= 0 else layers + 1 + index for index in indices)  # index 0 is the embeddings' output
+    numbers = "|".join(map(str, range(first_unread, layers)))
     return rf"(.*\.)?vision_tower\.(.*\.)?layers\.({numbers})\..*" if numbers else None
 
 
 @cache
-def _subclass(whole: type[PreTrainedModel], vision: bool) -> type[PreTrainedModel]:
-    # with the name of `whole`, by which transformers looks up how a checkpoint's tensors are renamed
-    members = {} if vision else {"base_model": property(_body), "get_output_embeddings": _head}
+def _subclass(multimodal: type[PreTrainedModel], with_vision: bool) -> type[PreTrainedModel]:
+    members = {} if with_vision else {"base_model": property(_base_model), "get_output_embeddings": _head}
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
-        whole.__init__(self, config, *arguments, **named)
-        if vision:
+        multimodal.__init__(self, config, *arguments, **named)
+        if with_vision:
             self.decoder_path, _ = _find_decoder(self)
         else:
             _keep_language_model(self)
 
-    return type(
-        whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__, **members}
-    )
+    members |= {"__init__": init, "__module__": multimodal.__module__, "__doc__": multimodal.__doc__}
+    # the same name, by which transformers looks up how a checkpoint's tensors are renamed
+    return type(multimodal.__name__, (multimodal,), members)
 
 
 def _decoder(model: Any) -> Any:
@@ -119,7 +120,7 @@ def _decoder(model: Any) -> Any:
     return model.get_submodule(path) if path else None
 
 
-def _body(model: Any) -> Any:
+def _base_model(model: Any) -> Any:
     decoder = _decoder(model)
     if decoder is None:
         return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
@@ -142,21 +143,21 @@ def _has_head(decoder: Any) -> bool:
 # Parameters keep their names in the whole model, so that weights load as usual and an adapter fits the whole model.
 def _keep_language_model(model: Any) -> None:
     decoder_path, decoder = _find_decoder(model)
-    parent = decoder_path.rpartition(".")[0]
-    has_head = bool(decoder_path) and (_has_head(decoder) or (parent and hasattr(model, "lm_head")))
+    parent_path = decoder_path.rpartition(".")[0]
+    has_head = bool(decoder_path) and (_has_head(decoder) or (parent_path and hasattr(model, "lm_head")))
     if not has_head or not isinstance(decoder, PreTrainedModel):
         raise ValueError("its language model can't be separated from its other parts")
     model.language_model_path = decoder_path
     kept_names = _kept_modules(model)
-    for path in {"", parent}:
+    for path in {"", parent_path}:
         module = model.get_submodule(path)
         members = [*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for child, _ in members:
             name = f"{path}.{child}" if path else child
             if not any(kept_name == name or kept_name.startswith(f"{name}.") for kept_name in kept_names):
                 delattr(module, child)
-    whole = model.get_submodule(parent)
-    whole.forward = _text_forward(decoder, whole)
+    parent = model.get_submodule(parent_path)
+    parent.forward = _text_forward(decoder, parent)
 
 
 def _find_decoder(model: Any) -> tuple[str, Any]:
@@ -170,13 +171,13 @@ def _kept_modules(model: Any) -> list[str]:
     return [path] if _has_head(_decoder(model)) else [path, "lm_head"]
 
 
-def _text_forward(decoder: Any, whole: Any) -> Any:
-    signature = inspect.signature(type(whole).forward)
+def _text_forward(decoder: Any, parent: Any) -> Any:
+    signature = inspect.signature(type(parent).forward)
     image_arguments = set(signature.parameters) - set(inspect.signature(decoder.forward).parameters) - _FOR_TEXT
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        bound = signature.bind(whole, *arguments).arguments | named
-        text_arguments = {name: value for name, value in bound.items() if name not in image_arguments and value is not whole}
+        bound = signature.bind(parent, *arguments).arguments | named
+        text_arguments = {name: value for name, value in bound.items() if name not in image_arguments and value is not parent}
         output = decoder(**text_arguments)
         return _TextOutput(output) if isinstance(output, ModelOutput) else output  # tuples stay tuples
 

@@ -110,8 +110,8 @@ def _without_address(typed: str) -> str:
 
 
 def _id_of_variant(account: str, name: str) -> str | None:
-    account = _table()["accounts"].get(account, account)
-    is_copy = not account or account in _table()["copies"]
+    account = _names_file()["accounts"].get(account, account)
+    is_copy = not account or account in _names_file()["copies"]
     # a copy may have the owner's account in its name: bartowski/Qwen_Qwen3-8B-GGUF
     owners = {hub_id.partition("/")[0].lower() for hub_id in entries()}
     owner, _, model_name = name.partition("_")
@@ -124,11 +124,11 @@ def _key(name: str) -> str:
     chat_suffix = re.compile(r"(instruct|instruction|inst|chat|it)$")
     family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
     if tag not in ("", "latest"):
-        return f"{_squeezed(family)}:{chat_suffix.sub('', _squeezed(tag))}"
-    return re.sub(r"(base|pt)$", "+base", chat_suffix.sub("+chat", _squeezed(family).removesuffix("hf")))
+        return f"{_without_punctuation(family)}:{chat_suffix.sub('', _without_punctuation(tag))}"
+    return re.sub(r"(base|pt)$", "+base", chat_suffix.sub("+chat", _without_punctuation(family).removesuffix("hf")))
 
 
-def _squeezed(name: str) -> str:
+def _without_punctuation(name: str) -> str:
     hyphenated = re.sub(r"[^a-z0-9.]+", "-", name)
     # keep a hyphen between digits: gemma-2-2b is not gemma-22b
     return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)
@@ -140,18 +140,18 @@ def _ids_by_last_part() -> dict[str, str]:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
-    return table
+def _names_file() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    return content
 
 
 @cache
 def _ids_by_key() -> dict[str, str]:
-    ids = {_key(short): name for short, name in _table()["names"].items()}
-    for family, template in _table()["tags"].items():
+    ids = {_key(short): name for short, name in _names_file()["names"].items()}
+    for family, template in _names_file()["tags"].items():
         pattern = re.compile(re.escape(template).replace(r"\{\}", "([^-]*)"))
         ids |= {_key(f"{family}:{match[1].lower()}"): match[0] for name in entries() if (match := pattern.fullmatch(name))}
-    copies = tuple(f"{account}/" for account in _table()["copies"])
+    copies = tuple(f"{account}/" for account in _names_file()["copies"])
     for last, name in _ids_by_last_part().items():
         if not (name.lower().startswith(copies) and _PACKING.search(last)):
             ids[_key(last)] = name

@@ -23,7 +23,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     """Add the rows of new tokens to a base model. Raises RecipeError for a vocabulary that can't grow."""
     if not settings.trained_embedding_rows:
         return
-    embedding, head = _tables(model)
+    embedding, head = _embedding_and_head(model)
     is_tied = head.weight is embedding.weight
     if settings.trained_embedding_rows[1] > embedding.num_embeddings:
         _require_one_table(model, embedding)
@@ -35,7 +35,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     head.out_features = len(head.weight)
 
 
-def _tables(model: Any) -> tuple[Any, Any]:
+def _embedding_and_head(model: Any) -> tuple[Any, Any]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_plain = isinstance(embedding, torch.nn.Embedding) and type(head) is torch.nn.Linear and head.bias is None
     if not is_plain:
@@ -79,7 +79,7 @@ def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None
     """Return PEFT's `trainable_token_indices`: trained rows by module name."""
     if not settings.trained_embedding_rows:
         return None
-    embedding, head = _tables(model)
+    embedding, head = _embedding_and_head(model)
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(table)]: list(range(*settings.trained_embedding_rows)) for table in tables}

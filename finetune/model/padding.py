@@ -16,7 +16,7 @@ from finetune.layers.loss import add_loss
 from finetune.model.build import build_on_meta
 
 _NAME = "padding_probe"
-_ROWS, _TOKENS = 2, 8
+_EXAMPLES, _TOKENS = 2, 8
 #: Results of `needs_padding_mask` by configuration: a search simulates the same model many times.
 _RESULTS: dict[str, bool] = {}
 
@@ -41,13 +41,13 @@ def _reads_mask(config: PretrainedConfig) -> bool:
     AttentionMaskInterface.register(_NAME, _causal_mask)
     # Only transformers' causal masks can read this mask. With any other reader a batch needs its mask: positions counted from
     # the mask, a state or convolution that skips padding, the balance loss of a mixture's router.
-    mask = torch.ones(_ROWS, _TOKENS, dtype=torch.long).as_subclass(_UnreadMask)
+    mask = torch.ones(_EXAMPLES, _TOKENS, dtype=torch.long).as_subclass(_UnreadMask)
     try:
         model: Any = build_on_meta(config, None, dtype=torch.bfloat16, attention=_NAME)
         add_loss(model.train())
         with fake_experts(), fake_tensor_mode(), torch.no_grad():
             model.to_empty(device="cpu")
-            ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.long)
+            ids = torch.zeros(_EXAMPLES, _TOKENS, dtype=torch.long)
             model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False, fused_lm_head=True)
     except Exception:  # noqa: BLE001 - code of hundreds of model types
         return True  # also for a model that can't be tried
@@ -63,7 +63,7 @@ class _UnreadMask(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.to:
-            return args[0]
+            return args[0]  # still an `_UnreadMask`
         if func in (torch.Tensor.dim, torch.Tensor.size) or func.__name__ == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         raise RuntimeError(f"{func.__name__} reads the attention mask")

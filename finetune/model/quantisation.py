@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
 from finetune.layers.experts import MOST_ELEMENTS, fused_experts, has_experts, pack_experts
-from finetune.model.hybrid import kept_in_16_bit
+from finetune.model.hybrid import layers_kept_in_16_bit
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
 from finetune.settings import Settings
@@ -31,13 +31,13 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     base_format = base_format_of(settings)
     if base_format not in (NF4, INT8):
         return None
-    quantization = _nf4(settings) if base_format is NF4 else BitsAndBytesConfig(load_in_8bit=True)
-    if names := kept_in_16_bit(text_config(config).model_type):
+    quantization = _nf4_config(settings) if base_format is NF4 else BitsAndBytesConfig(load_in_8bit=True)
+    if names := layers_kept_in_16_bit(text_config(config).model_type):
         quantization.llm_int8_skip_modules = [*names, "lm_head"]  # bitsandbytes reads this setting for 4 bits, too
     return quantization
 
 
-def _nf4(settings: Settings) -> BitsAndBytesConfig:
+def _nf4_config(settings: Settings) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -96,7 +96,7 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
             arguments["bnb_4bit_compute_dtype"] = model_dtype(settings)
         return BitsAndBytesConfig(**arguments)
     if method == "mxfp4" and base_format_of(settings) is NF4 and not shards_weights(settings.launch):
-        return _nf4(settings)
+        return _nf4_config(settings)
     if method in DEQUANTISED and not requested_formats(settings):
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     quantisation = method or "an unknown quantisation"

@@ -77,19 +77,19 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
             log(f"{error}; rebuilding it")
             delete(path)
         began = time.perf_counter()
-        needed, free = needed_bytes(parts), free_disk_bytes(path.parent)
-        if needed > free:
-            problem = f"{path} needs {format_bytes(needed)}, but only {format_bytes(free)} are free"
+        required_bytes, free_bytes = needed_bytes(parts), free_disk_bytes(path.parent)
+        if required_bytes > free_bytes:
+            problem = f"{path} needs {format_bytes(required_bytes)}, but only {format_bytes(free_bytes)} are free"
             raise DiskFull(problem, f"Free some space: {_FREE_SPACE_HINT}.")
-        with _disk_errors(path), _unfinished(path) as writing:
-            write_layer = _LayerWriter(writing, parts)
+        with _disk_errors(path), _partial_folder(path) as partial_path:
+            write_layer = _LayerWriter(partial_path, parts)
             # no process ever holds the whole model: each layer is written and freed when it is complete
             with quantised_on(torch.device(device)), sequential_loading(write_layer):
                 base = build.build_base(settings, config, device="cpu", weights=True)
             for part in parts.keys() - write_layer.written:
-                write_part(writing, part, {name: value_of(base, name) for name in parts[part]})
-            write_manifest(writing, {"facts": facts})
-            rename(writing, path)
+                write_part(partial_path, part, {name: value_of(base, name) for name in parts[part]})
+            write_manifest(partial_path, {"facts": facts})
+            rename(partial_path, path)
             sync_folder(path.parent)
         where = "GPU" if torch.device(device).type == "cuda" else "CPU"
         seconds, size = time.perf_counter() - began, format_bytes(sum(file.stat().st_size for file in path.iterdir()))
@@ -98,14 +98,14 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
 
 
 @contextlib.contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    writing = path.with_name(f"{path.name}.partial")
-    delete(writing)  # left by a killed process
-    writing.mkdir()
+def _partial_folder(path: Path) -> Iterator[Path]:
+    partial_path = path.with_name(f"{path.name}.partial")
+    delete(partial_path)  # left by a killed process
+    partial_path.mkdir()
     try:
-        yield writing
+        yield partial_path
     finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
 
 
 def _open(path: Path, parts: Parts, *, is_verified: bool = False) -> Store:
@@ -149,7 +149,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskFull(f"{path} can't be written: {error.strerror or error}", f"Free some space: {_FREE_SPACE_HINT}.") from None
-    # the layout, not the checkpoint, as transformers would report
+    # transformers would blame the checkpoint for both
     except (KeyError, AttributeError) as error:
         raise LayoutMismatch(f"{path} can't hold this model: {type(error).__name__}: {error}") from error
 
@@ -157,8 +157,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
 class _LayerWriter:
     """Writes each layer once all its parameters are loaded, and frees its memory."""
 
-    def __init__(self, writing: Path, parts: Parts) -> None:
-        self._folder, self._parts, self.written = writing, parts, set[str]()
+    def __init__(self, path: Path, parts: Parts) -> None:
+        self._folder, self._parts, self.written = path, parts, set[str]()
         self._unloaded = {part: set(values) for part, values in parts.items() if part != OUTSIDE}
         self._part_of = {name: part for part, names in self._unloaded.items() for name in names}
         self._paths: dict[torch.nn.Module, str] = {}

@@ -11,7 +11,7 @@ from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import checkpoint_layers, decoder_layers, outside_layers, undo_checkpointing
 from finetune.layers.compiled import compile_layers, undo_compiling
 from finetune.layers.host_embedding import offload_embedding
-from finetune.layers.host_memory import is_forecast
+from finetune.layers.host_memory import is_in_forecast
 from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.layers.offload import offload_beside
@@ -26,7 +26,7 @@ _OPTIMIZERS = {"adamw_cpu_offload": CpuAdamW}
 
 def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, compilation and an offloaded embedding; callable again with other settings."""
-    layers = decoder_layers(model)
+    layers, in_forecast = decoder_layers(model), any(map(is_in_forecast, model.parameters()))
     undo_compiling(layers)
     undo_operators(layers)
     modules = [*layers, *outside_layers(model)]
@@ -34,7 +34,7 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     if settings.lean_layers is True:
         make_lean(modules)
     # an embedding in host memory stays there; a forecast moves it once it is loaded
-    if settings.offload_embeddings is True and not _is_in_forecast(model):
+    if settings.offload_embeddings is True and not in_forecast:
         offload_embedding(model)
     checkpointing = settings.activation_checkpointing
     if checkpointing is False:
@@ -53,13 +53,9 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
         tile_mlps([layer for layer in layers if layer.gradient_checkpointing], settings.mlp_tile_tokens)
     if settings.torch_compile:
         use_operators(layers)
-        if not _is_in_forecast(model):
+        if not in_forecast:
             # a forecast splits layers itself, as the compiler would
             compile_layers(layers)
-
-
-def _is_in_forecast(model: torch.nn.Module) -> bool:
-    return any(is_forecast(parameter) for parameter in model.parameters())
 
 
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
