@@ -72,8 +72,8 @@ def _make_lean(module: torch.nn.Module) -> None:
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
     """Compute lean gated MLPs over tiles of at most `tile` tokens, by `TiledMlp`."""
-    for module in (module for layer in layers for module in layer.modules() if "parts" in _lean(module)):
-        _lean(module)["tile"] = tile
+    for module in (module for layer in layers for module in layer.modules() if "parts" in _lean_state(module)):
+        _lean_state(module)["tile"] = tile
 
 
 def undo_lean(layers: list[torch.nn.Module]) -> None:
@@ -87,14 +87,14 @@ def lean_summary(layer: torch.nn.Module) -> str:
     """Summarise a decoder layer's lean and ordinary modules."""
     lean: Counter[str] = Counter()
     ordinary: Counter[str] = Counter()
-    in_lean_mlps = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
+    in_lean_mlps = {id(part) for module in layer.modules() if "parts" in _lean_state(module) for part in module.children()}
     for module in layer.modules():
         name = type(module).__name__
-        if kind := _lean(module).get("kind"):
+        if kind := _lean_state(module).get("kind"):
             lean[kind] += 1
         elif isinstance(module, LoraLayer) and id(module) not in in_lean_mlps:
-            lean["linear layer"] += bool(_lean(module))
-            ordinary[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)
+            lean["linear layer"] += bool(_lean_state(module))
+            ordinary[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean_state(module)
         elif name.endswith("Norm"):
             ordinary[name] += 1
     listed = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in lean.items() if count)
@@ -102,7 +102,7 @@ def lean_summary(layer: torch.nn.Module) -> str:
     return (listed or "nothing") + (f" (as before: {others})" if others else "")
 
 
-def _lean(module: torch.nn.Module) -> dict[str, Any]:
+def _lean_state(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module).get("lean", {})
 
 
@@ -252,15 +252,15 @@ def gated_parts(module: torch.nn.Module) -> GatedParts | None:
     """Return the parts of a gated MLP, or None for another module."""
     children = dict(module.named_children())
     linears = {name: part for name, part in children.items() if type(_base(part)) in (torch.nn.Linear, Linear4bit)}
-    others = [name for name in children if name not in linears]
+    act_names = [name for name in children if name not in linears]
     own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own_tensors or len(linears) not in (2, 3) or len(others) != 1 or not _activation(children[others[0]]):
+    if own_tensors or len(linears) not in (2, 3) or len(act_names) != 1 or not _activation(children[act_names[0]]):
         return None
     bases: dict[str, Any] = {name: _base(part) for name, part in linears.items()}
     shapes = tuple((name, base.in_features, base.out_features) for name, base in bases.items())
-    key = (type(module), shapes, type(children[others[0]]), _plain_values(module))
+    key = (type(module), shapes, type(children[act_names[0]]), _plain_values(module))
     if key not in _RECOGNISED:
-        candidates = _candidates(bases, others[0])
+        candidates = _candidates(bases, act_names[0])
         _RECOGNISED[key] = next((parts for parts in candidates if _computes_mlp(module, parts, children[parts.act])), None)
     return _RECOGNISED[key]
 
@@ -291,9 +291,9 @@ def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
         # gate and up have the width of down's input, and fused twice that width
         width = down.in_features * (3 - len(entries))
         if all((entry.in_features, entry.out_features) == (down.out_features, width) for entry in entries):
-            yield GatedParts(names, act, False)
+            yield GatedParts(names, act, swapped=False)
             if len(entries) == 1:
-                yield GatedParts(names, act, True)
+                yield GatedParts(names, act, swapped=True)
 
 
 class _StandIn:

@@ -37,10 +37,12 @@ class ExpertStack(NamedTuple):
 
     #: NF4 codes of (experts, out, in), or of (experts, in, out) when transposed.
     codes: torch.Tensor
+    #: bitsandbytes' QuantState.
     state: Any
     transposed: bool
     #: (experts, out).
     bias: torch.Tensor | None = None
+    #: a, b and scaling of each adapter.
     adapters: tuple[tuple[torch.Tensor, torch.Tensor, float], ...] = ()
 
 

@@ -53,9 +53,9 @@ def build_base(
         return model
     if quantiser is not None and getattr(config, "quantization_config", None):
         config = _without_quantization(config)  # the quantiser reads the codes itself
-    finish: Any
     path = resolve_model_path(settings)
-    with load_errors(path), loading_with(quantiser), offload_while_loading(settings) if offloads else nullcontext() as finish:
+    offloading: Any = offload_while_loading(settings) if offloads else nullcontext()
+    with load_errors(path), loading_with(quantiser), offloading as finish_offloading:
         model, loading_info = _class_to_build(config).from_pretrained(
             path,
             config=config,
@@ -70,7 +70,7 @@ def build_base(
         )
     _check_weights_match(settings, model, loading_info)
     if offloads:
-        finish(model)
+        finish_offloading(model)
     model.config.use_cache = False
     kernels_by_device(model, takes_reference)
     return model
@@ -108,16 +108,19 @@ def build_on_meta(
     config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, quantiser: type | None = None
 ) -> PreTrainedModel:
     """Return the modules of a loaded model on meta, with bitsandbytes' layers."""
-    bare = _without_quantization(config)
+    unquantised_config = _without_quantization(config)
     try:
         with torch.device("meta"):
-            arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
-            model_type = _class_to_build(bare)
+            arguments: dict[str, Any] = {
+                "dtype": dtype,
+                "attn_implementation": attention_by_part(unquantised_config, attention),
+            }
+            model_type = _class_to_build(unquantised_config)
             if model_type is AutoModelForCausalLM:
                 # with `auto_map`, which `config_from` keeps in trusted configurations only
-                model = model_type.from_config(bare, trust_remote_code=True, **arguments)
+                model = model_type.from_config(unquantised_config, trust_remote_code=True, **arguments)
             else:
-                model = model_type._from_config(bare, **arguments)
+                model = model_type._from_config(unquantised_config, **arguments)
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
         text = first_line(error)
         if "attention implementation" in text:

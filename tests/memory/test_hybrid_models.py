@@ -91,9 +91,9 @@ def test_mamba_mixers_name_their_packages_and_other_types_none(installed):
 
 def test_the_reference_is_named_in_the_dry_run_with_the_extras_own_command(installed):
     installed()
-    assert any(hybrid.FLA.install in note for note in simulated(64).notes)
+    assert any(hybrid.FLA.install_command in note for note in simulated(64).notes)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert hybrid.FLA.install == f"pip install '{extras['hybrid'][0]}'"
+    assert hybrid.FLA.install_command == f"pip install '{extras['hybrid'][0]}'"
 
 
 def test_every_type_with_such_kernels_is_in_the_table():
