@@ -108,19 +108,16 @@ def build_on_meta(
     config: PretrainedConfig, quantization: Any, *, dtype: torch.dtype, attention: str | None, quantiser: type | None = None
 ) -> PreTrainedModel:
     """Return the modules of a loaded model on meta, with bitsandbytes' layers."""
-    unquantised_config = _without_quantization(config)
+    plain_config = _without_quantization(config)
     try:
         with torch.device("meta"):
-            arguments: dict[str, Any] = {
-                "dtype": dtype,
-                "attn_implementation": attention_by_part(unquantised_config, attention),
-            }
-            model_type = _class_to_build(unquantised_config)
+            arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(plain_config, attention)}
+            model_type = _class_to_build(plain_config)
             if model_type is AutoModelForCausalLM:
                 # with `auto_map`, which `config_from` keeps in trusted configurations only
-                model = model_type.from_config(unquantised_config, trust_remote_code=True, **arguments)
+                model = model_type.from_config(plain_config, trust_remote_code=True, **arguments)
             else:
-                model = model_type._from_config(unquantised_config, **arguments)
+                model = model_type._from_config(plain_config, **arguments)
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
         text = first_line(error)
         if "attention implementation" in text:
