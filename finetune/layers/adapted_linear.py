@@ -98,7 +98,7 @@ for body, fake in _FAKES.items():
 
 
 def use_operators(layers: list[torch.nn.Module]) -> None:
-    """Run linear layers with plain adapters as one operator."""
+    """Make linear layers with plain adapters run as one operator."""
     for module in (module for layer in layers for module in layer.modules()):
         if is_adapted(module) and "forward" not in vars(module):
             module.forward = MethodType(_linear_forward, module)

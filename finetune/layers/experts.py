@@ -15,7 +15,7 @@ from finetune.layers.routed_experts import ExpertStack, RoutedExperts, product
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-#: Names of configurations for the number of experts.
+#: Configuration keys of the number of experts.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Layer name in separate experts, as in older checkpoints -> fused weight.
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}

@@ -175,7 +175,7 @@ def _lean_convolution(model_convolution: Any) -> Any:
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Return whether `module` is a 16-bit or 4-bit linear layer with LoRA."""
+    """Return whether `module` is a 16-bit or 4-bit linear layer with adapters."""
     return type(module) in _LORA_TYPES and type(_base(module)) in (torch.nn.Linear, Linear4bit)
 
 
@@ -221,7 +221,7 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     state = getattr(weight, "quant_state", None)
     state = base.quant_state if state is None else state  # FSDP replaces the parameter, without its state
     tables = None if state is None or base.compute_dtype not in (None, dtype) else _tables_of(state)
-    # bitsandbytes casts the bias in a layer's first forward: before, and so always in a forecast, it is fp32
+    # bitsandbytes casts the bias to the input's dtype in a layer's first forward; in a forecast the bias is still fp32
     return None if tables is None else Linear(weight, None if bias is None else bias.to(dtype), tables)
 
 

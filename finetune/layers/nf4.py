@@ -119,7 +119,7 @@ def _nf4_values(device: torch.device) -> torch.Tensor:
 _LIBRARY.impl("dequantise_4bit", _by_bitsandbytes, "CPU")
 _LIBRARY.impl("dequantise_4bit", _by_triton, "CUDA")
 _LIBRARY.impl("few_token_linear", _few_token_linear, "CompositeExplicitAutograd")
-# of the arguments after the tables: shape_and_block, quant_type, dtype; and shape_and_block, quant_type, x, bias
+# the last arguments are: shape_and_block, quant_type, dtype; and for the second operator: shape_and_block, quant_type, x, bias
 torch.library.register_fake(
     "finetune::dequantise_4bit", lambda weight, *args: weight.new_empty(args[-3][:2], dtype=args[-1]), lib=_LIBRARY
 )

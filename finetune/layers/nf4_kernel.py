@@ -47,7 +47,7 @@ def dequantise(
     `nested`: absmax, code book and offset of an 8-bit `absmax`; empty for an fp32 `absmax`.
     """
     n_bytes = out.numel() // 2
-    # the kernel ignores the second, third and fourth absmax
+    # without nested scales the kernel ignores the three placeholders
     tensors = (weight, absmax, *(nested or (absmax, absmax, absmax)), nf4_values, out)
     constants = (n_bytes, block, bool(nested))
     arguments = (*tensors, *constants, _PROGRAM_BYTES)

@@ -84,7 +84,7 @@ _REPLACEMENTS: dict[Any, Any] = {}
 
 def _with_replacement(forward: Any, name: str, function: Callable[..., Any]) -> Any:
     # transformers 5.24 decorates forwards. A decorator that holds the forward in its closure is copied around the new forward;
-    # any other decorator is given up on.
+    # with any other decorator the forward is not replaced.
     if (decorated := getattr(forward, "__wrapped__", None)) is not None:
         replacement, cells = _with_replacement(decorated, name, function), forward.__closure__ or ()
         if replacement is None or not any(cell.cell_contents is decorated for cell in cells):

@@ -47,7 +47,7 @@ class ExpertStack(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """One row per token and expert, sorted by expert. Every field is saved for backward."""
+    """One row per token and chosen expert, sorted by expert. Every field is saved for backward."""
 
     #: Expert of each row.
     experts: torch.Tensor

@@ -98,7 +98,7 @@ def _is_special_linear(module: torch.nn.Module) -> bool:
         return False
     if type(module).__module__.startswith("bitsandbytes."):
         return False
-    # a mixture's router or a product in groups, for example, returns something else than Linear: tried on fake tensors
+    # a mixture's router or a grouped product, for example: recognised by an output of another type or shape than Linear's
     with fake_tensor_mode():
         fake_module = copy.copy(module)
         fake_module._parameters = {

@@ -46,7 +46,7 @@ def loads_vision(config: PretrainedConfig) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class to build: of a causal or multimodal model, or None."""
+    """Return the class of a causal or multimodal model, or None."""
     image_text: Any = _image_text_class(config)
     if is_multimodal(config):
         return _subclass(image_text, loads_vision(config))
