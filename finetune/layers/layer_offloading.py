@@ -322,7 +322,7 @@ class LayerOffloading:
         if torch.is_grad_enabled() and self._running != index:
             raise RuntimeError(
                 "an offloaded layer is not recomputed: its backward would read another layer's weights. Turn on gradient "
-                "checkpointing for every layer, or use torch.no_grad() without a backward"
+                "checkpointing for every layer, or run the model under torch.no_grad()"
             )
         buffer_index = self._buffer_index(index)
         if self._buffered_layers[buffer_index] != index or buffer_index in self._arriving:

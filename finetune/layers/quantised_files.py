@@ -23,7 +23,7 @@ def lock_of(path: Path) -> Path:
 
 
 def complete_models() -> list[Path]:
-    """Return the complete folders."""
+    """Return the folders of complete models."""
     return sorted(folder().glob(f"*{SUFFIX}"))
 
 
