@@ -92,7 +92,8 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
     ledger = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
     trace = None if card.is_cpu else simulation.trace()
     replayed = replay(trace, expandable=expandable_segments()) if trace else None
-    return forecast_of(ledger, card, replayed, even=False)  # only a planned run packs all micro-batches to one length
+    # only a planned run packs all micro-batches to one length
+    return forecast_of(ledger, card, replayed, has_equal_rows=False)
 
 
 def _refuse_what_is_not_simulated(trainer: Any) -> None:

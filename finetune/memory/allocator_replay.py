@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from finetune.memory.caching_allocator import CachingAllocator
 from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
-#: Number of the block, as large as all weights, that transformers allocates and frees before loading
-#: (caching_allocator_warmup).
+#: Number of the block, as large as all weights, that transformers' caching_allocator_warmup allocates and frees before loading.
 WARM_UP = -1
 #: Micro-batches replayed after the first two steps, and at most in total: fragmentation shows early.
-LATER_MICRO_BATCHES, MOST_MICRO_BATCHES = 16, 64
-#: Share by which a tensor may be smaller than its tokens, e.g. shifted labels.
-_FEW_TOKENS = 0.02
+LATER_MICRO_BATCHES, MAX_MICRO_BATCHES = 16, 64
+#: A size is linear in the width if it is smaller than proportional by at most this share: shifted labels lack one token.
+_LINEAR_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Replay:
     """Peaks of a replayed run by phase: load, train, save, eval."""
 
-    #: Bytes of whole blocks: torch splits no rest below 1 MiB off a block of a segment that can't expand.
+    #: Bytes of whole blocks: outside expandable segments, torch splits no remainder up to 1 MiB off a block.
     allocated: dict[str, int]
     #: Bytes.
     reserved: dict[str, int]
@@ -35,28 +34,28 @@ class Replay:
 
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
-    """Replay load, two steps, save and evaluation. Raises OutOfMemory beyond `limit` bytes."""
+    """Replay load, two steps, save and evaluation. Raises OutOfMemory beyond `limit` reserved bytes."""
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     allocated, reserved, segments = dict[str, int](), dict[str, int](), dict[str, int]()
 
-    def end(phase: str) -> None:
+    def record_peaks(phase: str) -> None:
         allocated[phase] = max(allocator.peak_allocated, allocated.get(phase, 0))
         reserved[phase] = max(allocator.peak_reserved, reserved.get(phase, 0))
         segments[phase] = max(allocator.peak_segments, segments.get(phase, 0))
         allocator.reset_peaks()
 
     _load(allocator, trace)
-    end("load")
+    record_peaks("load")
     allocator.empty_cache()
-    # two micro-batches show accumulation: further ones repeat the second
+    # the first micro-batch stores gradients, the second adds to them, and further micro-batches repeat the second
     micro_batches = [trace.parts["micro-batch"]] * (2 if trace.gradients else 1)
     for step in range(2):
         _step(allocator, trace, micro_batches, is_first=step == 0)
-        end("train")
+        record_peaks("train")
     for phase in ("save", "eval"):
         if phase in trace.parts:
             play(allocator, trace.persistent, trace.parts[phase])
-            end(phase)
+            record_peaks(phase)
     return Replay(allocated, reserved, {} if expandable else segments)
 
 
@@ -67,15 +66,15 @@ def _load(allocator: CachingAllocator, trace: Trace) -> None:
 def _step(allocator: CachingAllocator, trace: Trace, micro_batches: Iterable[list[Event]], *, is_first: bool) -> None:
     gradients, first_step = trace.gradients, trace.parts["first step"]
     for index, events in enumerate(micro_batches):
-        if index == 0:  # a step's first gradient is stored, not added
+        if index == 0:  # a step's first gradients become the sums, so they are not released
             events = [
                 (gradients.get(number, number), size) for number, size in events if size != RELEASED or number not in gradients
             ]
         play(allocator, trace.persistent, events)
     play(allocator, trace.persistent, trace.parts["clipping"])
-    if is_first:  # the optimizer states stay
-        released = {number for number, size in first_step if size == RELEASED} | set(gradients.values())
-        play(allocator, trace.persistent, [event for event in first_step if event[0] not in released])
+    if is_first:  # allocate the optimizer states, which are never released
+        temporary = {number for number, size in first_step if size == RELEASED} | set(gradients.values())
+        play(allocator, trace.persistent, [event for event in first_step if event[0] not in temporary])
     play(allocator, trace.persistent, trace.parts["optimizer"])
 
 
@@ -94,7 +93,7 @@ def play(allocator: CachingAllocator, persistent: frozenset[int], events: list[E
 
 
 class MicroBatchEvents:
-    """Events of a micro-batch at any width, from traces at two widths. Raises NotRepeated if more than sizes differ."""
+    """Events of a micro-batch at any width, from traces at two widths. Raises NotRepeated if allocations differ in order."""
 
     def __init__(self, wide: Trace, width: int, narrow: Trace, narrow_width: int) -> None:
         events = wide.parts["micro-batch"]
@@ -113,30 +112,31 @@ class MicroBatchEvents:
         return [(number, round(fixed + linear * width + pair * square)) for number, fixed, linear, pair in self._formulas]
 
 
-def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, float, float]:
+def _formula(size: int, width: int, narrow_size: int, narrow_width: int) -> tuple[float, float, float]:
     """Return fixed bytes, bytes per token, and bytes per pair of tokens."""
-    # quadratic: eager attention's scores, masks of padded rows. Scores with a sink have width * (width + 1) elements, hence the
-    # linear term.
-    slope = (size - other) / (width - narrow)
+    slope = (size - narrow_size) / (width - narrow_width)
     fixed = size - slope * width
-    if fixed >= -_FEW_TOKENS * size:
+    if fixed >= -_LINEAR_TOLERANCE * size:
         return fixed, slope, 0.0
-    pair = (size / width - other / narrow) / (width - narrow)
-    return 0.0, size / width - pair * width, pair
+    # eager attention's scores and masks of padded rows grow with the square of the width; scores with a sink have
+    # width * (width + 1) elements, hence the linear term
+    per_pair = (size / width - narrow_size / narrow_width) / (width - narrow_width)
+    return 0.0, size / width - per_pair * width, per_pair
 
 
-def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int) -> list[int]:
+def micro_batch_widths(lengths: Sequence[int], micro_batch_rows: int, max_length: int, accumulation: int) -> list[int]:
     """Return the widths of the first micro-batches, each padded to its longest row."""
-    rng, padded_lengths = random.Random(0), sorted(min(length, longest) for length in lengths)
-    count, batch = min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES), rows * accumulation
+    rng, sorted_lengths = random.Random(0), sorted(min(length, max_length) for length in lengths)
+    step_rows = micro_batch_rows * accumulation
+    count = min(MAX_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES)
     widths: list[int] = []
     for step in range(-(-count // accumulation)):
-        drawn = rng.choices(padded_lengths, k=batch)
-        # the longest row ends step 2, the second longest begins step 1: widths fall in the first step and rise later
+        step_lengths = rng.choices(sorted_lengths, k=step_rows)
+        # the second longest row begins step 1 and the longest ends step 2: widths fall in step 1 and rise in later steps
         if step < 2:
-            drawn[0] = padded_lengths[-2:][step]
-        drawn.sort(reverse=step == 0)
-        widths += [max(drawn[start : start + rows]) for start in range(0, batch, rows)]
+            step_lengths[0] = sorted_lengths[-2:][step]
+        step_lengths.sort(reverse=step == 0)
+        widths += [max(step_lengths[start : start + micro_batch_rows]) for start in range(0, step_rows, micro_batch_rows)]
     return widths[:count]
 
 
@@ -147,6 +147,6 @@ def replay_widths(
     allocator = CachingAllocator(expandable=expandable)
     _load(allocator, trace)
     allocator.empty_cache()
-    for begin in range(0, len(widths), accumulation):
-        _step(allocator, trace, map(micro_batches.at, widths[begin : begin + accumulation]), is_first=begin == 0)
+    for start in range(0, len(widths), accumulation):
+        _step(allocator, trace, map(micro_batches.at, widths[start : start + accumulation]), is_first=start == 0)
     return allocator.peak_reserved

@@ -1,4 +1,4 @@
-"""On-disk cache of dry runs, readable without torch; keyed by configuration, settings, library versions and own code."""
+"""On-disk cache of dry runs, readable without torch; keyed by configuration, settings, library versions and our code."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def key_of(**inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def cached(key: str, kind: Any, make: Callable[[], Any]) -> Any:
-    """Return `make()`, of type `kind`, read from disk after the first call unless the file is damaged."""
+def cached(key: str, result_type: Any, compute: Callable[[], Any]) -> Any:
+    """Return `compute()`; after the first call, read the result from disk unless the file is damaged."""
     path = cache_dir() / "forecasts" / f"{key}.json"
     if (stored := read_object(path)) is not None:
-        return from_json(kind, stored["made"])
-    computed = make()
+        return from_json(result_type, stored["made"])
+    computed = compute()
     with contextlib.suppress(OSError):  # a cache that can't be written only costs time
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, with_checksum(json.dumps({"made": to_json(computed)})))

@@ -36,15 +36,17 @@ class OutOfMemory(Exception):
 class Ties(Enum):
     """How torch chooses among free blocks of equal size."""
 
-    ADDRESS = "lowest address; the driver's addresses descend from segment to segment"
-    BLOCK_AGE = "the block that was made first"
-    SEGMENT_AGE = "that of the oldest segment, there the lowest address"
+    ADDRESS = "the block at the lowest address; the driver's addresses descend from segment to segment"
+    BLOCK_AGE = "the block that was created first"
+    SEGMENT_AGE = "the block in the oldest segment, and among these the block at the lowest address"
 
 
 def ties_of(torch_version: str) -> Ties:
     """Return the rule of a torch version: pytorch#178362 came with 2.12, pytorch#183591 with 2.13."""
     minor = Version(torch_version).release[:2]
-    return Ties.ADDRESS if minor < (2, 12) else Ties.BLOCK_AGE if minor < (2, 13) else Ties.SEGMENT_AGE
+    if minor < (2, 12):
+        return Ties.ADDRESS
+    return Ties.BLOCK_AGE if minor < (2, 13) else Ties.SEGMENT_AGE
 
 
 class Block:
@@ -55,13 +57,13 @@ class Block:
     def __init__(self, size: int, address: int, pool: Pool) -> None:
         self.size, self.address, self.pool = size, address, pool
         self.free = self.mapped = True
-        pool.blocks_made += 1
-        self.number = pool.blocks_made
+        pool.blocks_created += 1
+        self.number = pool.blocks_created  # order of creation
         self.prev: Block | None = None
         self.next: Block | None = None
 
     def split(self, size: int) -> Block:
-        """Keep the first `size` bytes; return a new block of the rest."""
+        """Shrink the block to its first `size` bytes; return a new block with the remaining bytes."""
         tail = Block(self.size - size, self.address + size, self.pool)
         _link(self, tail, self.next)
         self.size = size
@@ -71,40 +73,38 @@ class Block:
 class Pool:
     """Blocks of one stream and size class."""
 
-    __slots__ = ("blocks_made", "free", "is_small", "ties", "unmapped")
+    __slots__ = ("blocks_created", "free", "is_small", "ties", "unmapped")
 
     def __init__(self, is_small: bool, ties: Ties) -> None:
         self.is_small, self.ties = is_small, ties
-        self.blocks_made = 0
-        # by size, then by `ties` (`BlockComparatorSize`)
-        self.free: list[tuple[int, int, Block]] = []
-        # by address
-        self.unmapped: list[tuple[int, Block]] = []
+        self.blocks_created = 0
+        self.free: list[tuple[int, int, Block]] = []  # sorted by size, then by `ties` (`BlockComparatorSize`)
+        self.unmapped: list[tuple[int, Block]] = []  # sorted by address
 
     def add(self, block: Block) -> None:
-        insort(*self._entry(block))
+        insort(*self._list_and_entry(block))
 
     def remove(self, block: Block) -> None:
-        entries, entry = self._entry(block)
+        entries, entry = self._list_and_entry(block)
         del entries[bisect_left(entries, entry)]
 
-    def _entry(self, block: Block) -> tuple[list[Any], tuple[Any, ...]]:
+    def _list_and_entry(self, block: Block) -> tuple[list[Any], tuple[Any, ...]]:
         if not block.mapped:
             return self.unmapped, (block.address, block)
-        return self.free, (block.size, block.number if self.ties is Ties.BLOCK_AGE else block.address, block)
+        tie_breaker = block.number if self.ties is Ties.BLOCK_AGE else block.address
+        return self.free, (block.size, tie_breaker, block)
 
 
 # Frees take effect immediately, as for tensors used on one stream. tests/memory replays random and recorded requests on the
 # allocator of each supported torch (`make test-card TORCH=...`) and compares the blocks.
 class CachingAllocator:
-    """One GPU's allocator, in bytes. Requests have names for their release."""
+    """One GPU's allocator. Sizes are in bytes; `number` identifies a request until its release."""
 
     def __init__(self, *, expandable: bool, limit: int | None = None, ties: Ties | None = None) -> None:
-        # the limit is what `set_per_process_memory_fraction` sets; None: no limit
+        # most reserved bytes, as set by `set_per_process_memory_fraction`; None: no limit
         self.expandable, self.limit = expandable, limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        # torch does not count expandable segments
-        self.segments = self.peak_segments = 0
+        self.segments = self.peak_segments = 0  # torch does not count expandable segments
         self.live: dict[int, Block | None] = {}
         self._ties = ties or ties_of(version("torch"))
         self.pools: dict[tuple[Stream, bool], Pool] = {}
@@ -113,39 +113,36 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
-    def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
-        """Serve a request as `malloc` does: best fit, a new segment, or a new segment after freeing cached blocks.
-
-        Raises OutOfMemory.
-        """
+    def allocate(self, number: int, requested: int, stream: Stream = 0) -> None:
+        """Find a block as `malloc` does: best fit, new segment, or new segment without cached blocks. Raises OutOfMemory."""
         if requested == 0:
-            self.live[name] = None
+            self.live[number] = None
             return
         size = rounded(requested)
-        small = size <= SMALL_REQUEST
-        pool = self.pools.get((stream, small))
+        is_small = size <= SMALL_REQUEST
+        pool = self.pools.get((stream, is_small))
         if pool is None:
-            pool = self.pools[(stream, small)] = Pool(small, self._ties)
+            pool = self.pools[(stream, is_small)] = Pool(is_small, self._ties)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block is None:  # as torch does at its limit
             self.empty_cache()
             block = self._new_block(pool, size)
             if block is None:
                 raise OutOfMemory(size)
-        spare = block.size - size
-        if spare >= MIN_BLOCK if small or self.expandable else spare > SMALL_REQUEST:  # should_split
+        least_remainder = MIN_BLOCK if is_small or self.expandable else SMALL_REQUEST + 1
+        if block.size - size >= least_remainder:  # should_split
             tail = block.split(size)
             block.number, tail.number = tail.number, block.number  # torch makes a new block for the request
             pool.add(tail)
         block.free = False
-        self.live[name] = block
+        self.live[number] = block
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
 
-    def release(self, name: int) -> None:
+    def release(self, number: int) -> None:
         """Release a block and merge free neighbours (`free_block`)."""
-        block = self.live.pop(name)
+        block = self.live.pop(number)
         if block is None:
             return
         self.allocated -= block.size
@@ -165,16 +162,15 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """`get_free_block`"""
+        """`get_free_block`: return the smallest free block that fits."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
         if self.expandable:
             # torch compares blocks by their size after growth into the unmapped space behind
-            growable_bytes, following = _growable_size(free[index][2]), index + 1
-            while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
-                index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
+            while index + 1 < len(free) and _grown_size(free[index + 1][2]) < _grown_size(free[index][2]):
+                index += 1
         return free.pop(index)[2]
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
@@ -191,8 +187,8 @@ class CachingAllocator:
         return Block(segment, self._new_address(segment), pool)
 
     def _new_address(self, size: int) -> int:
-        # Addresses only decide between free blocks of equal size, and the order of unmapped space. Before torch 2.12 the driver
-        # chooses them, in no order; tests/memory/test_caching_allocator.py bounds the effect.
+        # Addresses only decide between free blocks of equal size, and the order of unmapped space. Before torch 2.12 they are
+        # the driver's, in no fixed order; tests/memory/test_caching_allocator.py bounds the effect.
         if self._ties is Ties.SEGMENT_AGE:
             self._next_address += size
             return self._next_address - size
@@ -216,19 +212,19 @@ class CachingAllocator:
             _link(block.prev, block, after.next)
 
     def _expand_segment(self, pool: Pool, size: int) -> Block:
-        """`try_allocate_expandable_block`"""
-        block = self._growable(pool, size)
+        """`try_allocate_expandable_block`: return a block of `size` bytes or more."""
+        block = self._growable_space(pool, size)
         if not block.mapped:
             self._map(block, min(block.size, size))
         while block.size < size:
             following = block.next
             assert following is not None
             self._map(following, min(size - block.size, following.size))
-            block = following  # merged with the previous block
+            block = following  # `_map` has merged the previous block into this one
         pool.remove(block)
         return block
 
-    def _growable(self, pool: Pool, size: int) -> Block:
+    def _growable_space(self, pool: Pool, size: int) -> Block:
         """`find_expandable_block`: return free space that can grow to `size`."""
         # by address: torch takes the lowest addresses at which enough free space follows
         for _, space in pool.unmapped:
@@ -245,8 +241,8 @@ class CachingAllocator:
 
     def _map(self, block: Block, size: int) -> None:
         """`map_block`: map whole pages at the start of an unmapped block."""
-        page = _page(block.pool)
-        mapped_bytes = min(-(-size // page) * page, block.size)
+        page_bytes = _page_bytes(block.pool)
+        mapped_bytes = min(-(-size // page_bytes) * page_bytes, block.size)
         block.pool.remove(block)
         if mapped_bytes < block.size:
             unmapped = block.split(mapped_bytes)
@@ -259,9 +255,9 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """`unmap_block`: release the whole pages inside a free block to the driver."""
-        page, pool = _page(block.pool), block.pool
-        start = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
+        pool, page_bytes = block.pool, _page_bytes(block.pool)
+        start = -(-block.address // page_bytes) * page_bytes
+        end = (block.address + block.size) // page_bytes * page_bytes
         if start >= end:
             return
         pool.remove(block)
@@ -283,7 +279,7 @@ def rounded(requested: int) -> int:
 
 
 def pinned_bytes(size: int) -> int:
-    """Return the pinned bytes for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
+    """Return the host bytes that torch pins for `size` bytes: the next power of two (CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -294,11 +290,11 @@ def segment_bytes(size: int) -> int:
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
 
 
-def _page(pool: Pool) -> int:
+def _page_bytes(pool: Pool) -> int:
     return SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
 
 
-def _growable_size(block: Block) -> int:
+def _grown_size(block: Block) -> int:
     following = block.next
     return block.size if following is None or following.mapped else block.size + following.size
 

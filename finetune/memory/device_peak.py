@@ -1,4 +1,4 @@
-"""Peak memory of the device and of the host, with bounds, from allocated bytes."""
+"""Peak memory of the device and the host, with bounds, from the dry run's allocated bytes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 #: Two 20 MiB pages of expandable segments; in small models more than the share below.
-PAGES = 40 * MIB
+PAGES_BYTES = 40 * MIB
 #: Largest share that torch reserved beyond the replay with expandable segments (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
-#: Share that malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695
-#: MiB.
+#: Share that malloc holds beyond a CPU's tensors: (least, likely, most). 16 % fits four runs of 14 to 695 MiB.
 MALLOC = (0.0, 0.16, 0.25)
-#: What a run loads after the imports below, and the relative spread between processes.
-LOADED_LATER, PROCESS_ERROR = 29 * MIB, 0.05
+#: Bytes that a run loads after the imports below, and the relative spread between processes.
+LOADED_LATER_BYTES, PROCESS_ERROR = 29 * MIB, 0.05
 #: Program that imports what a run imports, takes a small step and prints its resident bytes.
-_PROCESS = """
+_PROGRAM = """
 import datasets, psutil, torch
 import finetune.model.quantised_cache, finetune.run.training, finetune.run.worker
 layer = torch.nn.Linear(512, 512)
@@ -45,9 +44,9 @@ layer(torch.ones(64, 512)).sum().backward()
 torch.optim.AdamW(layer.parameters()).step()
 print(psutil.Process().memory_info().rss)
 """
-#: Growth worth a note, and rows too short to be halved.
+#: Growth too small for a figure in the note, and tokens below which rows are too short for a dry run at half their length.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
-#: Step between the limits at which a run is tried, down from what it reserves without a limit.
+#: Step between the limits at which a run is replayed, as a share of the bytes that it reserves without a limit.
 LIMIT_STEP = 0.01
 
 
@@ -57,65 +56,69 @@ def make_forecast(
     card: Card,
     *,
     rows: RowShape,
-    # GPU memory the run may take; within the interval, the allocator is replayed with this limit
+    # GPU memory the run may take; if it is between the forecast's bounds, the allocator is replayed with this limit
     budget_bytes: int | None = None,
-    # of all rows: the allocator is also replayed over steps of rows of uneven length, which can only raise the forecast
+    # tokens of every row: the allocator is also replayed with rows of these lengths, which can only raise the forecast
     lengths: Sequence[int] = (),
 ) -> Forecast:
-    """Forecast a run of `settings` on `card` with these longest rows.
-
-    Raises RecipeError for a model that can't be built.
-    """
+    """Forecast a run of `settings` on `card` with these longest rows. Raises RecipeError for a model that can't be built."""
     step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
     one_gpu = step.dry_run()
-    sharded = is_sharded(settings.launch)
+    is_sharded_run = is_sharded(settings.launch)
+    run = shard(one_gpu, units_of(config, settings), settings) if is_sharded_run else one_gpu
     # DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)
-    buckets = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not sharded else 0
-    run = shard(one_gpu, units_of(config, settings), settings) if sharded else one_gpu
-    run = dataclasses.replace(
-        run, peaks={phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()},
-        parts={**run.parts, "gathered": run.parts["gathered"] + buckets},
-    )  # fmt: skip
-    highest = max(run.peaks.values())
+    bucket_bytes = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not is_sharded_run else 0
+    peaks = {phase: size + bucket_bytes if size and phase != "load" else size for phase, size in run.peaks.items()}
+    run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + bucket_bytes})
     # A replay can't help a run that does not fit anyway, nor show when several processes allocate their gradient copies.
-    is_alone = not (card.is_cpu or sharded) and settings.launch.num_processes == 1
-    replay = step.replayed(expandable=expandable_segments()) if is_alone and highest <= card.total_bytes else None
+    can_replay = not (card.is_cpu or is_sharded_run) and settings.launch.num_processes == 1
+    fits = max(run.peaks.values()) <= card.total_bytes
+    replay = step.replayed(expandable=expandable_segments()) if can_replay and fits else None
     if replay is not None and replay.segments:  # empty where segments can expand
-        # torch counts whole blocks as allocated, which are larger than their tensors there
-        peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
-        workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]
-        run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
-        highest = max(run.peaks.values())
-    even, uncertain = settings.packing is True, 0
-    if sharded:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
+        run = _in_whole_blocks(run, replay)
+    highest = max(run.peaks.values())
+    uncertain_bytes = 0
+    if is_sharded_run:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
         least_peaks = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
-        uncertain = highest - max({**least_peaks, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
-    forecast, pinned = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain), _pinned_bytes(run, card, settings)
+        least_peaks["load"] = min(run.peaks["load"], one_gpu.peaks["load"])
+        uncertain_bytes = highest - max(least_peaks.values())
+    has_equal_rows = settings.packing is True
+    forecast = forecast_of(run, card, replay, has_equal_rows=has_equal_rows, uncertain_bytes=uncertain_bytes)
+    pinned_bytes = _pinned_bytes(run, card, settings)
     forecast = dataclasses.replace(
         forecast,
         # DDP's second step allocates new buckets, and the first step's may live until the second backward pass: NCCL's process
         # group releases them in the first call after its watchdog, which wakes every 100 ms, has seen that they were sent
         # (ProcessGroupNCCL.cpp)
-        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + buckets - highest),
-        host_bytes=_host_bytes(run, pinned, settings),
-        pinned_bytes=pinned,
+        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + bucket_bytes - highest),
+        host_bytes=_host_bytes(run, pinned_bytes, settings),
+        pinned_bytes=pinned_bytes,
         disk_bytes=_disk_bytes(one_gpu, settings),
         notes=run.notes + _notes(settings, card, replay),
     )
-    if replay is not None and budget_bytes is not None and (even or expandable_segments()):
+    # without expandable segments, a replay of one length says nothing about rows of uneven length
+    if replay is not None and budget_bytes is not None and (has_equal_rows or expandable_segments()):
         limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
         is_uncertain = forecast.peak_low_bytes <= budget_bytes < forecast.peak_high_bytes
-        forecast = dataclasses.replace(forecast, at_limit=is_uncertain and _at_limit(step, replay, limit))
+        forecast = dataclasses.replace(forecast, at_limit=is_uncertain and _fits_limit(step, replay, limit))
     return _over_row_lengths(forecast, step, lengths, card)
 
 
-def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
+def _in_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
+    # torch counts whole blocks as allocated, which may be larger than their tensors
+    peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
+    workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]
+    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
+
+
+def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, has_equal_rows: bool, uncertain_bytes: int = 0) -> Forecast:
     """Return the device peak with bounds, from a dry run and the allocator's replay."""
-    # `even`: all micro-batches have one length; `uncertain_bytes`: how far below its forecast the run may stay
-    lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
+    # `uncertain_bytes`: by how much the run's peak may be lower than forecast
+    lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, has_equal_rows=has_equal_rows)
     context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
-        uncertainty = round(PROCESS_ERROR * (context := process_bytes()))
+        context = process_bytes()
+        uncertainty = round(PROCESS_ERROR * context)
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
@@ -136,15 +139,15 @@ def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, u
 @functools.cache
 def process_bytes() -> int:
     """Return the resident bytes of a CPU training process without its tensors."""
-    command, key = [sys.executable, "-c", _PROCESS], key_of(process=sys.version)
+    command, key = [sys.executable, "-c", _PROGRAM], key_of(process=sys.version)
     try:
-        return LOADED_LATER + cached(key, int, lambda: int(subprocess.check_output(command, stderr=subprocess.DEVNULL)))
+        return LOADED_LATER_BYTES + cached(key, int, lambda: int(subprocess.check_output(command, stderr=subprocess.DEVNULL)))
     except (OSError, subprocess.CalledProcessError):  # e.g. out of memory; the next plan measures again
-        return LOADED_LATER + PROCESS_BYTES
+        return LOADED_LATER_BYTES + PROCESS_BYTES
 
 
 def _over_row_lengths(forecast: Forecast, step: LargestStep, lengths: Sequence[int], card: Card) -> Forecast:
-    """Raise the forecast to what torch reserves over steps of rows of these lengths, with a note."""
+    """Raise the forecast, with a note, to the bytes reserved over steps with rows of these lengths."""
     # packed rows have one length
     if not forecast.reserved_peaks or step.settings.packing is True or len(set(lengths)) < 2 or step.rows.tokens < LEAST_WIDTH:
         return forecast
@@ -155,10 +158,10 @@ def _over_row_lengths(forecast: Forecast, step: LargestStep, lengths: Sequence[i
     growth = reserved_bytes / forecast.reserved_bytes - 1
     likely = max(forecast.reserved_bytes, reserved_bytes)
     high = round(_with_replay_error(likely) * (1 + DRY_RUN_ERROR)) + (card.context_bytes or 0) + card.context_uncertainty_bytes
-    more, end = (f"{growth:.1%} more", "; packing=true would avoid that") if growth > SMALL_GROWTH else ("no more", "")
+    more, advice = (f"{growth:.1%}", "; packing=true would avoid that") if growth > SMALL_GROWTH else ("no", "")
     note = (
         "rows of uneven length, the longest in the first two steps: in a replay of more steps, torch's allocator reserves "
-        f"{more} than for the longest row alone{', with expandable segments' if expandable else end}"
+        f"{more} more than for the longest row alone{', with expandable segments' if expandable else advice}"
     )
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + likely - forecast.reserved_bytes,
@@ -170,44 +173,45 @@ def _over_row_lengths(forecast: Forecast, step: LargestStep, lengths: Sequence[i
     )  # fmt: skip
 
 
-def _at_limit(run: LargestStep, unlimited: Replay, limit: int) -> bool:
+def _fits_limit(step: LargestStep, unlimited: Replay, limit: int) -> bool:
     """Tell whether the run fits `limit` reserved bytes even with the dry run's largest error."""
-    # A lower limit moves the moments when blocks are returned, which may help or not: the run must succeed at every limit
-    # of the grid, so that more memory is never worse. Callers skip uneven rows without expandable segments: a replay of
-    # one length says nothing about them.
-    share = 1 - limit / (1 + DRY_RUN_ERROR) / unlimited.reserved_bytes
-    steps = max(0, math.ceil(share / LIMIT_STEP - 1e-3))  # a byte is no step
-    limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
-    if limits[-1] < max(unlimited.allocated.values()):
+    # A lower limit moves the moments when blocks are returned, which may help or not. So that more memory is never worse, the
+    # run must also fit every limit between `limit` and the bytes reserved without a limit, in steps of LIMIT_STEP.
+    missing_share = 1 - limit / (1 + DRY_RUN_ERROR) / unlimited.reserved_bytes
+    count = max(0, math.ceil(missing_share / LIMIT_STEP - 1e-3))  # a difference of some bytes needs no further limit
+    limits = [round(unlimited.reserved_bytes * (1 - number * LIMIT_STEP)) for number in range(1, count + 1)]
+    if limits and limits[-1] < max(unlimited.allocated.values()):
         return False
-    return all(run.replayed(expandable=expandable_segments(), limit=lower_limit) is not None for lower_limit in limits[1:])
+    return all(step.replayed(expandable=expandable_segments(), limit=lower_limit) is not None for lower_limit in limits)
 
 
-def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:
+def _reserved(allocated: int, card: Card, replay: Replay | None, *, has_equal_rows: bool) -> tuple[int, int, int]:
     """Return the least, likely and most reserved bytes; on the CPU, resident bytes."""
     # least: allocated bytes alone, as torch returns cached blocks at the limit
     shares = MALLOC if card.is_cpu else EXPANDABLE if expandable_segments() else SEGMENTED
     lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
     if replay is None:
-        upper += PAGES if shares is EXPANDABLE else 0
+        upper += PAGES_BYTES if shares is EXPANDABLE else 0
     else:
         likely = replay.reserved_bytes
-        # without expandable segments, uneven rows fragment more than the replay's one length shows
-        upper = _with_replay_error(likely) if expandable_segments() else likely if even else max(likely, upper)
+        if expandable_segments():
+            upper = _with_replay_error(likely)
+        else:  # rows of uneven length fragment more than the replay's one length shows
+            upper = likely if has_equal_rows else max(likely, upper)
     return round(lower * (1 - DRY_RUN_ERROR)), likely, round(upper * (1 + DRY_RUN_ERROR))
 
 
 def _with_replay_error(reserved: int) -> int:
-    return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
+    return reserved + max(round(reserved * REPLAY_ERROR), PAGES_BYTES)
 
 
-def _host_bytes(run: DryRun, training: int, settings: Settings) -> int:
-    launch = settings.launch
+def _host_bytes(run: DryRun, pinned_bytes: int, settings: Settings) -> int:
+    launch, model_bytes = settings.launch, 2 * run.parameters  # 16-bit weights
     if not is_sharded(launch):
-        # offloaded tensors and a merge into 16-bit weights don't overlap
-        return PROCESS_BYTES + max(training, 2 * run.parameters)
+        # offloading ends before the weights are merged
+        return PROCESS_BYTES + max(pinned_bytes, model_bytes)
     # all local ranks; local rank 0 gathers the model to save it
-    return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
+    return launch.num_processes // launch.num_machines * PROCESS_BYTES + pinned_bytes + model_bytes
 
 
 def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
@@ -221,10 +225,12 @@ def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
     # with evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best
-    adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
-    layers = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
-    # checkpoints, one in progress included (fp32 adapter, AdamW's two moments), adapters, 16-bit merge
-    return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
+    adapter_bytes, best = run.parts["adapters"], int(bool(settings.eval_steps))
+    layer_bytes = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
+    checkpoint_bytes = 3 * adapter_bytes  # the fp32 adapter and AdamW's two moments
+    checkpoints = settings.save_total_limit + 1 + best  # one more while a checkpoint is written
+    merged_bytes = 2 * run.parameters  # 16-bit weights
+    return layer_bytes + checkpoints * checkpoint_bytes + (1 + best) * adapter_bytes + merged_bytes
 
 
 def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:

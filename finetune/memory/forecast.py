@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from finetune.settings.vision import Sizes
 
 #: Parts of the ledger, in display order.
-PARTS = (
-    "weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered",
-)  # fmt: skip
-#: Largest error of the dry run on measured rows, as a share of allocated memory.
+PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered")
+#: Largest error of the dry run in the measured cases, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
 #: Share that torch reserves beyond allocated memory where the allocator is not replayed: (least, likely, most). With expandable
-#: segments, freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on 18 measured
-#: A100 rows with a fused loss.
+#: segments, freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % in 18 cases
+#: measured on an A100 with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
 #: Start of the note that says why compiled layers can't be forecast.
-UNCOMPILABLE = "what a compiled layer keeps can't be forecast"
+UNCOMPILABLE = "activations saved by compiled layers can't be forecast"
 #: Start of the note that counts the layers with fewer saved activations.
 LEAN = "lean layers: "
 
@@ -38,8 +36,8 @@ class Forecast:
 
     `parts`: allocated bytes at the training peak, summing to `allocated_bytes`. `peaks`: allocated peak of each phase: load,
     train, eval, save. `peak_bytes`: allocated memory, allocator overhead and CUDA context. `reserved_peaks` and `segments`:
-    peaks by phase where torch's allocator is replayed; torch counts no expandable segments. `at_limit`: whether a replay
-    limited to a budget below the upper end succeeds. `pinned_bytes`: bytes of `host_bytes` that offloading pins in a step.
+    peaks by phase where torch's allocator is replayed; torch counts no expandable segments. `at_limit`: whether a budget below
+    `peak_high_bytes` suffices in a replay with this limit. `pinned_bytes`: bytes of `host_bytes` that offloading pins.
     """
 
     allocated_bytes: int
@@ -83,7 +81,7 @@ class RowShape:
     mismatched_tokens: int | None = None
     #: Width and height of each image of the row with most pixels, after `max_pixels`.
     pictures: Sizes = ()
-    #: Of the held-out rows; None: as in training.
+    #: Shape of the longest held-out row; None: as in training.
     held_out: RowShape | None = None
 
 

@@ -138,9 +138,9 @@ def test_scores_with_a_sink_have_their_size_at_every_width():
 
 
 def test_the_longest_rows_come_where_a_run_puts_them():
-    widths = micro_batch_widths(LENGTHS, rows=2, longest=2000, accumulation=4)
+    widths = micro_batch_widths(LENGTHS, micro_batch_rows=2, max_length=2000, accumulation=4)
     assert (widths[0], widths[7]) == (1900, 2000)
-    assert widths == micro_batch_widths(LENGTHS, rows=2, longest=2000, accumulation=4) and len(set(widths)) > 10
+    assert widths == micro_batch_widths(LENGTHS, micro_batch_rows=2, max_length=2000, accumulation=4) and len(set(widths)) > 10
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
@@ -229,6 +229,6 @@ def test_the_most_is_the_replays_and_for_uneven_rows_in_fixed_segments_at_least_
 ):
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
     replay = Replay({"train": 20 * GIB}, {"train": round(20.6 * GIB)})
-    _, likely, most = device_peak._reserved(20 * GIB, find_card("rtx-4090"), replay, even=even)
+    _, likely, most = device_peak._reserved(20 * GIB, find_card("rtx-4090"), replay, has_equal_rows=even)
     assert likely == replay.reserved_bytes
     assert most == pytest.approx(most_gib * GIB * (1 + device_peak.DRY_RUN_ERROR))
