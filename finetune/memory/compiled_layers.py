@@ -18,26 +18,26 @@ from finetune.compat.torch import ACTIVATION_BUDGET, RecomputePolicy, split_by_c
 from finetune.layers.checkpointing import keep_attention, require_gradient
 from finetune.memory.forecast import UNCOMPILABLE
 
-#: (dictionary, key) of a tensor of a module.
+#: (dictionary, key) in which a module stores a tensor.
 _Slot = tuple[dict[str, Any], str]
-_Call = Callable[..., Any]
-#: aten operators that the compiler does not fuse, and parts of further operators' names. It fuses elementwise operators and
-#: reductions between them; a tensor that only a fused kernel reads is never in memory (torch/_inductor/scheduler.py).
+_Function = Callable[..., Any]
+#: aten operators that the compiler does not fuse, and parts of such operators' names. The compiler fuses elementwise operators
+#: and reductions; a tensor that only one fused kernel reads is never in memory (torch/_inductor/scheduler.py).
 _UNFUSED = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "sort", "topk"}
 _UNFUSED_PARTS = ("attention", "attn")
 
 
 # `torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: the forward part saves
-# outputs for the backward part, all else is recomputed. The same partitioner runs here, without Dynamo and code generation.
-# A dry run executes both parts operator by operator: saved tensors are exact, temporary tensors an upper bound, as a fused
-# kernel writes fewer.
+# some tensors for the backward part, which recomputes the others. The same partitioner runs here, without Dynamo and code
+# generation. A dry run executes both parts operator by operator: saved tensors are exact, temporary tensors an upper bound,
+# because a fused kernel writes fewer.
 class SplitLayers:
     """Decoder layers split as the compiler would split them; layers of one kind and input shape share a split."""
 
     def __init__(self, *, selective: bool) -> None:
-        # selective: recomputed layers save attention's outputs; problem: why a layer runs unsplit
+        # `selective`: recomputed layers save attention's outputs; `problem`: why a layer runs unsplit
         self.selective, self.problem = selective, ""
-        self._splits: dict[Any, _Call | None] = {}
+        self._splits: dict[Any, _Function | None] = {}
 
     def patch_forwards(self, layers: list[torch.nn.Module]) -> None:
         """Run the split graph of each layer in place of its forward."""
@@ -60,76 +60,72 @@ class SplitLayers:
         args = (hidden, *others)
         leaves, spec = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
         slots = list(_slots(layer))
-        tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
-        unlike = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        like = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *tensors))
-        kind = (type(layer), budget, str(spec), unlike, like)
-        if kind not in self._splits:
-            call = _as_function(forward, slots, tensors, leaves, spec)
-            self._splits[kind] = self._split(call, inputs, tensors, slots, budget, policy)
-        split = self._splits[kind]
+        states = list({id(owner[key]): owner[key] for owner, key in slots}.values())  # tied tensors once
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *states))
+        split_key = (type(layer), budget, str(spec), constants, shapes)
+        if split_key not in self._splits:
+            function = _as_function(forward, slots, states, leaves, spec)
+            self._splits[split_key] = self._split(function, inputs, states, slots, budget, policy)
+        split = self._splits[split_key]
         if split is None:
             return forward(*args, **kwargs)
-        out = split(*inputs, *tensors)
+        out = split(*inputs, *states)
         return tuple(out) if isinstance(out, list) else out  # aot_function returns a list for a tuple
 
     def _split(
-        self,
-        call: _Call,
-        inputs: list[Any],
-        tensors: list[Any],
-        slots: list[_Slot],
-        budget: float,
-        policy: RecomputePolicy | None,
-    ) -> _Call | None:
-        values = [*inputs, *tensors]
-        parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
-        own = [owner[key] for owner, key in slots]
+        self, function: _Function, inputs: list[Any], states: list[Any], slots: list[_Slot],
+        budget: float, policy: RecomputePolicy | None,
+    ) -> _Function | None:  # fmt: skip
+        parameter_indices = [index for index, value in enumerate([*inputs, *states]) if isinstance(value, torch.nn.Parameter)]
+        before = [owner[key] for owner, key in slots]
         try:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
-                split = split_by_compiler(call, parameter_indices, policy, FusedGraph)
-                # a trace keeps its inputs, so it is given others
+                split = split_by_compiler(function, parameter_indices, policy, FusedGraph)
+                # a trace keeps its inputs alive, so trace other tensors of their shapes
                 examples = (x.new_empty_strided(x.shape, x.stride()).requires_grad_(x.requires_grad) for x in inputs)
-                split(*examples, *tensors)
+                split(*examples, *states)
         except Exception as error:  # noqa: BLE001 - the compiler leaves alone whatever it can't trace
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
         finally:
-            _set_slots(slots, own)
+            _set_slots(slots, before)
         return split
 
 
-def _as_function(forward: _Call, slots: list[_Slot], tensors: list[Any], leaves: list[Any], spec: Any) -> _Call:
-    """Return the layer as a function of its inputs, parameters and buffers."""
-    index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
+def _as_function(forward: _Function, slots: list[_Slot], states: list[Any], leaves: list[Any], spec: Any) -> _Function:
+    """Return the layer as a function of its input tensors, parameters and buffers."""
+    index_of = {id(tensor): index for index, tensor in enumerate(states)}
     slot_indices = [index_of[id(owner[key])] for owner, key in slots]
-    states = [getattr(tensor, "quant_state", None) for tensor in tensors]
-    is_input = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    others, count = [None if of_call else leaf for of_call, leaf in zip(is_input, leaves, strict=True)], sum(is_input)
+    quant_states = [getattr(tensor, "quant_state", None) for tensor in states]
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    input_count = sum(is_tensor)
+    constants = [None if tensor else leaf for tensor, leaf in zip(is_tensor, leaves, strict=True)]
 
-    def call(*values: Any) -> Any:
-        layer_inputs, own = iter(values[:count]), values[count:]
-        for value, state in zip(own, states, strict=True):
-            if state is not None:
-                value.quant_state = state
-        # left in place: the backward of bitsandbytes' product, traced after the layer, reads its quantisation state there
-        _set_slots(slots, [own[index] for index in slot_indices])
-        own_leaves = [next(layer_inputs) if of_call else leaf for of_call, leaf in zip(is_input, others, strict=True)]
-        args, kwargs = tree_unflatten(own_leaves, spec)
+    def function(*tensors: Any) -> Any:
+        inputs, traced_states = iter(tensors[:input_count]), tensors[input_count:]
+        for tensor, quant_state in zip(traced_states, quant_states, strict=True):
+            if quant_state is not None:
+                tensor.quant_state = quant_state
+        # not restored here: the backward of bitsandbytes' product, traced after the layer, reads its quantisation state there
+        _set_slots(slots, [traced_states[index] for index in slot_indices])
+        arguments = [next(inputs) if tensor else constant for tensor, constant in zip(is_tensor, constants, strict=True)]
+        args, kwargs = tree_unflatten(arguments, spec)
         return forward(*args, **kwargs)
 
-    return call
+    return function
 
 
 def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
     for module in layer.modules():
         for tensors_by_name in (module._parameters, module._buffers):
             yield from ((tensors_by_name, key) for key, value in tensors_by_name.items() if value is not None)
-        state = getattr(module._parameters.get("weight"), "quant_state", None)
-        while state is not None:
-            yield from ((vars(state), key) for key, value in vars(state).items() if isinstance(value, torch.Tensor))
-            state = state.state2
+        quant_state = getattr(module._parameters.get("weight"), "quant_state", None)
+        while quant_state is not None:
+            attributes = vars(quant_state)
+            yield from ((attributes, key) for key, value in attributes.items() if isinstance(value, torch.Tensor))
+            quant_state = quant_state.state2  # of nested quantisation
 
 
 def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
@@ -140,12 +136,12 @@ def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
 class FusedGraph:
     """Graph of a compiled function, forward or backward; a call empties its list of inputs."""
 
-    _boxed_call = True
+    _boxed_call = True  # tells AOTAutograd to pass a list of inputs
 
     def __init__(self, module: GraphModule) -> None:
         self._nodes = list(module.graph.nodes)
-        self._written: set[Node] = set()  # by a fused kernel
-        self._leaves: dict[Node, set[Node]] = {}
+        self._written: set[Node] = set()  # outputs of fused kernels
+        self._reads_by_node: dict[Node, set[Node]] = {}
 
     def __call__(self, inputs: list[Any]) -> Any:
         values: dict[Node, Any] = dict(zip((node for node in self._nodes if node.op == "placeholder"), inputs, strict=True))
@@ -154,50 +150,50 @@ class FusedGraph:
         for step, dead in self._steps:
             if isinstance(step, list):
                 for node in step:
-                    values[node] = like = node.meta["val"]
-                    if isinstance(like, torch.Tensor):
-                        values[node] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                    values[node] = fake = node.meta["val"]
+                    if isinstance(fake, torch.Tensor):
+                        values[node] = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
             elif step.op == "output":
                 return map_arg(step.args[0], read)
             else:
                 args, kwargs = map_arg((step.args, step.kwargs), read)
                 out = step.target(*args, **kwargs)
-                parts = [user for user in step.users if _is_part(user)]
-                values.update({part: out[part.args[1]] for part in parts} if parts else {step: out})
+                items = [user for user in step.users if _is_getitem(user)]
+                values.update({item: out[item.args[1]] for item in items} if items else {step: out})
                 del out, args, kwargs
             for node in dead:
                 values.pop(node, None)
         raise AssertionError("a graph ends with its output")
 
+    # fused kernels, as lists of written nodes, and unfused operators, each with the nodes that no later step reads
     @functools.cached_property
     def _steps(self) -> list[tuple[Any, list[Node]]]:
-        """Fused kernels, as lists of written nodes, and called operators, each with the nodes that no later step reads."""
-        called = [node for node in self._nodes if node.op == "output" or _runs_unfused(node)]
-        sources = {step: [_source(node) for node in step.all_input_nodes] for step in called}
-        self._written = {node for nodes in sources.values() for node in nodes if _is_fused(node)}
+        unfused = [node for node in self._nodes if node.op == "output" or _runs_unfused(node)]
+        inputs = {operator: [_viewed_node(node) for node in operator.all_input_nodes] for operator in unfused}
+        self._written = {node for nodes in inputs.values() for node in nodes if _is_fused(node)}
         available = {node for node in self._nodes if node.op in ("placeholder", "get_attr")}
         steps: list[Any] = []
-        for step in called:
-            for node in sources[step]:
-                self._write(node, available, steps)
-            steps.append(step)
-            available |= {step, *(user for user in step.users if _is_part(user))}
-        last: dict[Node, int] = {}
+        for operator in unfused:
+            for node in inputs[operator]:
+                self._add_kernel(node, available, steps)
+            steps.append(operator)
+            available |= {operator, *(user for user in operator.users if _is_getitem(user))}
+        last_reads: dict[Node, int] = {}
         for index, step in enumerate(steps):
-            read = set().union(*map(self._reads, step)) if isinstance(step, list) else sources[step]
-            last |= dict.fromkeys(read, index)
+            reads = set().union(*map(self._reads, step)) if isinstance(step, list) else inputs[step]
+            last_reads |= dict.fromkeys(reads, index)
         dead: list[list[Node]] = [[] for _ in steps]
-        for node, index in last.items():
+        for node, index in last_reads.items():
             dead[index].append(node)
         return list(zip(steps, dead, strict=True))
 
-    def _write(self, node: Node, available: set[Node], steps: list[Any]) -> None:
-        """Add the kernel that writes a node, with the nodes that share its reads."""
+    def _add_kernel(self, node: Node, available: set[Node], steps: list[Any]) -> None:
+        """Add the kernel that writes `node`, with other nodes of its size that read some of the same buffers."""
         if node in available:
             return
         reads = self._reads(node)
-        for leaf in sorted(reads - available, key=self._nodes.index):
-            self._write(leaf, available, steps)
+        for source in sorted(reads - available, key=self._nodes.index):
+            self._add_kernel(source, available, steps)
         size = node.meta["val"].numel()
         others = [
             other for other in self._nodes
@@ -208,13 +204,13 @@ class FusedGraph:
         available |= {node, *others}
 
     def _reads(self, node: Node) -> set[Node]:
-        """Return the buffers that a node's kernel reads: inputs, and outputs of kernels and called operators."""
-        if node not in self._leaves:
-            leaves: set[Node] = set()
-            for source in map(_source, node.all_input_nodes):
-                leaves |= self._reads(source) if _is_fused(source) and source not in self._written else {source}
-            self._leaves[node] = leaves
-        return self._leaves[node]
+        """Return the buffers that a node's kernel reads: inputs, and outputs of kernels and unfused operators."""
+        if node not in self._reads_by_node:
+            reads: set[Node] = set()
+            for source in map(_viewed_node, node.all_input_nodes):
+                reads |= self._reads(source) if _is_fused(source) and source not in self._written else {source}
+            self._reads_by_node[node] = reads
+        return self._reads_by_node[node]
 
 
 def _value_of(values: dict[Node, Any], node: Node) -> Any:
@@ -224,29 +220,30 @@ def _value_of(values: dict[Node, Any], node: Node) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _source(node: Node) -> Node:
+def _viewed_node(node: Node) -> Node:
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_part(node: Node) -> bool:
+def _is_getitem(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def _is_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(value.alias_info and not value.alias_info.is_write for value in schema.returns)
+    return schema is not None and any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
 
 
 def _runs_unfused(node: Node) -> bool:
-    if node.op != "call_function" or _is_part(node):
+    if node.op != "call_function" or _is_getitem(node):
         return False
     # the compiler can't fuse operators of other namespaces
+    if getattr(node.target, "namespace", "") not in ("aten", "prims"):
+        return True
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    is_fused = getattr(node.target, "namespace", "") in ("aten", "prims") and name not in _UNFUSED
-    return not is_fused or any(part in name for part in _UNFUSED_PARTS)
+    return name in _UNFUSED or any(part in name for part in _UNFUSED_PARTS)
 
 
 def _is_fused(node: Node) -> bool:
-    return node.op == "call_function" and not (_runs_unfused(node) or _is_view(node) or _is_part(node))
+    return node.op == "call_function" and not (_runs_unfused(node) or _is_view(node) or _is_getitem(node))
