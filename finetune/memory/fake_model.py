@@ -1,4 +1,4 @@
-"""Replacement of a meta model's parameters by fake tensors, in the GPU's loading order."""
+"""Replacement of a meta model's parameters by fake tensors, in the order of loading onto a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.memory.tracker import OFFLOADED, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
 
-#: Attribute of a loaded table: its rows with new tokens.
+#: Attribute of a loaded embedding table: its number of rows with new tokens.
 GROWN_ROWS = "_grown_rows"
 #: Phases in which adapters are created and cast; in a run they are parts of loading.
 ADAPTERS, CASTS = "adapters", "casts"
@@ -34,9 +34,8 @@ class _Loading:
     def __init__(self, model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> None:
         self._model, self._tracker, self._dtype = model, tracker, dtype
         self._offloading = offloading_of(model)
-        # by the meta parameter's id
-        self._materialised: dict[int, torch.nn.Parameter] = {}
-        self._uncast: dict[int, torch.nn.Parameter] = {}
+        self._materialised: dict[int, torch.nn.Parameter] = {}  # by the meta parameter's id
+        self._uncast: dict[int, torch.nn.Parameter] = {}  # adapters in the model's dtype
 
     def load_base(self) -> None:
         self._tracker.recording.begin_part("load")
@@ -44,11 +43,11 @@ class _Loading:
         for path, module, names in _in_loading_order(self._model):
             self._tracker.layer = layer_number(path)
             for name in names:
-                if self._fill(module, name, "weights") and self._offloading is not None:
+                if self._materialise(module, name, "weights") and self._offloading is not None:
                     with self._tracker.tagging(OFFLOADED):
                         self._offloading.on_parameter_loaded(module, name)
             with self._tracker.tagging("weights"):
-                _fill_buffers(module)
+                _materialise_buffers(module)
         self._tracker.layer = None
         with self._tracker.tagging("weights"):
             self._grow_tables()
@@ -58,14 +57,15 @@ class _Loading:
     def create_adapters(self) -> None:
         self._tracker.phase = ADAPTERS
         # PEFT creates adapters in the model's dtype, computes DoRA's magnitudes, and at the end casts each to fp32
-        self._create_uncast()
+        self._create_uncast_adapters()
         for path, module in self._model.named_modules():
             self._tracker.layer = layer_number(path)
             for name in list(module._parameters):
-                self._fill(module, name, "adapters")
+                self._materialise(module, name, "adapters")
         self._tracker.layer = None
 
-    def _fill(self, module: torch.nn.Module, name: str, part: str) -> bool:
+    def _materialise(self, module: torch.nn.Module, name: str, part: str) -> bool:
+        """Return whether the parameter belongs to `part`; if so, replace it."""
         parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not (part == "adapters"):
             return False
@@ -74,7 +74,7 @@ class _Loading:
             if weight is None:
                 weight = self._uncast.pop(id(parameter), None)
                 if weight is None or weight.dtype != parameter.dtype:
-                    weight = _loaded(module, name, self._dtype)
+                    weight = _loaded_parameter(module, name, self._dtype)
                 self._materialised[id(parameter)] = weight
                 if part == "weights" and self._offloading is None:
                     self._tracker.recording.weights[self._tracker.layer] += weight.nbytes
@@ -96,23 +96,23 @@ class _Loading:
             module._parameters["weight"] = grown[id(loaded)]
         self._materialised = {key: grown.get(id(weight), weight) for key, weight in self._materialised.items()}
 
-    def _create_uncast(self) -> None:
+    def _create_uncast_adapters(self) -> None:
         tracker, uncast = self._tracker, self._uncast
         for path, module in self._model.named_modules():
-            for name in getattr(module, "lora_A", ()):
+            layer: Any = module
+            for name in getattr(layer, "lora_A", ()):
                 tracker.layer = layer_number(path)
-                layer: Any = module
                 a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                 with tracker.tagging("adapters"):
                     for weight in (a, b):
                         uncast[id(weight)] = torch.nn.Parameter(torch.empty(weight.shape, dtype=self._dtype))
                 if name in layer.lora_magnitude_vector:
                     magnitude = layer.lora_magnitude_vector[name]
-                    computed = type(magnitude)(magnitude.fan_in_fan_out)
+                    dora = type(magnitude)(magnitude.fan_in_fan_out)
                     base, scaling = layer.get_base_layer(), layer.scaling[name]
                     with tracker.tagging("workspace"):
-                        computed.update_layer(base_layer=base, lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=scaling)
-                    uncast[id(magnitude.weight)] = computed.weight
+                        dora.update_layer(base_layer=base, lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=scaling)
+                    uncast[id(magnitude.weight)] = dora.weight
         tracker.layer = None
         with tracker.tagging("adapters"):
             for name, rows in trainable_parameters(self._model):
@@ -121,21 +121,22 @@ class _Loading:
 
 
 def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
-    # The weight loaded last decides the load peak of a quantised model: it is in 16 bit beside all packed weights.
+    # Sorted by name in the checkpoint: the weight loaded last decides the load peak of a quantised model, because it is in 16
+    # bit beside all packed weights.
     # Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     name_of = name_in_checkpoint(model.get_base_model())
 
-    def order(path: str) -> list[tuple[int, int, str]]:
+    def sort_key(path: str) -> list[tuple[int, int, str]]:
         name = name_of(path.removeprefix("base_model.model."))
-        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]  # numbers by value, first
 
-    modules = sorted(model.named_modules(), key=lambda item: order(item[0]))
-    return [(path, module, sorted(module._parameters, key=lambda name: order(f"{path}.{name}"))) for path, module in modules]
+    modules = sorted(model.named_modules(), key=lambda item: sort_key(item[0]))
+    return [(path, module, sorted(module._parameters, key=lambda name: sort_key(f"{path}.{name}"))) for path, module in modules]
 
 
 def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
-    """Cast the adapters, which PEFT creates in fp32, to each of `dtypes`."""
-    # a phase apart: at full depth casts may need more than loading, where in a few layers they need less
+    """Cast the adapters, which PEFT creates in fp32, to each of `dtypes` in turn."""
+    # a separate phase: with all layers, casts may need more memory than loading, though they need less with a few layers
     tracker.phase = CASTS
     for dtype in dtypes:
         for name, parameter in trainable_parameters(model):
@@ -146,29 +147,26 @@ def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtype
     tracker.layer = None
 
 
-def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Allocate and release the copies that a checkpoint's state dict makes: each 4-bit layer's nested code book.
-
-    Source: bitsandbytes.functional.QuantState.as_dict.
-    """
-    # PEFT picks the adapters from the state dict of the whole model
+def allocate_state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Allocate and release the copies that a checkpoint's state dict makes: each 4-bit layer's nested code book."""
+    # PEFT picks the adapters from the state dict of the whole model, which calls bitsandbytes' QuantState.as_dict
     copies = []
     for path, module in model.named_modules():
-        nested = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
-        if nested is not None:
+        nested_state = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
+        if nested_state is not None:
             tracker.layer = layer_number(path)
-            copies.append(nested.code.clone())
+            copies.append(nested_state.code.clone())
     tracker.layer = None
     tracker.record()
 
 
 def layer_number(path: str) -> int | None:
     """Return the decoder layer's index in a module path; None outside the layers."""
-    match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
+    match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)  # the names differ by model type
     return int(match[1]) if match else None
 
 
-def _fill_buffers(module: torch.nn.Module) -> None:
+def _materialise_buffers(module: torch.nn.Module) -> None:
     for name, buffer in list(module._buffers.items()):
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -177,7 +175,7 @@ def _fill_buffers(module: torch.nn.Module) -> None:
             setattr(module, name, torch.empty(value.shape, dtype=value.dtype))
 
 
-def _loaded(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.nn.Parameter:
+def _loaded_parameter(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.nn.Parameter:
     from bitsandbytes.nn import Linear8bitLt, Params4bit
 
     parameter: Any = module._parameters[name]
@@ -206,7 +204,7 @@ def _packed_4bit(parameter: Any, dtype: torch.dtype) -> torch.nn.Parameter:
 
 
 def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-    loaded = torch.empty(parameter.shape, dtype=dtype)  # held while its copy, which goes through the host, is quantised
+    loaded = torch.empty(parameter.shape, dtype=dtype)  # lives until the codes of its fp16 copy exist
     values = torch.empty(loaded.shape, dtype=torch.float16)
     scales = torch.empty(values.shape[:1], dtype=torch.float32)
     codes = torch.empty(values.shape, dtype=torch.int8)
@@ -216,32 +214,32 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 
 
 def fake_dora_weights() -> AbstractContextManager[None]:
-    """Give DoRA fake base weights inside the context."""
-    # DoRA reads the dequantised base weights on attach and in each forward pass
-    return dora_weights(_dequantised, _copied)
+    """Temporarily give DoRA fake base weights."""
+    # DoRA reads the dequantised base weights when it is attached and in each forward pass
+    return dora_weights(_dequantised_weight, _copy_of_layer)
 
 
-def _copied(module: Any) -> Any:
-    if module.weight.is_meta:
-        return module
-    copied = copy.copy(module)
-    weight: Any = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
-    weight.quant_state = copy.deepcopy(module.weight.quant_state)
-    copied._parameters = {**module._parameters, "weight": weight}
+def _copy_of_layer(layer: Any) -> Any:
+    if layer.weight.is_meta:
+        return layer
+    copied = copy.copy(layer)
+    weight: Any = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    weight.quant_state = copy.deepcopy(layer.weight.quant_state)
+    copied._parameters = {**layer._parameters, "weight": weight}
     return copied
 
 
-def _dequantised(module: Any) -> torch.Tensor:
+def _dequantised_weight(layer: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    weight: Any = module.weight
-    shape = (module.out_features, module.in_features)
-    if isinstance(module, (Linear4bit, Linear8bitLt)) and weight.is_meta:
+    weight: Any = layer.weight
+    if isinstance(layer, (Linear4bit, Linear8bitLt)) and weight.is_meta:
+        shape = (layer.out_features, layer.in_features)
         return torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
-    if isinstance(module, Linear4bit):
+    if isinstance(layer, Linear4bit):
         return dequantize_4bit(weight.data, weight.quant_state)
-    if isinstance(module, Linear8bitLt):
-        scales: Any = weight.SCB if weight.SCB is not None else module.state.SCB
+    if isinstance(layer, Linear8bitLt):
+        scales: Any = weight.SCB if weight.SCB is not None else layer.state.SCB
         return (weight.data * scales.view(-1, 1)) * (1.0 / 127.0)  # as int8_vectorwise_dequant
     return weight

@@ -1,4 +1,4 @@
-"""Memo of fake-tensor operator outputs by operator, argument shapes, strides, dtypes and shared storages."""
+"""Memo of the outputs of operators on fake tensors, by operator, argument shapes, strides, dtypes and shared storages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from finetune.compat.torch import fake_tensor
 
-#: Signatures memoised, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
-MOST_MEMOISED = 20_000
-#: Operators whose outputs depend on data, or that change a view in place.
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+#: Signatures memoised before this memo and torch's cache are cleared. A step of a few layers has some 300.
+MAX_MEMOISED = 20_000
+#: Tags of operators whose outputs depend on data, or that change a view in place.
+_EXCLUDED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 #: Namespaces of operators whose outputs depend on shapes alone.
 _NAMESPACES = {"aten", "bitsandbytes"}
-_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_PLAIN_TYPES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
-# Shape inference takes most of a dry run, and layers repeat the same calls. torch's fake-tensor cache takes longer to look up
-# than these outputs take to build.
+# Shape inference takes most of a dry run, and layers repeat the same calls. Building these outputs is faster than a look-up in
+# torch's own cache of fake tensors.
 _Signature = tuple[Any, ...]
 
 
 class _OutputSpec(NamedTuple):
-    """An output: argument `source`, a view of its storage (with `shape`), or a new tensor (None)."""
+    """An output: argument number `source`, with a `shape` a view of its storage; without `source` a new tensor."""
 
     source: int | None
     shape: tuple[int, ...] | None = None
@@ -40,13 +40,13 @@ _MEMO: dict[_Signature, tuple[tuple[_OutputSpec | None, ...], type | None] | Non
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` under a FakeTensorMode, memoised; outputs share storages as torch's do."""
     tensors: list[FakeTensor] = []
-    with torch._C.DisableTorchFunction():  # a mode would see each read of a shape
+    with torch._C.DisableTorchFunction():  # keeps reads of shapes out of function modes
         signature = _signature(func, args, kwargs, tensors)
     if signature is None:
         return func(*args, **kwargs)
     if signature not in _MEMO:
         out = func(*args, **kwargs)
-        if len(_MEMO) >= MOST_MEMOISED:
+        if len(_MEMO) >= MAX_MEMOISED:
             _MEMO.clear()
             FakeTensorMode.cache_clear()
         # an operator that changes its arguments in place can't be memoised
@@ -57,21 +57,21 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if memo is None:
         return func(*args, **kwargs)
     specs, container = memo
-    results = [None if spec is None else _build(spec, tensors) for spec in specs]
-    return results[0] if container is None else container(results)
+    outputs = [None if spec is None else _build(spec, tensors) for spec in specs]
+    return outputs[0] if container is None else container(outputs)
 
 
 def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> _Signature | None:
-    if func.namespace not in _NAMESPACES or _TAGS.intersection(func.tags):
+    if func.namespace not in _NAMESPACES or _EXCLUDED_TAGS.intersection(func.tags):
         return None
     parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    storages: dict[int, int] = {}
-    is_described = _describe((args, *kwargs.items()), parts, tensors, storages)
-    return tuple(parts) if is_described and tensors else None
+    first_by_storage: dict[int, int] = {}
+    can_memoise = _append_description((args, *kwargs.items()), parts, tensors, first_by_storage)
+    return tuple(parts) if can_memoise and tensors else None
 
 
-def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages: dict[int, int]) -> bool:
-    """Append what outputs depend on to `parts`; return False if the call can't be memoised."""
+def _append_description(values: Any, parts: list[Any], tensors: list[FakeTensor], first_by_storage: dict[int, int]) -> bool:
+    """Append the properties that determine the outputs to `parts`; return False if the call can't be memoised."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -79,15 +79,14 @@ def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages
                 return False
             tensors.append(value)
             storage = value.untyped_storage()
-            shared = storages.setdefault(storage._cdata, len(tensors))
             parts += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
             # outputs that alias an argument depend on which arguments share a storage
-            parts += (storage.nbytes(), shared)
-        elif kind in _PLAIN:
-            parts += (kind, value)  # 1, 1.0 and True are equal
+            parts += (storage.nbytes(), first_by_storage.setdefault(storage._cdata, len(tensors)))
+        elif kind in _PLAIN_TYPES:
+            parts += (kind, value)  # the type tells 1, 1.0 and True apart, which are equal
         elif kind is list or kind is tuple:
             parts.append(len(value))
-            if not _describe(value, parts, tensors, storages):
+            if not _append_description(value, parts, tensors, first_by_storage):
                 return False
         else:
             return False
@@ -108,16 +107,16 @@ def _output_specs(out: Any, tensors: list[FakeTensor]) -> tuple[tuple[_OutputSpe
         if not _is_same(_build(spec, tensors), leaf):
             return None
         specs.append(spec)
-    own = [leaf.untyped_storage()._cdata for leaf, spec in zip(leaves, specs, strict=True) if spec and spec.source is None]
-    if len(set(own)) < len(own):
+    new_ids = [leaf.untyped_storage()._cdata for leaf, spec in zip(leaves, specs, strict=True) if spec and spec.source is None]
+    if len(set(new_ids)) < len(new_ids):  # outputs share a new storage; `_build` would give each a different one
         return None
     return tuple(specs), type(out) if isinstance(out, (list, tuple)) else None
 
 
 def _output_spec(leaf: FakeTensor, tensors: list[FakeTensor], storages: list[int]) -> _OutputSpec:
-    argument = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
-    if argument is not None:
-        return _OutputSpec(argument)
+    argument_number = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
+    if argument_number is not None:
+        return _OutputSpec(argument_number)
     storage = leaf.untyped_storage()._cdata
     source = storages.index(storage) if storage in storages else None
     return _OutputSpec(source, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device)
@@ -135,10 +134,10 @@ def _build(spec: _OutputSpec, tensors: list[FakeTensor]) -> FakeTensor:
         return fake_tensor(tensors[0].fake_mode, values, device)
 
 
-def _is_same(built: FakeTensor, asked: FakeTensor) -> bool:
+def _is_same(built: FakeTensor, original: FakeTensor) -> bool:
     return (
-        torch._C._dispatch_key_set(built) == torch._C._dispatch_key_set(asked)
-        and vars(built).keys() == vars(asked).keys()
-        and built.untyped_storage().nbytes() == asked.untyped_storage().nbytes()
-        and built.storage_offset() == asked.storage_offset()
+        torch._C._dispatch_key_set(built) == torch._C._dispatch_key_set(original)
+        and vars(built).keys() == vars(original).keys()
+        and built.untyped_storage().nbytes() == original.untyped_storage().nbytes()
+        and built.storage_offset() == original.storage_offset()
     )

@@ -100,7 +100,7 @@ def test_memoised_outputs_are_torchs_share_the_same_storages_and_are_not_inferre
 
 
 def test_the_memo_is_bounded(fake, monkeypatch):
-    monkeypatch.setattr(fake_operators, "MOST_MEMOISED", 10)
+    monkeypatch.setattr(fake_operators, "MAX_MEMOISED", 10)
     for size in range(1, 40):
         torch.empty(size).add(1)
     assert len(fake_operators._MEMO) <= 10

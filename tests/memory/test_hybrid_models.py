@@ -51,7 +51,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(("rows", "tokens", "recomputed"), [(1, 1024, True), (2, 700, False)])
 def test_a_few_chunks_take_as_many_bytes_as_all(monkeypatch, rows, tokens, recomputed):
     few = simulated(tokens, rows, activation_checkpointing=recomputed)
-    monkeypatch.setattr(fake_tensors, "STEPS", sys.maxsize)
+    monkeypatch.setattr(fake_tensors, "CHUNKS_RUN", sys.maxsize)
     every = simulated(tokens, rows, activation_checkpointing=recomputed)
     assert len(few.recording.events) < 0.75 * len(every.recording.events)
     assert highest(few) == highest(every)
