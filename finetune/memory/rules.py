@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from finetune.layers.adapted_linear import BODIES
+from finetune.layers.host_memory import round_up
 from finetune.layers.nf4 import dequantising_linear
 from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
 
-# Fake tensors don't show the buffers that a kernel allocates and frees inside one operator. The other corrections are the
-# cuBLAS workspace and `card_semantics` (dropout masks, TRL's in-place Triton tiles, int8 matmuls, autocast).
+# Fake tensors don't show the buffers that a kernel allocates and frees inside one operator. Further corrections are the cuBLAS
+# workspace and `card_semantics` (dropout masks, TRL's in-place Triton tiles, int8 matmuls, autocast).
 Capability = tuple[int, int]
-#: Bytes of the buffers that a kernel allocates and frees, from its arguments.
+#: Returns the bytes of the buffers that a kernel allocates and frees, from its arguments.
 ScratchSizes = Callable[[Positional, Keywords], list[int]]
 
 
@@ -32,34 +33,32 @@ def rules_for(capability: Capability | None) -> dict[Any, Rule]:
         operators.int8_vectorwise_quant.default: _int8_quantise,
         operators.int8_mixed_scaled_mm.default: _int8_matmul,
         operators.int8_scaled_mm.default: _int8_matmul,
-        **{operator: functools.partial(_own, body) for operator, body in BODIES.items()},
+        **{operator: functools.partial(_run_body, body) for operator, body in BODIES.items()},
     }
     if capability is None:
         return cpu_rules
     rules: dict[str, Rule] = {
         # grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)
-        "aten._softmax_backward_data": functools.partial(_with_scratch, lambda args, _named: [args[0].nbytes]),
+        "aten._softmax_backward_data": functools.partial(_with_scratch, lambda args, _kwargs: [args[0].nbytes]),
         "aten._softmax": _softmax,
         "aten._scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(
             _with_scratch, functools.partial(_attention_scratch, capability)
         ),
         "torch_attn._varlen_attn_backward": functools.partial(
-            _with_scratch, lambda args, _named: _flash_scratch(args[1], args[2], args[6].shape[0] - 1)
+            _with_scratch, lambda args, _kwargs: _flash_scratch(args[1], args[2], args[6].shape[0] - 1)
         ),
         # More than 512 tokens dequantise the whole weight; for fewer this is an upper bound
         # (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl).
-        "bitsandbytes.gemm_4bit": functools.partial(_own, _gemm_4bit_default_impl),
-        "finetune.few_token_linear": functools.partial(_own, dequantising_linear),
+        "bitsandbytes.gemm_4bit": functools.partial(_run_body, _gemm_4bit_default_impl),
+        "finetune.few_token_linear": functools.partial(_run_body, dequantising_linear),
     }
     by_operator = {functools.reduce(getattr, name.split("."), torch.ops).default: rule for name, rule in rules.items()}
     return {**cpu_rules, **by_operator}
 
 
 def cublas_workspace_bytes(capability: Capability | None) -> int:
-    """Return the workspace per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on, none on the CPU.
-
-    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
-    """
+    """Return the workspace per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on, none on the CPU."""
+    # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize
     if capability is None:
         return 0
     return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
@@ -67,8 +66,8 @@ def cublas_workspace_bytes(capability: Capability | None) -> int:
 
 def _with_scratch(sizes: ScratchSizes, tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     out = func(*args, **kwargs)
-    for grad in out if isinstance(out, tuple) else (out,):
-        tracker.track(grad)
+    for tensor in out if isinstance(out, tuple) else (out,):
+        tracker.track(tensor)
     tracker.scratch(*sizes(args, kwargs))
     return out
 
@@ -78,12 +77,13 @@ def _softmax(_tracker: StorageTracker, func: Any, args: Positional, kwargs: Keyw
     return torch.empty_like(args[0], dtype=torch.float32) if args[2] else func(*args, **kwargs)
 
 
-def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
+def _run_body(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
+    # the body's temporary tensors are workspace, its outputs are not
     with tracker, tracker.tagging("workspace"):
-        outs = body(*args, **kwargs)
-    for out in outs if isinstance(outs, tuple) else (outs,):
-        tracker.retag(out, tracker.part)
-    return outs
+        out = body(*args, **kwargs)
+    for tensor in out if isinstance(out, tuple) else (out,):
+        tracker.retag(tensor, tracker.part)
+    return out
 
 
 def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
@@ -102,15 +102,15 @@ def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs
 def _int8_matmul(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     # sums in int32, then fp16, then the compute dtype
     # (bitsandbytes/backends/cuda/ops.py, int8_linear_matmul and int8_mm_dequant)
-    mixed = func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default
-    codes, weight = args[1:3] if mixed else args[:2]
-    dtype = args[0].dtype if mixed else kwargs.get("dtype") or torch.float16
+    is_mixed = func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default
+    codes, weight = args[1:3] if is_mixed else args[:2]
+    dtype = args[0].dtype if is_mixed else kwargs.get("dtype") or torch.float16
     shape = (*codes.shape[:-1], weight.shape[0])
     with tracker, tracker.tagging("workspace"):
-        sums = codes.new_empty(shape, dtype=torch.int32)  # held by int8_scaled_mm until it has the result
+        sums = codes.new_empty(shape, dtype=torch.int32)  # int8_scaled_mm keeps them until the result exists
         out = codes.new_empty(shape, dtype=torch.float16).to(dtype)
         del sums
-    return (out, codes.new_empty((0,), dtype=dtype)) if mixed else out
+    return (out, codes.new_empty((0,), dtype=dtype)) if is_mixed else out  # a mixed matmul also returns the outlier columns
 
 
 def _attention_scratch(capability: Capability, args: Positional, kwargs: Keywords) -> list[int]:
@@ -120,19 +120,19 @@ def _attention_scratch(capability: Capability, args: Positional, kwargs: Keyword
     return _efficient_scratch(query, key, capability)
 
 
-def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capability) -> bool:
-    """Tell whether scaled dot product attention uses the flash kernel (sdp_utils.cpp), not the memory-efficient one."""
-    supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and flash_supports_backward(head_dim, capability)
+def uses_flash(dtype: torch.dtype, head_dim: int, has_mask: bool, capability: Capability) -> bool:
+    """Tell whether scaled dot product attention uses the flash kernel, not the memory-efficient kernel (sdp_utils.cpp)."""
+    is_supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256
     # cuDNN's kernel comes last: a run sets TORCH_CUDNN_SDPA_DEPRIORITIZED (finetune.run.supervise)
-    return capability >= (8, 0) and supported and not masked
+    return capability >= (8, 0) and is_supported and flash_supports_backward(head_dim, capability) and not has_mask
 
 
-def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed: int = 0) -> list[int]:
+def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed_rows: int = 0) -> list[int]:
     heads, dim = query.shape[1], query.shape[-1]
-    # each of `packed` rows is padded by 128 tokens (flash_api.cpp, mha_varlen_bwd)
-    padded = query.shape[0] + 128 * packed if packed else query.shape[0] * _up(query.shape[2], 128)
+    # each packed row is padded by 128 tokens (flash_api.cpp, mha_varlen_bwd), each other row to a multiple of 128
+    padded = query.shape[0] + 128 * packed_rows if packed_rows else query.shape[0] * round_up(query.shape[2], 128)
     # softmax_d and dq_accum in fp32; with grouped queries also dk and dv of every query head (flash_api.cpp, mha_bwd)
-    sizes = [heads * padded * 4, heads * padded * _up(dim, 32 if dim <= 128 else 64) * 4]
+    sizes = [heads * padded * 4, heads * padded * round_up(dim, 32 if dim <= 128 else 64) * 4]
     if key.shape[1] != heads:
         sizes += [key.numel() // key.shape[1] * heads * query.element_size()] * 2
     return sizes
@@ -146,20 +146,16 @@ def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capab
     elements = -(-tokens // block_rows) * -(-dim // block_columns) * (4 + block_rows * block_columns)
     if is_16_bit and dim > block_rows:
         key_splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
-        elements += 2 * key_splits * block_columns * _up(dim, block_rows)
-    return [batch * heads * tokens * 4, batch * heads * _up(elements, 4) * 4]
+        elements += 2 * key_splits * block_columns * round_up(dim, block_rows)
+    return [batch * heads * tokens * 4, batch * heads * round_up(elements, 4) * 4]
 
 
-def _efficient_block(half: bool, dim: int, capability: Capability) -> tuple[int, int]:
-    """Return the kernel's block: the first in kernels/cutlassB.h that fits the GPU's shared memory."""
+def _efficient_block(is_16_bit: bool, dim: int, capability: Capability) -> tuple[int, int]:
+    """Return (rows, columns) of the kernel's block: the first in kernels/cutlassB.h that fits the GPU's shared memory."""
     # A100, H100 and B200 have 163 KiB and more for a block; GeForce and workstation cards have 99 KiB
-    large = capability == (8, 0) or (9, 0) <= capability < (12, 0)
-    if dim <= 64 or (not half and not large):
+    has_large_blocks = capability == (8, 0) or (9, 0) <= capability < (12, 0)
+    if dim <= 64 or (not is_16_bit and not has_large_blocks):
         return 64, 64
-    if not half or capability < (8, 0) or dim > 128 or (dim <= 96 and capability in ((8, 6), (8, 9))):
+    if not is_16_bit or capability < (8, 0) or dim > 128 or (dim <= 96 and capability in ((8, 6), (8, 9))):
         return 128, 64
-    return (128, 128) if large else (64, 64)
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return (128, 128) if has_large_blocks else (64, 64)

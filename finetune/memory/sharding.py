@@ -1,7 +1,4 @@
-"""Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of one GPU.
-
-Where the moment of a peak is uncertain, the higher figure counts.
-"""
+"""Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of one GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from finetune.settings.schema import Decides, settings_that_decide
 if TYPE_CHECKING:
     from finetune.memory.ledger import DryRun
 
-#: Up to 1e9 parameters stay gathered: the defaults of `stage3_max_live_parameters` and `stage3_max_reuse_distance`.
-MOST_LIVE = 10**9
+#: Most parameters that stay gathered: the defaults of `stage3_max_live_parameters` and `stage3_max_reuse_distance`.
+MAX_LIVE_ELEMENTS = 10**9
 #: Elements of DeepSpeed's NVMe buffers: `buffer_count` x `buffer_size` of `offload_param`, at their defaults.
-NVME_BUFFERS = 5 * 10**8
+NVME_BUFFER_ELEMENTS = 5 * 10**8
 #: Units besides the layers: the input embedding, the output layer (with a tied embedding), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 
@@ -50,60 +47,66 @@ Units = dict[str, tuple[Parameter, ...]]
 
 @dataclass(frozen=True)
 class Sharded:
-    """Memory of one rank, in bytes unless noted."""
+    """Memory of one rank."""
 
     #: (frozen, trained) bytes of each unit on the GPU.
-    resident: dict[str, tuple[int, int]]
+    resident_bytes: dict[str, tuple[int, int]]
     #: Share (0 to 1) of the optimizer states on the GPU.
-    states: float
+    optimizer_share: float
     #: fp32 copies of the adapters.
-    masters: int
+    master_bytes: int
     #: All-gathered parameters at the peak, and buffers.
-    gathered: int
+    gathered_bytes: int
     #: Parameters while the model is loaded and sharded.
-    loading: int
+    loading_bytes: int
     #: Host memory of each rank.
-    host: int
+    host_bytes: int
     #: All-gathered parameters at the start of the forward pass, before anything is saved for the backward pass.
-    starting: int = 0
+    starting_bytes: int = 0
 
 
 def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
     """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
-    sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
-    full, shards = _by_unit(units), sharded.resident
-    saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
-    # the dry run is the same for every strategy: take out sharded bytes, add gathered parameters and buffers
+    launch = settings.launch
+    sharded = (_fsdp if launch.strategy == "fsdp" else _deepspeed)(units, settings)
+    full, shards = _by_unit(units), sharded.resident_bytes
+    removed = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
+    # the dry run is the same for every strategy: subtract the other ranks' shards, add gathered parameters and buffers
     parts = dict(run.parts)
-    parts["weights"] -= sum(frozen for frozen, _ in saved.values())
-    parts["adapters"] -= sum(trained for _, trained in saved.values())
-    parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
-    passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
-    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # `passing` parts are empty at the start
-    # Bytes saved in every phase: each phase's peak falls by them.
+    parts["weights"] -= sum(frozen for frozen, _ in removed.values())
+    parts["adapters"] -= sum(trained for _, trained in removed.values())
+    parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.optimizer_share) + sharded.master_bytes
+    # the parts that are empty when the forward pass starts
+    step_bytes = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
+    parts["gathered"] = max(sharded.gathered_bytes, sharded.starting_bytes - step_bytes)
+    # each phase's peak falls by the same bytes
     saved_bytes = run.allocated_bytes - sum(parts.values())
     peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
-    if peaks["eval"]:  # may save less than a step, so its start may be the peak
-        peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
-    # tables of 4-bit weights are no parameters, so not sharded
-    tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
-    loaded = sharded.loading + tables if reads_own_rows(settings) else max(run.peaks["load"], sharded.loading)
+    if peaks["eval"]:  # an evaluation may save less for later than a step does, so its start may be the peak
+        model_bytes = sum(parts[name] for name in ("weights", "adapters", "optimizer"))
+        peaks["eval"] = max(peaks["eval"], sharded.starting_bytes + model_bytes)
+    # quantisation states of 4-bit weights are no parameters, so they are not sharded
+    state_bytes = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
+    if reads_own_rows(settings):
+        peaks["load"] = sharded.loading_bytes + state_bytes
+    else:
+        peaks["load"] = max(run.peaks["load"], sharded.loading_bytes)
     layers = {
-        name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
+        name: size - sum(removed.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
     }
     layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
-    launch = settings.launch
     local_ranks = launch.num_processes // launch.num_machines
     name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
     offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
     note = f"memory on each of {launch.num_processes} GPUs under {name}{offload} is by rule, not measured on several GPUs"
     return dataclasses.replace(
-        run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
-        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, note),
+        run, parts=parts, per_layer_bytes=layers, peaks=peaks,
+        host_bytes=local_ranks * (run.host_bytes + sharded.host_bytes), notes=(*run.notes, note),
     )  # fmt: skip
 
 
-# tests/standin/test_ranks_peaks.py compares these rules with torch's allocator on stand-in GPUs; none was measured on real GPUs
+# Where the moment of a peak is uncertain, the higher figure counts. tests/standin/test_ranks_peaks.py compares these rules with
+# torch's allocator on stand-in GPUs; none was measured on real GPUs.
 def _fsdp(units: Units, settings: Settings) -> Sharded:
     cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
@@ -112,54 +115,53 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     parameters = list(itertools.chain(*units.values()))
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
-    reducing = 2 * max(cards * trained for _, trained in shards.values())
-    starting, gathered = _gathered_by_fsdp(units, cards)
+    reducing_bytes = 2 * max(cards * trained for _, trained in shards.values())
+    starting_bytes, gathered_bytes = _gathered_by_fsdp(units, cards)
     # 4-bit weights are read row by row when the model is sharded (finetune/model/quantised_cache.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps the unsharded
     # parameters until all are sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
-    before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())
+    unsharded_bytes = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())
+    quantising_bytes = _quantising_bytes(parameters) if own_rows else 0
+    trained_bytes = sum(trained for _, trained in shards.values())
+    gathered_bytes += reducing_bytes
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
-        loading = max(before + sum(map(sum, shards.values())), _quantising(parameters) if own_rows else 0)
-        full = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
-        share = min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
-        return Sharded(shards, share, 0, gathered + reducing, loading, 0, starting)
+        loading_bytes = max(unsharded_bytes + sum(map(sum, shards.values())), quantising_bytes)
+        full_trained_bytes = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
+        optimizer_share = min(1.0, trained_bytes / max(1, full_trained_bytes))
+        return Sharded(shards, optimizer_share, 0, gathered_bytes, loading_bytes, 0, starting_bytes)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
-    nothing = dict.fromkeys(shards, (0, 0))
-    trained = sum(part for _, part in shards.values())
-    host = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for parameter in parameters)
-    arriving = 2 * max(map(sum, shards.values()))
-    loading = max(before + trained, _quantising(parameters)) if own_rows else before
-    gathered += reducing + arriving
-    return Sharded(nothing, 0.0, 0, gathered, loading, host + 3 * trained, starting + arriving)
+    host_bytes = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for parameter in parameters) + 3 * trained_bytes
+    arriving_bytes = 2 * max(map(sum, shards.values()))
+    loading_bytes = max(unsharded_bytes + (trained_bytes if own_rows else 0), quantising_bytes)
+    return Sharded(
+        dict.fromkeys(shards, (0, 0)), 0.0, 0, gathered_bytes + arriving_bytes, loading_bytes, host_bytes,
+        starting_bytes + arriving_bytes,
+    )  # fmt: skip
 
 
-def _quantising(parameters: list[Parameter]) -> int:
-    """Return the bytes of the largest 16-bit matrix beside its 4-bit codes."""
-    # codes are stored as one column, a 16-bit element for 4 codes
-    codes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
-    return 5 * max(codes, default=0)
+def _quantising_bytes(parameters: list[Parameter]) -> int:
+    # the largest 16-bit matrix and its codes, which are stored as one column, a 16-bit element for 4 codes
+    codes_bytes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
+    return 5 * max(codes_bytes, default=0)
 
 
 def _gathered_by_fsdp(units: Units, cards: int) -> tuple[int, int]:
-    """Return the bytes of all-gathered parameters on a GPU at the start of the forward pass, and at the peak.
-
-    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard, and
-    accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
-    """
+    """Return a GPU's bytes of all-gathered parameters at the start of the forward pass and at the peak."""
+    # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard;
+    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model
     full = {name: sum(rounded(cards * _bytes_by_row(parameter, cards)) for parameter in unit) for name, unit in units.items()}
     layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
     embedding, head, others = (full.get(name, 0) for name in (EMBEDDING, HEAD, REST))
-    starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
-    # Bytes of the largest unit of each kind: decoder layers, the embedding, the output layer, the rest. The last two stay
-    # gathered from forward to backward, an embedding tied to the output layer from the start. At the peak: a unit, its
-    # all-gather buffer and the next unit's buffer. Two exist at a time; the third counts because buffers belong to another
-    # stream, whose blocks the first stream can't reuse.
+    # The output layer and the other parameters stay gathered from forward to backward, an embedding tied to the output layer
+    # from the start. At the peak: a unit, its all-gather buffer and the next unit's buffer. Two exist at a time; the third
+    # counts because buffers belong to another stream, whose blocks the first stream can't reuse.
+    starting = 2 * (embedding or head) + layer  # the embedding, its buffer, and the first layer's
     tied = head if not embedding else 0
     in_layers, at_loss = tied + 3 * layer, layer + (head if tied else 2 * head)
     in_backward = head + layer + max(layer, embedding)
-    return starting, max(in_layers, at_loss, in_backward) + 2 * others
+    return starting + 2 * others, max(in_layers, at_loss, in_backward) + 2 * others
 
 
 def _deepspeed(units: Units, settings: Settings) -> Sharded:
@@ -186,10 +188,10 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
     persistent_bytes = sum(rounded(p.size_bytes) for p in parameters if p.size_bytes < 10 * hidden * p.item_bytes)
-    # Gathered: up to MOST_LIVE elements, and the elements being fetched (stage3_prefetch_bucket_size;
+    # Gathered: up to MAX_LIVE_ELEMENTS, and the elements being fetched (stage3_prefetch_bucket_size;
     # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
     fetched_bytes = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
-    gathered_bytes = min(all_bytes, persistent_bytes + MOST_LIVE * item_bytes + fetched_bytes) + buffer_bytes
+    gathered_bytes = min(all_bytes, persistent_bytes + MAX_LIVE_ELEMENTS * item_bytes + fetched_bytes) + buffer_bytes
     if not offloads:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
         # transformers excludes quantised models from that flag (finetune/distributed/processes.py,
@@ -199,7 +201,7 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
     host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for parameter in parameters)
-    host_bytes += NVME_BUFFERS * item_bytes if launch.offload == "nvme" else 0
+    host_bytes += NVME_BUFFER_ELEMENTS * item_bytes if launch.offload == "nvme" else 0
     return Sharded(
         dict.fromkeys(shards, (0, 0)), optimizer_share, master_bytes, gathered_bytes + arriving_bytes, all_bytes, host_bytes
     )
@@ -223,29 +225,26 @@ def _bytes_by_element(parameter: Parameter, cards: int) -> int:
 
 
 def units_of(config: dict[str, Any], settings: Settings) -> Units:
-    """Return the units of the model in `config` with adapters; cached, so a repeated plan needs no torch.
-
-    Raises RecipeError for a model that can't be built.
-    """
+    """Return the units of a model with adapters, cached. Raises RecipeError for a model that can't be built."""
     deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
     deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=deciding_settings)
     return cache.cached(key, Units, lambda: _full_units(config, settings))
 
 
-def _full_units(values: dict[str, Any], settings: Settings) -> Units:
+def _full_units(config_values: dict[str, Any], settings: Settings) -> Units:
     from finetune.memory.depth import at_depth, inspect_layers, plan_depth
     from finetune.model.transformers_config import config_from
 
-    config = config_from(values, settings)
+    config = config_from(config_values, settings)
     depth = plan_depth(inspect_layers(config)[0])
-    shallow_units = _units(at_depth(config, depth.run), settings)
+    shallow_units = _units_of_model(at_depth(config, depth.run), settings)
     # layers repeat, so a shallow model shows the units of all
     layers = {f"layers.{index}": shallow_units[f"layers.{depth.shallow_index(index)}"] for index in range(depth.full)}
     return layers | {name: shallow_units[name] for name in (EMBEDDING, HEAD, REST) if name in shallow_units}
 
 
-def _units(config: Any, settings: Settings) -> Units:
+def _units_of_model(config: Any, settings: Settings) -> Units:
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
     from finetune.compat.torch import fake_tensor_mode
     from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise
@@ -259,14 +258,14 @@ def _units(config: Any, settings: Settings) -> Units:
         with own_quantisation_maps(), fake_tensor_mode():
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))
     base: Any = model.get_base_model()
-    ends = {id(base.get_input_embeddings().weight): EMBEDDING}
+    unit_of = {id(base.get_input_embeddings().weight): EMBEDDING}
     if base.get_output_embeddings() is not None:
         # overwrites a tied embedding, which belongs to the output layer
-        ends[id(base.get_output_embeddings().weight)] = HEAD
+        unit_of[id(base.get_output_embeddings().weight)] = HEAD
     by_unit: dict[str, list[Parameter]] = {}
     for name, parameter in model.named_parameters():
         layer, rows = layer_number(name), parameter.shape[0] if parameter.dim() else 1
-        unit = ends.get(id(parameter), REST) if layer is None else f"layers.{layer}"
+        unit = unit_of.get(id(parameter), REST) if layer is None else f"layers.{layer}"
         size = parameter.numel() * parameter.element_size()
         by_unit.setdefault(unit, []).append(
             Parameter(rows, size // max(1, rows), parameter.element_size(), parameter.requires_grad)
