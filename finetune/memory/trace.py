@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 #: In place of a size: release the allocation with this number.
 RELEASED = -1
-#: Phases whose layers run in turn; in other phases an event belongs to its tensor's layer.
-_RUNNING = ("forward", "backward", "eval")
+#: Phases whose layers run in turn: an event belongs to the running layer, in other phases to its tensor's layer.
+_LAYERWISE_PHASES = ("forward", "backward", "eval")
 #: (number of the allocation, its bytes or RELEASED)
 Event = tuple[int, int]
-#: The same with its section and layer.
+#: (number, bytes or RELEASED, section, layer; -1: no layer)
 _RecordedEvent = tuple[int, int, int, int]
 
 
 class NotRepeated(ValueError):
-    """The layers' events don't repeat, so a few layers can't stand for all."""
+    """The layers' events don't repeat, so a few layers can't represent all."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Trace:
     parts: dict[str, list[Event]]
     #: Numbers of allocations that live as long as the process.
     persistent: frozenset[int] = frozenset()
-    #: Number of a new gradient -> number of its sum; a step's first micro-batch stores the new gradient instead.
+    #: Number of a new gradient -> number of its sum. In a step's first micro-batch the new gradient becomes the sum.
     gradients: dict[int, int] = field(default_factory=dict)
     #: Bytes of the base weights.
     warm_up: int = 0
 
 
 class _AllocationKey(NamedTuple):
-    """Key of an allocation: the `nth` in the `run`-th event sequence of a layer in a section."""
+    """Key of an allocation: the `nth` in a layer's chunk number `run` of a section."""
 
     section: int
     layer: int
@@ -50,7 +50,7 @@ class _AllocationKey(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Successive events of one layer (-1: no layer) in one section."""
+    """Consecutive events of one layer (-1: no layer) in one section; `run` counts the layer's chunks there."""
 
     section: int
     layer: int
@@ -63,13 +63,13 @@ class Recording:
 
     def __init__(self) -> None:
         self.events: list[_RecordedEvent] = []
-        self.weights: Counter[int | None] = Counter()
+        self.weights: Counter[int | None] = Counter()  # bytes by layer
         self.gradients: dict[int, int] = {}
-        self._parts: list[tuple[str, int]] = []
+        self._parts: list[tuple[str, int]] = []  # with the first section
         self._persistent: set[int] = set()
-        self._numbers: dict[int, int] = {}
-        self._layers: list[int] = []
-        self._section, self._running, self.running_layer = 0, False, -1
+        self._numbers: dict[int, int] = {}  # of live allocations, by storage
+        self._layers: list[int] = []  # by number of the allocation
+        self._section, self._is_layerwise, self.running_layer = 0, False, -1
 
     def begin_part(self, part: str) -> None:
         self._section += 1
@@ -78,7 +78,7 @@ class Recording:
 
     def begin_phase(self, phase: str) -> None:
         self._section += 1
-        self._running, self.running_layer = phase in _RUNNING, -1
+        self._is_layerwise, self.running_layer = phase in _LAYERWISE_PHASES, -1
 
     def allocate(self, storage: int, size: int, layer: int | None) -> None:
         self._numbers[storage] = self._add(size, layer)
@@ -86,7 +86,7 @@ class Recording:
     def release(self, storage: int) -> None:
         number = self._numbers.pop(storage, None)
         if number is not None:
-            self._note(number, RELEASED)
+            self._append(number, RELEASED)
 
     def layer_of(self, storage: int) -> int | None:
         layer = self._layers[self._numbers[storage]] if storage in self._numbers else -1
@@ -96,9 +96,9 @@ class Recording:
         """Record a kernel's temporary buffers, allocated together."""
         numbers = [self._add(size, layer) for size in sizes]
         for number in numbers:
-            self._note(number, RELEASED)
+            self._append(number, RELEASED)
 
-    def keep(self, size: int) -> None:
+    def add_persistent(self, size: int) -> None:
         """Record a buffer that a library never releases."""
         self._persistent.add(self._add(size, None))
 
@@ -109,12 +109,14 @@ class Recording:
 
     def _add(self, size: int, layer: int | None) -> int:
         number = len(self._layers)
-        self._layers.append(layer if layer is not None else self.running_layer if self._running else -1)
-        self._note(number, size)
+        default_layer = self.running_layer if self._is_layerwise else -1
+        self._layers.append(default_layer if layer is None else layer)
+        self._append(number, size)
         return number
 
-    def _note(self, number: int, size: int) -> None:
-        self.events.append((number, size, self._section, self.running_layer if self._running else self._layers[number]))
+    def _append(self, number: int, size: int) -> None:
+        layer = self.running_layer if self._is_layerwise else self._layers[number]
+        self.events.append((number, size, self._section, layer))
 
     def trace(self, depth: Depth | None = None) -> Trace:
         """Return the events by part, repeated to `depth`. Raises NotRepeated."""
@@ -122,33 +124,33 @@ class Recording:
         warm_up = self.weights.total()
         if depth is not None and depth.times:
             deep = _Deepening(self.events, persistent, depth)
-            events, persistent, gradients = deep.events, deep.persistent, deep.pairs(gradients)
+            events, persistent, gradients = deep.events, deep.persistent, deep.repeated_pairs(gradients)
             warm_up += depth.times * sum(size for layer, size in self.weights.items() if layer in depth.middle)
         parts: dict[str, list[Event]] = {name: [] for name, _ in self._parts}
-        starts = [section for _, section in self._parts]
-        for section, in_section in groupby(events, key=itemgetter(2)):
-            if section >= starts[0]:
-                name, _ = self._parts[bisect_right(starts, section) - 1]
-                parts[name] += [event[:2] for event in in_section]
+        first_sections = [section for _, section in self._parts]
+        for section, section_events in groupby(events, key=itemgetter(2)):
+            if section >= first_sections[0]:
+                name, _ = self._parts[bisect_right(first_sections, section) - 1]
+                parts[name] += [event[:2] for event in section_events]
         return Trace(parts, frozenset(persistent), gradients, warm_up)
 
 
 # Layers repeat, so the events of the middle layers are inserted once more for each further layer.
 class _Deepening:
-    """Insertion of the repeated layers' events."""
+    """Insertion of the repeated layers' events. Allocations get new numbers."""
 
     def __init__(self, events: list[_RecordedEvent], persistent: set[int], depth: Depth) -> None:
-        self._depth, self._persistent_before = depth, persistent
+        self._depth, self._recorded_persistent = depth, persistent
         self.persistent: set[int] = set()
-        self._keys: dict[int, _AllocationKey] = {}
-        self._sizes: dict[tuple[int, int, int], list[int]] = {}
+        self._keys: dict[int, _AllocationKey] = {}  # by recorded number
+        self._sizes: dict[tuple[int, int, int], list[int]] = {}  # of allocations, by section, layer and run
         self._numbers_by_key: dict[_AllocationKey, int] = {}
-        self._original_of: dict[int, _AllocationKey] = {}
-        self._numbers = count()
+        self._original_of: dict[int, _AllocationKey] = {}  # by number of the copy
+        self._new_numbers = count()
         #: (number, bytes or RELEASED, section)
         self.events: list[tuple[int, int, int]] = []
-        for _, in_section in groupby(list(self._chunks(events)), key=attrgetter("section")):
-            self._deepen(list(in_section))
+        for _, section in groupby(list(self._chunks(events)), key=attrgetter("section")):
+            self._deepen(list(section))
         self._release_copies()
 
     def _chunks(self, events: list[_RecordedEvent]) -> Iterator[_Chunk]:
@@ -158,110 +160,108 @@ class _Deepening:
             runs[(section, layer)] += 1
             sizes = self._sizes[chunk[:3]] = []
             for number, size in chunk.events:
-                if size != RELEASED and number not in self._persistent_before:
+                if size != RELEASED and number not in self._recorded_persistent:
                     self._keys[number] = _AllocationKey(*chunk[:3], len(sizes))
                     sizes.append(size)
             yield chunk
 
     def _deepen(self, section: list[_Chunk]) -> None:
         depth, end = self._depth, 0
-        for is_middle, repeated in groupby(section, key=lambda chunk: chunk.layer in depth.middle):
-            chunks, start = list(repeated), end
+        for is_middle, group in groupby(section, key=lambda chunk: chunk.layer in depth.middle):
+            chunks, start = list(group), end
             end += len(chunks)
             if not is_middle:
                 for chunk in chunks:
                     self._append(chunk, depth.full_index(chunk.layer))
                 continue
-            order = range(depth.times + 1)
-            for time in reversed(order) if _descends(section[:start], chunks[0], section[end:]) else order:
+            repetitions = list(range(depth.times + 1))
+            if _descends(section[:start], chunks[0], section[end:]):
+                repetitions.reverse()
+            for repetition in repetitions:
                 for chunk in chunks:
-                    self._append(chunk, chunk.layer + time * depth.period, first=time == 0)
+                    self._append(chunk, chunk.layer + repetition * depth.period, is_copy=repetition > 0)
 
     def _release_copies(self) -> None:
-        # some operators (int8's saved activations) hold tensors of all layers until the whole graph is freed: events of one
-        # layer, which is not copied, release them
+        # Some operators (int8's saved activations) keep tensors of all layers until the whole graph is freed. The layer whose
+        # events release them is not copied, so release the copies after their originals.
         released = {number for number, size, _ in self.events if size == RELEASED}
-        unreleased = defaultdict[int, list[int]](list)
+        copies_by_original = defaultdict[int, list[int]](list)
         for copy, key in self._original_of.items():
             if copy not in released:
-                unreleased[self._numbers_by_key[key]].append(copy)
+                copies_by_original[self._numbers_by_key[key]].append(copy)
         events, self.events = self.events, []
         for number, size, section in events:
             self.events.append((number, size, section))
             if size == RELEASED:
-                self.events += [(copy, RELEASED, section) for copy in unreleased[number]]
+                self.events += [(copy, RELEASED, section) for copy in copies_by_original[number]]
 
-    def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
-        """Add a chunk's events at `layer` of the full model; `first` unless they are a copy."""
+    def _append(self, chunk: _Chunk, layer: int, *, is_copy: bool = False) -> None:
+        """Add a chunk's events at `layer` of the full model."""
         numbers, section, nth = self._numbers_by_key, chunk.section, 0
-        for number, size in chunk.events:
+        for recorded_number, size in chunk.events:
             if size == RELEASED:
-                key = self._resolve(self._keys[number], chunk.layer, layer)
+                key = self._released_key(self._keys[recorded_number], chunk.layer, layer)
                 if key not in numbers:
                     raise NotRepeated
                 self.events.append((numbers[key], RELEASED, section))
                 continue
-            is_persistent = number in self._persistent_before
-            if is_persistent and not first:
+            is_persistent = recorded_number in self._recorded_persistent
+            if is_persistent and is_copy:
                 continue
-            copy = next(self._numbers)
-            self.events.append((copy, size, section))
+            number = next(self._new_numbers)
+            self.events.append((number, size, section))
             if is_persistent:
-                self.persistent.add(copy)
+                self.persistent.add(number)
                 continue
-            numbers[_AllocationKey(section, layer, chunk.run, nth)] = copy
-            if not first:
-                self._original_of[copy] = _AllocationKey(section, chunk.layer, chunk.run, nth)
+            numbers[_AllocationKey(section, layer, chunk.run, nth)] = number
+            if is_copy:
+                self._original_of[number] = _AllocationKey(section, chunk.layer, chunk.run, nth)
             nth += 1
 
-    def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
-        """Return the key of the allocation released when an event of `from_layer` is copied to `to_layer`."""
+    def _released_key(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
+        """Return the key of the allocation released when the release of `key` is copied between layers."""
         if key.layer < 0:
             return key
         # a copy releases the same allocation of its layer, or of a neighbouring layer
         is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
-        source = self._depth.shallow_index(layer)
-        nth = key.nth if source == key.layer else self._counterpart(key, source)
+        shallow_layer = self._depth.shallow_index(layer)
+        nth = key.nth if shallow_layer == key.layer else self._corresponding_nth(key, shallow_layer)
         return _AllocationKey(key.section, layer, key.run, nth)
 
-    def _counterpart(self, key: _AllocationKey, source: int) -> int:
-        """Return the number of the same allocation in layer `source`."""
-        own = self._sizes[key[:3]]
-        other = self._sizes.get((key.section, source, key.run))
-        if other is None:
+    def _corresponding_nth(self, key: _AllocationKey, layer: int) -> int:
+        sizes = self._sizes[key[:3]]
+        other_sizes = self._sizes.get((key.section, layer, key.run))
+        if other_sizes is None:
             raise NotRepeated
-        if own == other:
+        # a layer may have one allocation more or less at one point: before it count from the start, behind it from the end
+        if sizes[: key.nth + 1] == other_sizes[: key.nth + 1]:
             return key.nth
-        # a layer may have one allocation more or less at one point: count from the end behind that point
-        differs_at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
-        if key.nth < differs_at:
-            return key.nth
-        from_end = len(own) - key.nth
-        if from_end > len(other) or own[-from_end:] != other[len(other) - from_end :]:
+        from_end = len(sizes) - key.nth
+        if from_end > len(other_sizes) or sizes[-from_end:] != other_sizes[-from_end:]:
             raise NotRepeated
-        return len(other) - from_end
+        return len(other_sizes) - from_end
 
-    def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
-        """Return the pairs of `numbers` for every layer. Raises NotRepeated where one side repeats alone."""
-        pairs: dict[int, int] = {}
-        for new, target in numbers.items():
-            new_copies, target_copies = list(self._copies(new)), list(self._copies(target))
-            if len(new_copies) != len(target_copies):
+    def repeated_pairs(self, pairs: dict[int, int]) -> dict[int, int]:
+        """Return pairs of allocations for every layer. Raises NotRepeated where one side repeats alone."""
+        repeated: dict[int, int] = {}
+        for first, second in pairs.items():
+            first_numbers, second_numbers = list(self._numbers_of(first)), list(self._numbers_of(second))
+            if len(first_numbers) != len(second_numbers):
                 raise NotRepeated
-            pairs |= zip(new_copies, target_copies, strict=True)
-        return pairs
+            repeated |= zip(first_numbers, second_numbers, strict=True)
+        return repeated
 
-    def _copies(self, number: int) -> Iterator[int]:
-        key, depth = self._keys[number], self._depth
-        for time in range(depth.times + 1 if key.layer in depth.middle else 1):
-            layer = depth.full_index(key.layer) + time * depth.period
+    def _numbers_of(self, recorded_number: int) -> Iterator[int]:
+        key, depth = self._keys[recorded_number], self._depth
+        for repetition in range(depth.times + 1 if key.layer in depth.middle else 1):
+            layer = depth.full_index(key.layer) + repetition * depth.period
             yield self._numbers_by_key[_AllocationKey(key.section, layer, key.run, key.nth)]
 
 
+# Whether a section runs from the last layer to the first, as the neighbouring chunks show.
 def _descends(before: list[_Chunk], middle: _Chunk, after: list[_Chunk]) -> bool:
-    """Tell whether a section runs from the last layer to the first, as the neighbouring chunks show."""
-    earlier = [chunk.layer for chunk in before if chunk.layer >= 0]
-    if earlier:
-        return earlier[-1] > middle.layer
+    earlier_layers = [chunk.layer for chunk in before if chunk.layer >= 0]
+    if earlier_layers:
+        return earlier_layers[-1] > middle.layer
     return next((chunk.layer for chunk in after if chunk.layer >= 0), middle.layer) < middle.layer
