@@ -19,6 +19,6 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-def shard_with(prepared: Callable[..., Any]) -> None:
-    """Let accelerate shard models by `prepared(accelerate's function, accelerator, model)`."""
-    wrap(_PREPARE, prepared)
+def shard_with(prepare: Callable[..., Any]) -> None:
+    """Let accelerate shard models by `prepare(accelerate's function, accelerator, model)`."""
+    wrap(_PREPARE, prepare)

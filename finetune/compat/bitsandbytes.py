@@ -19,7 +19,7 @@ PRIVATE_NAMES = (
                 "bitsandbytes.backends.default.ops._try_torch_compile"),
     PrivateName("bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
                 "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias"),
-    PrivateName("bitsandbytes.nn.modules.has_avx512bf16", "patch", "such a processor's packing would change a forecast",
+    PrivateName("bitsandbytes.nn.modules.has_avx512bf16", "patch", "weights packed for such a CPU would change a forecast",
                 "bitsandbytes.nn.modules.Linear4bit.__init__", ""),
     PrivateName("bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
                 "bitsandbytes.functional.quantize_blockwise"),
@@ -42,35 +42,34 @@ def import_without_compiler() -> None:
     if "bitsandbytes" in sys.modules:
         return
     # it decorates four functions with torch.compile, which imports the compiler: a second of each start
-    with wrap("torch.compile", _compiled_when_called):
+    with wrap("torch.compile", _compile_when_called):
         importlib.import_module("bitsandbytes")
 
 
-def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _compile_when_called(compile_now: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     compiled = functools.cache(lambda: compile_now(function, **options))
-    return functools.wraps(function)(lambda *inputs, **named: compiled()(*inputs, **named))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
-def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Temporarily multiply in int8 layers by `function`."""
+def replaced_int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Temporarily call `function` for the matmul of int8 layers."""
     return replace("bitsandbytes.matmul", function)
 
 
 def without_cpu_repacking() -> AbstractContextManager[Any]:
-    """Temporarily disable CPU repacking of new 4-bit layers."""
+    """Temporarily create 4-bit layers that are not repacked on a CPU."""
     return replace("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
-    """Disable CPU repacking of a model's 4-bit layers."""
+def disable_cpu_repacking(model: Any, *, only_failing: bool = False) -> None:
+    """Disable CPU repacking of a model's 4-bit layers, or only of layers where it would fail."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            # bitsandbytes' `_convert_weight_packed_for_cpu` needs a multiple of these rows and columns
-            misfits = module.out_features % 32 or module.in_features % 64
-            # on misfits the repacking fails
-            if misfits or not misfits_only:
+            # bitsandbytes' `_convert_weight_packed_for_cpu` fails on other numbers of rows and columns
+            fails = module.out_features % 32 or module.in_features % 64
+            if fails or not only_failing:
                 module.support_avx512bf16_for_cpu = False
 
 
@@ -88,7 +87,7 @@ def own_quantisation_maps() -> Iterator[None]:
 
 
 @contextmanager
-def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily take optimizer states from `get_state_buffer(optimizer, parameter, dtype)`."""
+def replaced_state_buffers(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
+    """Temporarily create optimizer states by `get_state_buffer(optimizer, parameter, dtype)`."""
     with replace(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), replace(f"{_OPTIMIZER}.prefetch_state", lambda *_: None):
         yield

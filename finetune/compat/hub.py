@@ -18,7 +18,7 @@ PRIVATE_NAMES = (
 
 
 def set_offline(offline: bool) -> None:
-    """Switch libraries offline or online."""
+    """Switch huggingface_hub and datasets offline or online."""
     replace("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if "datasets" in sys.modules:
         replace("datasets.config.HF_HUB_OFFLINE", offline)

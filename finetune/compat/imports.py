@@ -28,23 +28,24 @@ def import_libraries() -> None:
     import_without_compiler()
     if "transformers.models" in sys.modules:
         return
-    # the result is cached by path: the import of transformers scans the folder, of transformers.models its __init__.py
+    # the scan is cached by path: transformers scans the folder, transformers.models its __init__.py, with the same result
     with wrap(_SCAN, lambda scan, path: scan(Path(path).parent if Path(path).is_file() else path)):
         importlib.import_module("transformers.models")
 
 
 def fused_lm_head() -> Any:
     """Return TRL's `add_fused_lm_head` without importing pandas and datasets."""
-    import transformers  # noqa: F401  # these look for pandas and datasets themselves
+    # these check whether pandas and datasets are installed, so import them before the placeholders exist
+    import transformers  # noqa: F401
     import trl.kernels.chunked_logprob
     import trl.trainer.model_config  # noqa: F401
 
-    # its module needs them for annotations only
-    annotations = {"pandas": "DataFrame", "datasets": "IterableDataset"}
-    absent = [name for name in annotations if name not in sys.modules]
+    # trl.trainer.utils uses these classes in annotations only
+    class_names = {"pandas": "DataFrame", "datasets": "IterableDataset"}
+    absent = [name for name in class_names if name not in sys.modules]
     for name in absent:
         placeholder = importlib.util.module_from_spec(importlib.util.find_spec(name))  # type: ignore[arg-type]
-        setattr(placeholder, annotations[name], object)
+        setattr(placeholder, class_names[name], object)
         sys.modules[name] = placeholder
     try:
         from trl.trainer.utils import add_fused_lm_head

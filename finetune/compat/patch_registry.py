@@ -21,9 +21,9 @@ class PrivateName:
     reason: str
     #: The library's function that looks it up.
     used_by: str = ""
-    #: Its parameters, without a `**` one.
+    #: Parameter names of the function `name`, without `**kwargs`.
     parameters: str | None = None
-    #: Package or device without which no test can see the library use the name.
+    #: Package, device or state without which no test can see the library use the name.
     needs: str = ""
 
 
@@ -45,27 +45,28 @@ def owner_of(name: str) -> tuple[Any, str]:
 
 
 def replace(name: str, value: Any) -> ExitStack:
-    """Set the dotted `name` until the process ends, or as a context."""
+    """Set the dotted `name` until the process ends, or in a `with` block."""
     owner, attribute = owner_of(name)
-    restored = ExitStack()
-    restored.callback(setattr, owner, attribute, getattr(owner, attribute))
+    restore = ExitStack()
+    restore.callback(setattr, owner, attribute, getattr(owner, attribute))
     _set(owner, attribute, value)
-    return restored
+    return restore
 
 
 def wrap(name: str, around: Callable[..., Any]) -> ExitStack:
-    """Replace a function by `around(function, ...)`, which takes the place of an earlier wrapper."""
+    """Replace a function by `around(function, ...)`, also in place of an earlier wrapper."""
     owner, attribute = owner_of(name)
-    before = getattr(owner, attribute)
-    usual = getattr(before, "usual", before)
+    current = getattr(owner, attribute)
+    original = getattr(current, "original", current)
 
-    @functools.wraps(usual)
-    def called(*inputs: Any, **named: Any) -> Any:
-        return around(usual, *inputs, **named)
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
 
-    called.usual = usual  # type: ignore[attr-defined]
-    return replace(name, called)
+    wrapper.original = original  # type: ignore[attr-defined]
+    return replace(name, wrapper)
 
 
+# tests/compat replaces this function to see every patch
 def _set(owner: Any, attribute: str, value: Any) -> None:
     setattr(owner, attribute, value)

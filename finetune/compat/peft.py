@@ -39,25 +39,25 @@ PRIVATE_NAMES = (
 
 
 @contextmanager
-def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
-    """Temporarily let DoRA read weights by `dequantised(layer)` and copy layers by `copied(layer)`."""
-    with replace(f"{_DORA}.dequantize_module_weight", dequantised), replace(f"{_DORA}.deepcopy", copied):
+def dora_weights(dequantise: Callable[[Any], Any], copy_layer: Callable[[Any], Any]) -> Iterator[None]:
+    """Temporarily let DoRA read weights by `dequantise(layer)` and copy layers by `copy_layer(layer)`."""
+    with replace(f"{_DORA}.dequantize_module_weight", dequantise), replace(f"{_DORA}.deepcopy", copy_layer):
         yield
 
 
 def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[Any]:
     """Temporarily call `before(layer)` before DoRA computes magnitudes."""
 
-    def updated(update: Callable[..., None], self: Any, *, base_layer: Any, **named: Any) -> None:
+    def update_after(update: Callable[..., None], self: Any, *, base_layer: Any, **kwargs: Any) -> None:
         before(base_layer)
-        update(self, base_layer=base_layer, **named)
+        update(self, base_layer=base_layer, **kwargs)
 
-    return wrap(f"{_DORA}.DoraLinearLayer.update_layer", updated)
+    return wrap(f"{_DORA}.DoraLinearLayer.update_layer", update_after)
 
 
 def save_without_vocabulary() -> None:
     """Save adapters without asking the hub for the vocabulary."""
-    # training never changes the vocabulary
+    # training never changes the vocabulary; False: the hub has no other one
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
 
 
@@ -77,15 +77,15 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
     return values if torch.is_autocast_enabled(values.device.type) else values.to(dtype)
 
 
-def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def adapt_packed_parameters(logical_weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt 4-bit parameters, whose `lora_weights` are (A, B, scaling) of each adapter."""
-    # `logical(parameter)`: a tensor with the decoded weight's shape, dtype and device, or an unencoded parameter itself
-    wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical(get_param(self)))
+    # returns a tensor with the decoded weight's shape, dtype and device for a 4-bit parameter, others unchanged
+    wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical_weight(get_param(self)))
 
     @contextmanager
-    def activate_beside(activate: Callable[..., Any], self: Any, active_adapters: list[str]) -> Iterator[None]:
-        parameter = type(self).get_param.usual(self)
-        if logical(parameter) is parameter:
+    def activate_beside_weight(activate: Callable[..., Any], self: Any, active_adapters: list[str]) -> Iterator[None]:
+        parameter = type(self).get_param.original(self)
+        if logical_weight(parameter) is parameter:  # not 4-bit
             with activate(self, active_adapters):
                 yield
             return
@@ -98,4 +98,4 @@ def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> 
         finally:
             del parameter.lora_weights
 
-    wrap(f"{_WRAPPER}._activate_lora", activate_beside)
+    wrap(f"{_WRAPPER}._activate_lora", activate_beside_weight)

@@ -14,7 +14,6 @@ from finetune.compat.triton import fake_launches
 if TYPE_CHECKING:
     import torch
 
-
 #: Attributes of a new fake tensor, by device.
 _FAKE_STATES: dict[torch.device, dict[str, Any]] = {}
 #: Read in torch 2.13.0.
@@ -36,14 +35,14 @@ PRIVATE_NAMES = (
 
 @contextmanager
 def cpu_autocast() -> Iterator[None]:
-    """Temporarily let autocast of CUDA be autocast of the CPU."""
+    """Temporarily redirect CUDA's autocast to the CPU's."""
     import torch
 
-    def autocast(usual: Any, *_: Any, enabled: bool, **__: Any) -> Any:
-        return usual("cpu", torch.get_autocast_dtype("cpu"), enabled)
+    def autocast(original: Any, *_: Any, enabled: bool, **__: Any) -> Any:
+        return original("cpu", torch.get_autocast_dtype("cpu"), enabled)
 
-    asked = wrap("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
-    with asked, wrap("torch.amp.autocast_mode.autocast", autocast):
+    is_enabled = wrap("torch.is_autocast_enabled", lambda original, device_type="cpu": original("cpu"))
+    with is_enabled, wrap("torch.amp.autocast_mode.autocast", autocast):
         yield
 
 
@@ -72,23 +71,24 @@ def flop_counter() -> Any:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    def forward(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    # of the tensors' shapes
+    def forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
-    def backward(_: Sequence[int], *shapes: Any, **__: Any) -> float:
+    def backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> float:
         # two products forward, five backward
-        return 2.5 * forward(*shapes)
+        return 2.5 * forward_flops(*shapes)
 
     aten = torch.ops.aten
     formulas = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: forward_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-#: Share of the activations of ordinary layers that a compiled layer saves: elementwise operators are recomputed, and no matrix
-#: product.
+#: Share of an uncompiled layer's activations that a compiled layer saves: elementwise operators are recomputed, matrix products
+#: are not.
 ACTIVATION_BUDGET = 0.8
 
 
@@ -101,9 +101,9 @@ def set_compiler() -> None:
     functorch.activation_memory_budget = ACTIVATION_BUDGET
     inductor.size_asserts = inductor.alignment_asserts = False  # checks of each operator's outputs in each call
     functorch.autograd_cache_allow_custom_autograd_functions = True  # bitsandbytes' product
-    # a layer that can't be compiled again, for unexpected inputs, runs uncompiled
+    # a layer that can't be recompiled for unexpected inputs runs uncompiled
     dynamo.suppress_errors = True
-    dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
+    dynamo.recompile_limit = 64  # layers recompile for training, the reference model's pass, and recomputation
 
 
 def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
@@ -116,14 +116,15 @@ def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
     def lowering(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def lower(*inputs: Any) -> Any:
             out = call(*inputs)
-            (*_, kernel) = (step for step in V.graph.operations if isinstance(step, FallbackKernel))
+            kernel = [step for step in V.graph.operations if isinstance(step, FallbackKernel)][-1]
             kernel.python_kernel_name = f"extern_kernels.{name}"
             return out
 
         return lower
 
     for operator, body in bodies.items():
-        setattr(extern_kernels, name := f"finetune_{body.__name__}", body)
+        name = f"finetune_{body.__name__}"
+        setattr(extern_kernels, name, body)
         make_fallback(operator, layout_constraint=constrain_to_fake_tensors, override_decomp=True)
         lowerings[operator] = lowering(lowerings[operator], name)
 
@@ -153,41 +154,38 @@ RecomputePolicy = Callable[[Any, Any], Any]
 
 
 def split_by_compiler(
-    function: Callable[..., Any], fixed: list[int], policy: RecomputePolicy | None, run: Callable[[Any], Any]
+    function: Callable[..., Any], parameter_indices: list[int], policy: RecomputePolicy | None, to_callable: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Split `function` into forward and backward graphs like torch.compile."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    # Inductor's partitioner chooses the saved tensors. `fixed`: indices of the parameters. `policy`: selective checkpointing
-    # around the function, by which Dynamo tags its operators.
+    # Inductor's partitioner chooses the saved tensors. `policy`: selective checkpointing, by which Dynamo tags operators.
     def split(joint: Any, inputs: Any, **options: Any) -> Any:
         for node in joint.graph.nodes:
             if policy and node.meta.get("partitioner_tag") == "is_forward" and hasattr(node.target, "name"):
                 node.meta |= {"recompute": policy(None, node.target), "ac_graph_id": 0}
-        return min_cut_rematerialization_partition(
-            joint, inputs, "inductor", **{**options, "static_lifetime_input_indices": fixed}
-        )
+        options["static_lifetime_input_indices"] = parameter_indices
+        return min_cut_rematerialization_partition(joint, inputs, "inductor", **options)
 
     # the first call traces `function`
     return aot_function(
-        # `run` makes each graph callable
-        function, fw_compiler=lambda graph, _: run(graph), bw_compiler=lambda graph, _: run(graph), partition_fn=split,
-        decompositions=select_decomp_table(),
+        function, fw_compiler=lambda graph, _: to_callable(graph), bw_compiler=lambda graph, _: to_callable(graph),
+        partition_fn=split, decompositions=select_decomp_table(),
     )  # fmt: skip
 
 
-def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:
+def set_rates(schedule: Any, base_rate: float, rates: list[float]) -> None:
     """Continue a schedule with another base learning rate."""
-    schedule.base_lrs = [rate] * len(schedule.base_lrs)
+    schedule.base_lrs = [base_rate] * len(schedule.base_lrs)
     # logged for the next step
     schedule._last_lr = rates
 
 
 @cache
 def varlen_shares_keys() -> bool:
-    """Return whether varlen attention supports grouped queries."""
+    """Tell whether varlen attention supports grouped queries."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

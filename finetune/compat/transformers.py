@@ -28,7 +28,7 @@ _USER_AGENT = "transformers.utils.hub.http_user_agent"
 
 #: Read in transformers 5.23.0.
 PRIVATE_NAMES = (
-    PrivateName(_USER_AGENT, "patch", "it sends a random id of the process also where telemetry is off",
+    PrivateName(_USER_AGENT, "patch", "it sends a random session id even if telemetry is off",
                 "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub"),
     PrivateName(_GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
                 "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value"),
@@ -40,7 +40,7 @@ PRIVATE_NAMES = (
                 "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask"),
     PrivateName(_LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
                 "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed"),
-    PrivateName(f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
+    PrivateName(f"{_QUANTISER}.param_needs_quantization", "private call", "experts are also quantised while they are loaded",
                 "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name"),
     PrivateName(f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
                 "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map"),
@@ -51,25 +51,25 @@ PRIVATE_NAMES = (
     PrivateName("transformers.conversion_mapping.get_model_conversion_mapping", "private call",
                 "weights are loaded in the order of their names in the checkpoint",
                 "transformers.PreTrainedModel.from_pretrained"),
-    PrivateName("transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
+    PrivateName("transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "codes would be cast like weights",
                 "transformers.core_model_loading.WeightConverter.convert"),
     PrivateName(_SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded",
                 "transformers.core_model_loading.convert_and_load_state_dict_in_model",
                 "model target_name param_value loading_info hf_quantizer"),
-    PrivateName(_WARM_UP, "patch", "it allocates the whole model on the card, for which there may be no room",
+    PrivateName(_WARM_UP, "patch", "it allocates the whole model on the card, which may be too small",
                 "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer"),
-    PrivateName(_WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
+    PrivateName(_WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model",
                 "transformers.Trainer._prepare_for_training", "model accelerator", "several cards"),
     PrivateName(f"{_LAYER}._gradient_checkpointing_func", "attribute", "offloads layer inputs; a forecast sees recomputation",
                 f"{_LAYER}.__init_subclass__"),
     PrivateName("transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call",
-                "makes layers of a meta model bitsandbytes'", "transformers.quantizers.auto.AutoHfQuantizer.from_config"),
+                "replaces a meta model's layers by bitsandbytes'", "transformers.quantizers.auto.AutoHfQuantizer.from_config"),
     PrivateName("transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
                 "transformers.PreTrainedModel.from_pretrained"),
     PrivateName("transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
-                "an optimizer as Trainer makes it, without importing Trainer, which imports pandas",
+                "creates Trainer's optimizer without importing Trainer, which imports pandas",
                 "transformers.Trainer.get_optimizer_cls_and_kwargs"),
-    PrivateName(_QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
+    PrivateName(_QUANTISE, "patch", "weights are quantised on the card while the model is loaded into host memory",
                 "transformers.core_model_loading.WeightConverter.convert",
                 "self input_dict full_layer_name model", needs="a card"),
 )  # fmt: skip
@@ -82,8 +82,8 @@ def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str,
 
     args = object.__new__(TrainingArguments)  # the fields' defaults, without the checks that set up a device
     args.optim = OptimizerNames(name)
-    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, None, {"lr": learning_rate}, adam, {}))
+    adam_kwargs = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, None, {"lr": learning_rate}, adam_kwargs, {}))
 
 
 def tokenizers_only() -> None:
@@ -93,16 +93,16 @@ def tokenizers_only() -> None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
     try:
-        with _entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # hides the one about the missing torch
+        with _temporary_entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # hides the warning about missing torch
             from transformers.utils import is_torch_available
 
-            is_torch_available()  # it caches the answer
+            is_torch_available()  # caches its result
     finally:
         del sys.modules["torch"]
 
 
 @contextmanager
-def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
+def _temporary_entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
     before = {name: mapping[name] for name in entries if name in mapping}
     mapping.update(entries)
     try:
@@ -114,13 +114,13 @@ def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None
 
 
 def keys_repeated() -> AbstractContextManager[Any]:
-    """Repeat keys and values for each query head until the process ends, or as a context."""
+    """Repeat keys and values for each query head until the process ends, or in a `with` block."""
     return replace(_GROUPED, lambda *_: False)
 
 
 def without_packing_detection() -> AbstractContextManager[Any]:
-    """Temporarily count rows as unpacked."""
-    # transformers would read the position ids for each kind of mask to find out
+    """Temporarily treat all rows as unpacked."""
+    # transformers would read the position ids to find out, once for each kind of mask
     return replace(_PACKED, lambda position_ids: None)
 
 
@@ -134,13 +134,13 @@ def fake_experts() -> AbstractContextManager[Any]:
     import torch
 
     # torch's grouped matmul has a fake form for bf16 only
-    return wrap(_EXPERTS, lambda usable, input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
+    return wrap(_EXPERTS, lambda can_use, input, weight, offs: weight.dtype == torch.bfloat16 and can_use(input, weight, offs))
 
 
 def keep_fsdp_wrap_policy() -> None:
     """Keep the FSDP wrap policy of Trainer for models with adapters."""
 
-    # PEFT's policy is made of two policies, which accelerate's FSDP2 does not recognise: it would wrap no layer, and every GPU
+    # PEFT's policy combines two policies, which accelerate's FSDP2 does not recognise: it would wrap no layer, and every GPU
     # would gather the whole model for the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy)
     def update_and_restore(update: Callable[..., None], model: Any, accelerator: Any) -> None:
         plugin = accelerator.state.fsdp_plugin
@@ -166,17 +166,17 @@ def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, qua
 
 
 @contextmanager
-def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
-    """Temporarily load weights one by one, calling `loaded(model, module, name)` after each."""
+def sequential_loading(on_loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
+    """Temporarily load weights one by one, calling `on_loaded(model, module, name)` after each."""
 
-    def set_and_notify(set_param: Callable[..., None], model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
-        set_param(model, target_name, *arguments, **named)
-        path, _, own = target_name.rpartition(".")
-        loaded(model, model.get_submodule(path), own)
+    def set_and_notify(set_param: Callable[..., None], model: Any, target_name: str, *args: Any, **kwargs: Any) -> None:
+        set_param(model, target_name, *args, **kwargs)
+        path, _, name = target_name.rpartition(".")
+        on_loaded(model, model.get_submodule(path), name)
 
     with (
         # no threads that read ahead, and no allocator warm-up
-        _entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+        _temporary_entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
         wrap(_SET, set_and_notify),
         replace(_WARM_UP, lambda *_: None),
     ):
@@ -188,16 +188,17 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # a fused weight gets its first part's name
-    stored = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
-    stored = {name: re.sub(r"[\\^]", "", source).replace("*", "0") for name, source in stored.items()}
-    endings = {name: source for name, source in stored.items() if "experts" in name}
-    starts = {name: source for name, source in stored.items() if re.fullmatch(r"\w+\.:\w+\.", f"{name}:{source}")}
+    patterns = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
+    names = {target: re.sub(r"[\\^]", "", source).replace("*", "0") for target, source in patterns.items()}
+    suffixes = {target: source for target, source in names.items() if "experts" in target}
+    # single modules that are renamed, such as `model.` to `backbone.`
+    prefixes = {target: source for target, source in names.items() if re.fullmatch(r"\w+\.:\w+\.", f"{target}:{source}")}
 
     def name_of(path: str) -> str:
-        first = path.partition(".")[0] + "."
-        path = starts[first] + path.removeprefix(first) if first in starts else path
-        ending = next((ending for ending in endings if path.endswith(ending)), "")
-        return path.removesuffix(ending) + endings.get(ending, "")
+        prefix = path.partition(".")[0] + "."
+        path = prefixes[prefix] + path.removeprefix(prefix) if prefix in prefixes else path
+        suffix = next((suffix for suffix in suffixes if path.endswith(suffix)), "")
+        return path.removesuffix(suffix) + suffixes.get(suffix, "")
 
     return name_of
 
@@ -206,8 +207,7 @@ def loading_with(quantiser: type | None) -> AbstractContextManager[Any]:
     """Temporarily load 4-bit models with `quantiser`, if given."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    entries = {"bitsandbytes_4bit": quantiser} if quantiser else {}
-    return _entries(AUTO_QUANTIZER_MAPPING, **entries)
+    return _temporary_entries(AUTO_QUANTIZER_MAPPING, bitsandbytes_4bit=quantiser) if quantiser else nullcontext()
 
 
 def quantised_on(device: Any) -> AbstractContextManager[Any]:
@@ -215,20 +215,21 @@ def quantised_on(device: Any) -> AbstractContextManager[Any]:
     if device.type == "cpu":
         return nullcontext()
 
-    def convert(usual: Callable[..., Any], self: Any, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-        quantised = usual(self, _converted(input_dict, device), *arguments, **named)
+    def convert(original: Callable[..., Any], self: Any, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        quantised = original(self, _cast_or_move(input_dict, device), *args, **kwargs)
         return {name: value.to("cpu") for name, value in quantised.items()}
 
     return wrap(_QUANTISE, convert)
 
 
-def _converted(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
+def _cast_or_move(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
+    # an input is a tensor or a list with one tensor
     return {name: (value[0] if isinstance(value, list) else value).to(to) for name, value in inputs.items()}
 
 
 @cache
 def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
-    """Return a 4-bit quantiser that also packs experts by `pack(model, config, left_out)`."""
+    """Return a 4-bit quantiser that also packs experts by `pack(model, config, excluded_modules)`."""
     import torch
     from bitsandbytes.nn import Params4bit
     from transformers.core_model_loading import WeightConverter
@@ -238,20 +239,21 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     class Mxfp4Codes(Mxfp4Dequantize):
-        def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-            return super().convert(_converted(input_dict, torch.uint8), *arguments, **named)
+        def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            # transformers has cast the codes to the weights' dtype
+            return super().convert(_cast_or_move(input_dict, torch.uint8), *args, **kwargs)
 
     class QuantiseOnCard(Bnb4bitQuantize):
-        def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-            return super().convert(_converted(input_dict, self.hf_quantizer.device), *arguments, **named)
+        def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().convert(_cast_or_move(input_dict, self.hf_quantizer.device), *args, **kwargs)
 
     class PackingQuantizer(Bnb4BitHfQuantizer):
-        def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
             module, name = get_module_from_name(model, param_name)
             return isinstance(module._parameters.get(name), Params4bit)
 
-        def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **named: Any) -> None:
-            super()._process_model_before_weight_loading(model, device_map, **named)
+        def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **kwargs: Any) -> None:
+            super()._process_model_before_weight_loading(model, device_map, **kwargs)
             self.device = torch.device((device_map or {}).get("", "cpu"))
             pack(model, self.quantization_config, self.modules_to_not_convert)
 
@@ -260,11 +262,11 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
                 if isinstance(converter, WeightConverter):
                     # a layer's experts are merged, and dequantised from mxfp4, in host memory, then quantised on the GPU
                     converter.force_cpu = True
-            stored = [
+            mxfp4_converters = [
                 WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Mxfp4Codes(self)], force_cpu=True)
                 for name in ("gate_up_proj", "down_proj")
             ]
-            return super().update_weight_conversions(weight_conversions, model) + stored
+            return super().update_weight_conversions(weight_conversions, model) + mxfp4_converters
 
         def get_quantize_ops(self) -> Any:
             return QuantiseOnCard(self)
@@ -273,45 +275,46 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
 
 def replace_grouped_linear(function: Callable[..., Any]) -> None:
-    """Multiply experts by `function` where it returns a result."""
+    """Multiply experts by `function`, or as usual where it returns None."""
 
-    def linear(usual: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        product = function(*inputs, **named)
-        return usual(*inputs, **named) if product is None else product
+    def linear(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        product = function(*args, **kwargs)
+        return original(*args, **kwargs) if product is None else product
 
     wrap(_LINEAR, linear)
 
 
 def apply_gate(experts: Any, gate_up: Any) -> Any:
-    """Apply experts' gate or activation to their first product."""
+    """Apply the experts' gate or activation to their first product."""
     return experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
 
 
-def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap a module's checkpoint function, if any."""
+def wrap_checkpoint(module: Any, wrapper_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a module's checkpoint function, if any, by `wrapper_of(function)`."""
     if hasattr(module, "_gradient_checkpointing_func"):
-        module._gradient_checkpointing_func = wrapped(module._gradient_checkpointing_func)
+        module._gradient_checkpointing_func = wrapper_of(module._gradient_checkpointing_func)
 
 
 def without_session_id() -> None:
-    """Send only a version as user agent."""
+    """Send only transformers' version as user agent."""
     from transformers import __version__
 
     replace(_USER_AGENT, lambda user_agent=None: f"transformers/{__version__}; telemetry/off")
 
 
 def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield path, function and closure of each function with optional kernels."""
-    for file in {type(module).__module__ for module in model.modules()}:
-        for name, value in list(vars(sys.modules[file]).items()):
-            function = getattr(value, "usual", value)
+    """Yield path, function and closure of each function with optional kernels in the model's code."""
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        for name, value in list(vars(sys.modules[module_name]).items()):
+            function = getattr(value, "original", value)
+            # a variable of transformers' decorator use_kernel_func_from_hub_with_fallback
             if "is_new_implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
-                yield f"{file}.{name}", function, dict(getclosurevars(function).nonlocals)
+                yield f"{module_name}.{name}", function, dict(getclosurevars(function).nonlocals)
 
 
 @contextmanager
 def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily run `call(function, closure, *arguments)` instead of `layer_kernels`."""
+    """Temporarily run `call(function, closure, *args)` instead of `layer_kernels`."""
     with ExitStack() as stack:
         for path, function, closure in layer_kernels(model):
             stack.enter_context(replace(path, partial(call, function, closure)))
@@ -319,15 +322,17 @@ def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def kernels_by_device(model: Any, takes_reference: Callable[[str, tuple[int, int] | None], bool]) -> None:
-    """Let `model` run the reference where `takes_reference(package, compute capability)`."""
+    """Let `model` run the reference instead of kernels where `takes_reference(package, compute capability)`."""
     import torch
 
-    def choose(package: str, usual: Any, *inputs: Any, **named: Any) -> Any:
-        device = next(value.device for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor))
+    def choose(package: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         # None on the CPU
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        is_packed = named.get("cu_seqlens") is not None or named.get("seq_idx") is not None  # the reference would mix rows
-        return (usual.__wrapped__ if takes_reference(package, capability) and not is_packed else usual)(*inputs, **named)
+        is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        if takes_reference(package, capability) and not is_packed:  # the reference would mix packed rows
+            return kernel.__wrapped__(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     for path, _, closure in layer_kernels(model):
         if closure["is_new_implementation"]:

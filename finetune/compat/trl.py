@@ -13,10 +13,10 @@ from typing import Any
 from finetune.compat.patch_registry import PrivateName, replace, wrap
 
 _TILES = "trl.kernels.chunked_logprob"
-#: Words of a tile, which takes up to 512 MiB, also of a small vocabulary.
-_CHUNK, _WIDEST = "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 32768
+#: Vocabulary entries in a tile, and TRL's default; such a tile takes up to 512 MiB, also for a smaller vocabulary.
+_TILE_WIDTH, _DEFAULT_TILE_WIDTH = "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 32768
 #: Rows of a tile in one operator: 8 MiB in fp32.
-_SLICE = 64
+_SLICE_ROWS = 64
 
 #: Read in TRL 1.16.0.
 PRIVATE_NAMES = (
@@ -24,14 +24,15 @@ PRIVATE_NAMES = (
                 "TRL lists the files of every installed package at its import", needs="a process that has not imported TRL"),
     PrivateName("trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
                 "trl.trainer.utils.add_fused_lm_head", "device"),
-    PrivateName(_CHUNK, "patch", "a CPU's tile of the loss is as wide as the words", "trl.trainer.utils.add_fused_lm_head"),
+    PrivateName(_TILE_WIDTH, "patch", "on a CPU a tile of the loss is no wider than the vocabulary",
+                "trl.trainer.utils.add_fused_lm_head"),
     PrivateName(f"{_TILES}._use_triton", "patch", "a card without a compiler computes the loss with torch's operators",
                 f"{_TILES}.ChunkedLogProbFunction.forward", "device"),
-    PrivateName(f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+    PrivateName(f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU allocates tensors",
                 f"{_TILES}.ChunkedLogProbFunction.forward"),
-    PrivateName(f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+    PrivateName(f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU allocates tensors",
                 f"{_TILES}.ChunkedLogProbFunction.backward"),
-    PrivateName(f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU makes a product first",
+    PrivateName(f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU allocates the product",
                 f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b"),
     PrivateName("trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
                 "trl.trainer.sft_trainer.SFTTrainer.__init__"),
@@ -47,13 +48,13 @@ PRIVATE_NAMES = (
                 "transformers.Trainer.training_step", "self model inputs return_outputs num_items_in_batch"),
     PrivateName("trl.SFTTrainer.training_step", "override", "counts tokens, and offloads or quantises saved activations",
                 "transformers.Trainer._run_epoch"),
-    PrivateName("trl.SFTTrainer.evaluate", "override", "evaluation is a phase of its own in the events",
+    PrivateName("trl.SFTTrainer.evaluate", "override", "evaluation is a separate phase in the events",
                 "transformers.Trainer._evaluate"),
 )  # fmt: skip
 
 
 class _Distributions:
-    """Packages -> distributions, listed only where the names differ."""
+    """Map from packages to distributions, listed only where the names differ."""
 
     def __init__(self, list_all: Callable[[], Mapping[str, list[str]]]) -> None:
         self._list_all = cache(list_all)
@@ -87,20 +88,22 @@ def cuda_loss() -> Iterator[None]:
 
 def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[Any]:
     """Temporarily limit CPU tiles of TRL's loss to the vocabulary."""
-    # the values are the same
-    return replace(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()
+    # the loss is the same
+    width = min(config.get_text_config().vocab_size, _DEFAULT_TILE_WIDTH)
+    return replace(_TILE_WIDTH, width) if on_cpu else nullcontext()
 
 
 def compute_loss_without_triton() -> None:
     """Replace the Triton kernels of TRL's loss, at the same peak memory."""
-    # tensors of a tile (4,096 tokens x 32,768 words) would take 0.5 GiB each, so the operators get _SLICE rows at a time
+    # tensors of a tile (4,096 tokens x 32,768 entries) would take 0.5 GiB each, so the operators get _SLICE_ROWS at a time
     replace("trl.trainer.utils._use_triton", lambda device: device.type == "cuda")  # on trained positions only, as with Triton
     replace(f"{_TILES}._use_triton", lambda device: False)
     for tile in ("_forward_tile", "_backward_tile"):
         wrap(f"{_TILES}.{tile}", _in_slices)
 
 
-def _in_slices(function: Callable[..., None], tile: Any, stride: int, *arguments: Any, **named: Any) -> None:
-    for start in range(0, len(tile), _SLICE):
-        part = slice(start, start + _SLICE)  # each tensor has an entry for each row
-        function(tile[part], stride, *(value[part] if hasattr(value, "dim") else value for value in arguments), **named)
+def _in_slices(function: Callable[..., None], tile: Any, stride: int, *args: Any, **kwargs: Any) -> None:
+    for start in range(0, len(tile), _SLICE_ROWS):
+        rows = slice(start, start + _SLICE_ROWS)
+        # tensors have an entry for each row, other arguments hold for all rows
+        function(tile[rows], stride, *(value[rows] if hasattr(value, "dim") else value for value in args), **kwargs)

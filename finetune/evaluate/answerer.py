@@ -237,7 +237,7 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
     Raise CommandError for an unusable adapter, RecipeError for an adapter of another base.
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
-    disable_cpu_repacking(base, misfits_only=True)
+    disable_cpu_repacking(base, only_failing=True)
     # the tokenizer gives the rows of new tokens their values
     grow_vocabulary(base, settings, tokenizer)
     if adapter:  # whose base model may have been downloaded only now

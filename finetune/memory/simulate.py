@@ -44,18 +44,18 @@ from finetune.settings.base_formats import requested_formats
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
-    """Simulate a run on a GPU of this compute capability, or on the CPU when None."""
+    """Simulate a run on a GPU of this compute capability, or on the CPU (None)."""
     with _quiet(), step_tracker(capability) as tracker, narrow_tiles(config, on_cpu=capability is None):
         padded = batch.padded and (loads_vision(config) or needs_padding_mask(config))
         batch = replace(batch, padded=padded, held_out=batch.held_out and replace(batch.held_out, padded=padded))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
-        cast_trainable(model, torch.float32)  # as PEFT makes them
+        cast_trainable(model, torch.float32)  # PEFT creates adapters in fp32
         add_loss(model)
         observe(model, tracker)
-        split = SplitLayers(selective=settings.activation_checkpointing == "selective")
+        split_layers = SplitLayers(selective=settings.activation_checkpointing == "selective")
         if settings.torch_compile:
-            split.patch_forwards(decoder_layers(model))
+            split_layers.patch_forwards(decoder_layers(model))
         with (
             forecast_for(capability),
             auxiliary_loss(functools.partial(tag_auxiliary_loss, tracker)),
@@ -65,18 +65,19 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
             tracker,
         ):
             materialise(model, tracker, dtype=model_dtype(settings))
-            # TRL casts the fp32 adapters of quantised models to bf16
-            rounded = [torch.bfloat16] if requested_formats(settings) else []
-            cast_adapters_in_turn(model, tracker, [*rounded, getattr(torch, settings.adapter_dtype)])
+            # TRL casts the fp32 adapters of quantised models to bf16; a run then casts them to its dtype
+            trl_dtypes = [torch.bfloat16] if requested_formats(settings) else []
+            cast_adapters_in_turn(model, tracker, [*trl_dtypes, getattr(torch, settings.adapter_dtype)])
             if settings.offload_embeddings is True:
                 offload_embedding(model)
             if (offloading := offloading_of(model)) is not None:
                 offloading.wrap_checkpoints()
             with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
-        notes = (*_notes(model, settings, batch), *split.notes, *reference_notes(text_config(config).model_type, capability))
+        kernel_notes = reference_notes(text_config(config).model_type, capability)
+        notes = (*_notes(model, settings, batch), *split_layers.notes, *kernel_notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
-        del model, split
+        del model, split_layers  # so that `step_tracker` collects them when it ends
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
 
 
@@ -86,20 +87,22 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
         yield f"padded rows of this model need a {size} attention mask each, counted as activations"
     if not requested_formats(settings):
         return
-    head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
-    heads = set(head.modules()) if head is not None else set()
-    names, read_names = set(), layers_kept_in_16_bit(text_config(model.get_base_model().config).model_type)  # type: ignore[operator]
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    head, config = base.get_output_embeddings(), text_config(base.config)
+    head_modules = set(head.modules()) if head is not None else set()  # PEFT wraps a head with new tokens
+    shared_names, unquantised_classes = layers_kept_in_16_bit(config.model_type), set()
     for name, module in model.named_modules():
-        # PEFT wraps a head with new tokens: the head is a module inside the wrapper
-        base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module not in heads
-        if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
-            names |= {type(module).__name__} if name.rpartition(".")[2] not in read_names else set()
-    if read_names:
-        yield f"these layers stay 16-bit because other modules read or change their weights: {', '.join(read_names)}"
-    if reason := why_experts_stay_16_bit(model, text_config(model.get_base_model().config), settings):  # type: ignore[operator]
+        if not isinstance(module, torch.nn.Linear) or "lora_" in name or module in head_modules:
+            continue
+        is_quantised = type(module).__module__.split(".")[0] == "bitsandbytes" or not module.weight.is_floating_point()
+        if not is_quantised and name.rpartition(".")[2] not in shared_names:
+            unquantised_classes.add(type(module).__name__)
+    if shared_names:
+        yield f"these layers stay 16-bit because other modules read or change their weights: {', '.join(shared_names)}"
+    if reason := why_experts_stay_16_bit(model, config, settings):
         yield f"the experts stay 16-bit: {reason}"
-    if names:
-        yield f"these layers stay 16-bit because bitsandbytes can't quantise them: {', '.join(sorted(names))}"
+    if unquantised_classes:
+        yield f"these layers stay 16-bit because bitsandbytes can't quantise them: {', '.join(sorted(unquantised_classes))}"
 
 
 def _run(
@@ -116,14 +119,14 @@ def _run(
     def loss() -> torch.Tensor:
         tracker.phase = "forward"
         # the trainer moves all micro-batches of a step to the GPU first; text batches are small, so one is counted
-        at_once = settings.gradient_accumulation_steps if settings.vision is True else 1
-        batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
+        count = settings.gradient_accumulation_steps if settings.vision is True else 1
+        batches.extend(_inputs(settings, batch, tracker) for _ in range(count))
         return _forward(method, model, batch, batches[-1], tracker, "forward")
 
     # as transformers' Trainer creates it
-    kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
+    optimizer_type, kwargs = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
     group = {"params": [parameter for _, parameter in trainable], "weight_decay": settings.weight_decay}
-    optimizer = kind([group], **arguments)
+    optimizer = optimizer_type([group], **kwargs)
     take_step(model, optimizer, tracker, loss, settings, context=step_context(settings, "cpu"), on_cpu=on_cpu)
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
@@ -152,8 +155,8 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
             longest = -(-batch.tokens // batch.documents)
             inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
         return inputs
-    masked = inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
-    return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
+    inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+    return inputs | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
 def _forward(
@@ -161,10 +164,10 @@ def _forward(
 ) -> torch.Tensor:
     """Run forward and loss like `RunTrainer.compute_loss`."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    # the mask of rows of equal length has no effect
-    masked = (batch.padded and batch.rows > 1) or method.settings.vision is True
-    computed = method.loss(_AutocastModel(model, method.settings), inputs if masked else without_mask(inputs))
-    return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
+    # rows of equal length need no mask
+    needs_mask = (batch.padded and batch.rows > 1) or method.settings.vision is True
+    losses = method.loss(_AutocastModel(model, method.settings), inputs if needs_mask else without_mask(inputs))
+    return losses.loss if losses.auxiliary is None else losses.loss + losses.auxiliary
 
 
 class _AutocastModel:
@@ -181,10 +184,10 @@ class _AutocastModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    disabled = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(disabled)
+        logging.disable(disabled_level)

@@ -1,4 +1,4 @@
-"""An optimizer step on fake tensors, for forecasts from settings and of a trainer."""
+"""An optimizer step on fake tensors, for forecasts of a recipe and of a trainer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from finetune.compat.bitsandbytes import optimizer_states, without_cpu_repacking
+from finetune.compat.bitsandbytes import replaced_state_buffers, without_cpu_repacking
 from finetune.compat.torch import backward
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
 from finetune.memory.depth import Depth
-from finetune.memory.fake_model import fake_dora_weights, layer_number, state_dict_copies
+from finetune.memory.fake_model import allocate_state_dict_copies, fake_dora_weights, layer_number
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for
 from finetune.memory.trace import NotRepeated, Recording, Trace
 from finetune.memory.tracker import Peak, PhaseKey, Rule, StorageTracker
@@ -27,7 +27,7 @@ from finetune.model.adapters import trainable_parameters
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
 
-#: Phase of a mixture's router loss, after the loss.
+#: Phase of a mixture-of-experts router's auxiliary loss, after the loss.
 AUXILIARY = "auxiliary loss"
 
 
@@ -41,7 +41,7 @@ class Simulation:
     notes: tuple[str, ...] = ()
     #: Summary of each decoder layer's lean modules; empty without lean layers.
     lean: tuple[str, ...] = ()
-    #: Events of the layers that ran, before repetition to `depth`; None for a mixture of simulations.
+    #: Events of the layers that ran, before repetition to `depth`; None for two mixed simulations.
     recording: Recording | None = field(default=None, compare=False)
     depth: Depth | None = field(default=None, compare=False)
 
@@ -55,7 +55,7 @@ class Simulation:
 
 @contextmanager
 def step_tracker(capability: Capability | None, more_rules: Mapping[Any, Rule] = {}) -> Iterator[StorageTracker]:
-    """Yield a tracker; `capability`: None for the CPU."""
+    """Yield a tracker for a GPU of this compute capability, or for the CPU (None)."""
     rules, workspace_bytes = {**rules_for(capability), **more_rules}, cublas_workspace_bytes(capability)
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         yield StorageTracker(rules, workspace_bytes=workspace_bytes)
@@ -66,7 +66,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
 
     def enter_layer(number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
         tracker.layer = number
-        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # saved by the layer that reads it
+        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # the layer saves its input
             tracker.retag(inputs[0], "activations", number)
 
     def leave_layer(number: int, _module: Any, _inputs: Any, output: Any) -> None:
@@ -79,8 +79,8 @@ def observe(model: Any, tracker: StorageTracker) -> None:
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
 
     def begin_forward(_module: Any, _inputs: Any) -> None:
-        # a second forward pass follows the reference model's
-        tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
+        if tracker.phase == "loss":  # the reference model's pass is over
+            tracker.phase = "forward"
         tracker.part = "activations"
 
     def begin_loss(_module: Any, _inputs: Any, output: Any) -> None:
@@ -93,34 +93,37 @@ def observe(model: Any, tracker: StorageTracker) -> None:
     for number, layer in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(functools.partial(enter_layer, number))
         layer.register_forward_hook(functools.partial(leave_layer, number))
-        wrap_checkpoint(layer, functools.partial(functools.partial, _checkpointed, tracker))
+        # the outer partial makes the inner one from the layer's checkpoint function
+        wrap_checkpoint(layer, functools.partial(functools.partial, _tagged_checkpoint, tracker))
     base_of(model).base_model.register_forward_pre_hook(begin_forward)
     base_of(model).base_model.register_forward_hook(begin_loss)
 
 
-def tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
+def tag_auxiliary_loss(tracker: StorageTracker, loss_function: Any, *inputs: Any) -> Any:
     """Tag tensors of the router's auxiliary loss with the layer of their logits, also in backward."""
-    # a phase apart: it grows with the number of layers, so at full depth it may need more than the loss
-    tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
+    if tracker.phase == "loss":  # a separate phase, which grows with the number of layers and may need more than the loss
+        tracker.phase = AUXILIARY
+    tracker.inherits = True
     try:
-        return computed(*inputs)
+        return loss_function(*inputs)
     finally:
         tracker.inherits = False
 
 
-def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
-    def observed(*recompute_inputs: Any) -> Any:
+def _tagged_checkpoint(tracker: StorageTracker, checkpoint: Any, function: Any, *inputs: Any) -> Any:
+    def tagged(*inputs: Any) -> Any:
         with tracker.tagging("recomputed" if tracker.phase == "backward" else tracker.part):
-            return function(*recompute_inputs)
+            return function(*inputs)
 
-    return checkpoint(observed, *inputs)
+    return checkpoint(tagged, *inputs)
 
 
 def take_step(
-    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
-    context: AbstractContextManager[Any], on_cpu: bool,
+    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor],
+    arguments: Any,  # Settings or TrainingArguments
+    *, context: AbstractContextManager[Any], on_cpu: bool,
 ) -> None:  # fmt: skip
-    """Run an optimizer step on zero gradients, then the last micro-batch of a second, inside `context`."""
+    """Run an optimizer step on zero gradients, then, inside `context`, the last micro-batch of a second step."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU
@@ -128,16 +131,16 @@ def take_step(
     for parameter in parameters:
         parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
-    # states exist from the second step on, which peaks highest
+    # optimizer states exist from the second step on, so its peak is the highest
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
     if arguments.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
     tracker.recording.begin_part("micro-batch")
     with context:
-        value = loss()
+        loss_value = loss()
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-        backward(value)
-    del value
+        backward(loss_value)
+    del loss_value
     tracker.recording.begin_part("clipping")
     tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
     torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
@@ -152,12 +155,12 @@ def save(model: Any, tracker: StorageTracker) -> None:
     tracker.recording.begin_part("save")
     gc.collect()
     tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
+    allocate_state_dict_copies(model, tracker)
 
 
 def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
     if parameter.grad is not None:
-        tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
+        tracker.recording.accumulate(grad.untyped_storage()._cdata, parameter.grad.untyped_storage()._cdata)
 
 
 def first_step(
@@ -174,7 +177,7 @@ def first_step(
         for value in optimizer.state[parameter].values():
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 tracker.retag(value, "optimizer", layer_number(name))
-    del tracker.peaks[("first step", None)]  # the second step needs all of this, and activations
+    del tracker.peaks[("first step", None)]  # the second step's peak is higher: it also has activations
 
 
 def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
@@ -186,50 +189,47 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
 
 
 def paged_states_on_host(on_cpu: bool) -> AbstractContextManager[None]:
-    """Count bitsandbytes' paged states as host memory."""
+    """Temporarily count bitsandbytes' paged states as host memory."""
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         # paged states are CUDA managed memory, outside torch's allocator; bitsandbytes pages from 1e5 elements
-        paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
+        is_paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
         # the tracker counts meta tensors as host memory
-        state = torch.zeros(p.shape, dtype=dtype, device="meta" if paged else p.device)
-        state.is_paged = paged  # type: ignore[attr-defined]
+        state = torch.zeros(p.shape, dtype=dtype, device="meta" if is_paged else p.device)
+        state.is_paged = is_paged  # type: ignore[attr-defined]
         return state
 
-    return optimizer_states(get_state_buffer)
+    return replaced_state_buffers(get_state_buffer)
 
 
 @contextmanager
 def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError.
-
-    The advice names the settings that replace layers.
-    """
+    """Turn an error in a model's own code into a RecipeError, whose advice names the settings that replace layers."""
     try:
         yield
     except FinetuneError:
         raise
     except Exception as error:
-        # of hundreds of model types, some don't run here
+        # some of the hundreds of model types don't run on fake tensors
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
             f"{type(error).__name__}: {first_line(error)}",
-            _without_replaced_layers(settings),
+            _advice(settings),
         ) from error
 
 
-def _without_replaced_layers(settings: Settings | None) -> str:
-    quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
-    lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
-    own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
-    return f"{own_layers}Give another model, or report it with its config.json."
+def _advice(settings: Settings | None) -> str:
+    changes = ["lean_layers=false"] if settings and settings.lean_layers is True else []
+    changes += [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
+    try_own_layers = f"Try the model's own layers: {' '.join(changes)}. " if changes else ""
+    return f"{try_own_layers}Give another model, or report it with its config.json."
 
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
     """Pause automatic garbage collection. May be nested."""
     # the libraries' reference cycles hold tensors, so collection at random moments would vary the peaks
-    is_outer = gc.isenabled()
+    is_outermost = gc.isenabled()
     gc.disable()
     # explicit collections between phases then scan only the dry run's objects
     gc.freeze()
@@ -237,6 +237,6 @@ def garbage_collection_paused() -> Iterator[None]:
         yield
     finally:
         gc.collect()  # cycles of the dry run, before older objects are unfrozen
-        if is_outer:
+        if is_outermost:
             gc.unfreeze()
             gc.enable()
