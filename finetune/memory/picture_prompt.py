@@ -1,4 +1,4 @@
-"""Prompts and batches with images before any row is read, by the model's processor or the catalogue's facts."""
+"""Prompts and batches with images, without a data set: from the model's processor or the catalogue's facts."""
 
 from __future__ import annotations
 
@@ -38,45 +38,42 @@ class PicturePrompt:
     ids: list[int]
     token_types: dict[str, Any]
     processor: PictureProcessor
-    #: Of each image.
+    #: Tokens of each image.
     token_counts: tuple[int, ...]
-    #: Width and height after `max_pixels`.
+    #: Width and height of each image after `max_pixels`.
     sizes: Sizes
 
 
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
-    """Return a message of images of these sizes and one character. Raises RecipeError for an unknown processor."""
+    """Return a message with images of these sizes and one character. Raises RecipeError for an unknown processor."""
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
-    # the last input changes every VALID_S seconds, so a hub that failed is tried again
-    return _prompt(*model, pixel_limit(settings), pictures, int(time.monotonic() / VALID_S))
+    # the period changes every VALID_S seconds, so that a hub that failed is tried again
+    return _prompt(*model, pixel_limit(settings), pictures, _period=int(time.monotonic() / VALID_S))
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
-    """Return the collator's batch of `rows` rows with these images; all tensors but labels have values.
-
-    Raises RecipeError where the model's processor is not on this machine.
-    """
-    with _disable_current_modes():  # cached tensors are host memory
+    """Return the collator's batch with values, except labels. Raises RecipeError if the model's processor is missing."""
+    with _disable_current_modes():  # later dry runs reuse the cached tensors, so they are neither fake nor tracked
         prompt = picture_prompt(settings, pictures)
-        tensors = _tensors(prompt.processor, rows, pictures)
+        tensors = _blank_tensors(prompt.processor, rows, pictures)
     with unset_fake_temporarily():
         width = max(tokens, len(prompt.ids))
         padded = torch.full((rows, width), prompt.ids[-1])
         padded[:, : len(prompt.ids)] = torch.tensor(prompt.ids)
         inputs = {"input_ids": padded, "attention_mask": torch.ones_like(padded)}
-        # the last row is a token shorter, so that a model which needs a mask reads one
+        # the last row is a token shorter, so that models don't ignore the mask
         if rows > 1:
             inputs["attention_mask"][-1, -1] = 0
-        for name, values in prompt.token_types.items():
+        for name, types in prompt.token_types.items():
             inputs[name] = torch.zeros_like(padded)
-            inputs[name][:, : len(prompt.ids)] = values
+            inputs[name][:, : len(prompt.ids)] = types
         # real values: Idefics looks for images that are all zero
         inputs |= {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
     return inputs | {"labels": torch.zeros((rows, width), dtype=torch.long)}
 
 
 @lru_cache(16)
-def _tensors(processor: PictureProcessor, rows: int, pictures: Sizes) -> dict[str, Any]:
+def _blank_tensors(processor: PictureProcessor, rows: int, pictures: Sizes) -> dict[str, Any]:
     return processor.tensors([[blank(*size) for size in pictures]] * rows)
 
 
@@ -96,7 +93,7 @@ def _prompt(
     message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
     message |= {"pictures": len(pictures)} if pictures else {}
     sources = [PictureSource(Path(), "", *size) for size in pictures]
-    return _made(encoder.conversation_ids([message], pictures=sources), encoder.picture_processor, pictures)
+    return _prompt_of(encoder.conversation_ids([message], pictures=sources), encoder.picture_processor, pictures)
 
 
 def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
@@ -122,23 +119,24 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
         ),
         pixel_limit(recipe),
     )  # fmt: skip
-    texts = [processor.text_of(*size) for size in pictures]
-    text = "".join(facts["mark"].replace(processor.processor.image_token, text) for text in texts)
-    if processor.processor.image_token not in facts["mark"]:  # the text includes the tokens around the image
-        text = "".join(texts)
-    prompt = _made(tokenizer(f"1{text}1", add_special_tokens=False)["input_ids"], processor, pictures)
+    texts, image_token = [processor.text_of(*size) for size in pictures], processor.processor.image_token
+    if image_token in facts["mark"]:  # otherwise the texts include the tokens around the image
+        texts = [facts["mark"].replace(image_token, text) for text in texts]
+    ids = tokenizer(f"1{''.join(texts)}1", add_special_tokens=False)["input_ids"]
+    prompt = _prompt_of(ids, processor, pictures)
     config = load_config(recipe)
-    ids = {tokenizer.convert_tokens_to_ids(token): getattr(config, key) for token, key in facts["tokens"].items()}
-    return replace(prompt, ids=[ids.get(token, token) for token in prompt.ids])
+    # the bundled tokenizer's ids of special tokens -> the model's
+    model_ids = {tokenizer.convert_tokens_to_ids(token): getattr(config, key) for token, key in facts["tokens"].items()}
+    return replace(prompt, ids=[model_ids.get(token_id, token_id) for token_id in ids])
 
 
-def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:
-    counts = tuple(processor.token_count(*size) for size in pictures)
+def _prompt_of(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:
+    token_counts = tuple(processor.token_count(*size) for size in pictures)
     sizes = tuple(processor.size(*size) for size in pictures)
-    return PicturePrompt(ids, token_types(processor.processor, torch.tensor([ids])), processor, counts, sizes)
+    return PicturePrompt(ids, token_types(processor.processor, torch.tensor([ids])), processor, token_counts, sizes)
 
 
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
-    return rows | {other: row for row in rows.values() for other in row.get("also", ())}
+    facts: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
+    return facts | {other: row for row in facts.values() for other in row.get("also", ())}
