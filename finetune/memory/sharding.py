@@ -53,14 +53,14 @@ class Sharded:
     resident_bytes: dict[str, tuple[int, int]]
     #: Share (0 to 1) of the optimizer states on the GPU.
     optimizer_share: float
-    #: fp32 copies of the adapters.
-    master_bytes: int
     #: All-gathered parameters at the peak, and buffers.
     gathered_bytes: int
     #: Parameters while the model is loaded and sharded.
     loading_bytes: int
-    #: Host memory of each rank.
-    host_bytes: int
+    #: fp32 copies of the adapters.
+    master_bytes: int = 0
+    #: Host memory.
+    host_bytes: int = 0
     #: All-gathered parameters at the start of the forward pass, before anything is saved for the backward pass.
     starting_bytes: int = 0
 
@@ -129,15 +129,15 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
         loading_bytes = max(unsharded_bytes + sum(map(sum, shards.values())), quantising_bytes)
         full_trained_bytes = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
         optimizer_share = min(1.0, trained_bytes / max(1, full_trained_bytes))
-        return Sharded(shards, optimizer_share, 0, gathered_bytes, loading_bytes, 0, starting_bytes)
+        return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, starting_bytes=starting_bytes)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     host_bytes = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for parameter in parameters) + 3 * trained_bytes
     arriving_bytes = 2 * max(map(sum, shards.values()))
     loading_bytes = max(unsharded_bytes + (trained_bytes if own_rows else 0), quantising_bytes)
     return Sharded(
-        dict.fromkeys(shards, (0, 0)), 0.0, 0, gathered_bytes + arriving_bytes, loading_bytes, host_bytes,
-        starting_bytes + arriving_bytes,
+        dict.fromkeys(shards, (0, 0)), 0.0, gathered_bytes + arriving_bytes, loading_bytes,
+        host_bytes=host_bytes, starting_bytes=starting_bytes + arriving_bytes,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
     buffer_bytes = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
     if launch.zero_stage == 2:
-        return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, all_bytes, host_bytes)
+        return Sharded(full_bytes, optimizer_share, buffer_bytes, all_bytes, master_bytes, host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = _by_unit(units, lambda parameter: _bytes_by_element(parameter, cards))
     parameters = list(itertools.chain(*units.values()))
@@ -197,13 +197,13 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
         # transformers excludes quantised models from that flag (finetune/distributed/processes.py,
         # accelerate_configuration; transformers/modeling_utils.py, PreTrainedModel.get_init_context).
         loading_bytes = all_bytes + sum(map(sum, shards.values()))
-        return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, loading_bytes, host_bytes)
+        return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, master_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
     host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for parameter in parameters)
     host_bytes += NVME_BUFFER_ELEMENTS * item_bytes if launch.offload == "nvme" else 0
     return Sharded(
-        dict.fromkeys(shards, (0, 0)), optimizer_share, master_bytes, gathered_bytes + arriving_bytes, all_bytes, host_bytes
+        dict.fromkeys(shards, (0, 0)), optimizer_share, gathered_bytes + arriving_bytes, all_bytes, master_bytes, host_bytes
     )
 
 
