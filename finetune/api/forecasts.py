@@ -12,7 +12,7 @@ from finetune.card.allocator import expandable_segments
 from finetune.errors import RecipeError
 from finetune.memory.allocator_replay import replay
 from finetune.memory.device_peak import forecast_of
-from finetune.memory.ledger import USUAL_CAPABILITY, ledger_of
+from finetune.memory.ledger import DEFAULT_CAPABILITY, ledger_of
 from finetune.planner.plan import Verdict, verdict_of
 from finetune.units import format_bytes
 
@@ -82,7 +82,7 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
 
     _refuse_what_is_not_simulated(trainer)
     # kernels and their workspaces depend on the compute capability
-    capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
+    capability = None if card.is_cpu else card.capability or DEFAULT_CAPABILITY
     rows = rows or trainer.args.per_device_train_batch_size
     with warnings.catch_warnings(action="ignore"):
         loader = copy.copy(trainer).get_train_dataloader()

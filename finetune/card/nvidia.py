@@ -1,7 +1,7 @@
 """This machine's GPUs through NVML, without a CUDA context. Queries raise DriverError."""
 
 # Other places that assume NVIDIA: `kernels_by_device` in compat/transformers.py, compat/triton.py, `must_repeat_keys` in
-# model/build.py, `USUAL_CAPABILITY` in memory/ledger.py, `CUBLASLT_BYTES` in memory/tracker.py, `uuid` in card/cuda.py,
+# model/build.py, `DEFAULT_CAPABILITY` in memory/ledger.py, `CUBLASLT_BYTES` in memory/tracker.py, `uuid` in card/cuda.py,
 # card/allocator.py, error_kinds.py, cards.json, and texts with NVIDIA, nvidia-smi or CUDA.
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from finetune.card.allocator import expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
-from finetune.memory.ledger import USUAL_CAPABILITY, LargestStep
+from finetune.memory.ledger import DEFAULT_CAPABILITY, LargestStep
 from finetune.memory.sharding import shard, units_of
 from finetune.settings.compatibility import BUFFERS, is_sharded
 from finetune.units import MIB
@@ -62,7 +62,7 @@ def make_forecast(
     lengths: Sequence[int] = (),
 ) -> Forecast:
     """Forecast a run of `settings` on `card` with these longest rows. Raises RecipeError for a model that can't be built."""
-    step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or USUAL_CAPABILITY)
+    step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or DEFAULT_CAPABILITY)
     one_gpu = step.dry_run()
     is_sharded_run = is_sharded(settings.launch)
     run = shard(one_gpu, units_of(config, settings), settings) if is_sharded_run else one_gpu

@@ -49,7 +49,7 @@ _KEY_ENTRIES: dict[str, Callable[[Settings], Any] | None] = {
 #: Phases of the dry run that make up a training step.
 _TRAIN_PHASES = ("forward", "loss", "auxiliary loss", "loss backward", "backward", "optimizer")
 #: Compute capability of a dry run when no card is given: Ampere.
-USUAL_CAPABILITY = (8, 0)
+DEFAULT_CAPABILITY = (8, 0)
 #: Last simulations of this process, newest last: `mix_layers` reuses them for plans with every n-th layer checkpointed.
 _SIMULATED: OrderedDict[str, tuple[Simulation, str]] = OrderedDict()
 _MAX_SIMULATED = 8
@@ -90,7 +90,7 @@ class LargestStep:
     settings: Settings
     rows: RowShape
     #: Compute capability of the GPU; None: the run is on the CPU.
-    capability: tuple[int, int] | None = USUAL_CAPABILITY
+    capability: tuple[int, int] | None = DEFAULT_CAPABILITY
 
     def dry_run(self) -> DryRun:
         """Return the allocated bytes."""
