@@ -16,7 +16,7 @@ class PrivateName:
 
     #: Module, class and attribute in which the library looks it up.
     name: str
-    #: A patch replaces it, an override defines it in a subclass, an attribute is set or read on objects.
+    #: A patch replaces it, an override defines it in a subclass, an attribute is set or read on objects, a call uses it.
     kind: Literal["patch", "override", "attribute", "private call"]
     reason: str
     #: The library's function that looks it up.
@@ -57,13 +57,13 @@ def wrap(name: str, around: Callable[..., Any]) -> ExitStack:
     """Replace a function by `around(function, ...)`, also in place of an earlier wrapper."""
     owner, attribute = owner_of(name)
     current = getattr(owner, attribute)
-    original = getattr(current, "original", current)
+    original = getattr(current, "original_function", current)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    wrapper.original = original  # type: ignore[attr-defined]
+    wrapper.original_function = original  # type: ignore[attr-defined]
     return replace(name, wrapper)
 
 

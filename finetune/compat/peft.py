@@ -84,7 +84,7 @@ def adapt_packed_parameters(logical_weight: Callable[[torch.Tensor], torch.Tenso
 
     @contextmanager
     def activate_beside_weight(activate: Callable[..., Any], self: Any, active_adapters: list[str]) -> Iterator[None]:
-        parameter = type(self).get_param.original(self)
+        parameter = type(self).get_param.original_function(self)
         if logical_weight(parameter) is parameter:  # not 4-bit
             with activate(self, active_adapters):
                 yield

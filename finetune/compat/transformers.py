@@ -156,9 +156,9 @@ def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, qua
     from transformers.modeling_utils import local_torch_dtype
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    kind = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
-    # the same replacement as in loading with this configuration
-    quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[kind])(quantization, pre_quantized=False)
+    method = "bitsandbytes_4bit" if quantization.load_in_4bit else "bitsandbytes_8bit"
+    # replaces layers as from_pretrained does with this configuration
+    quantizer = (quantiser or AUTO_QUANTIZER_MAPPING[method])(quantization, pre_quantized=False)
     with local_torch_dtype(dtype):  # the dtype of biases, as in from_pretrained
         quantizer.preprocess_model(model, dtype=dtype, device_map=None)
     quantizer.postprocess_model(model)
@@ -191,7 +191,7 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
     patterns = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
     names = {target: re.sub(r"[\\^]", "", source).replace("*", "0") for target, source in patterns.items()}
     suffixes = {target: source for target, source in names.items() if "experts" in target}
-    # single modules that are renamed, such as `model.` to `backbone.`
+    # modules on the first level that have another name in the checkpoint
     prefixes = {target: source for target, source in names.items() if re.fullmatch(r"\w+\.:\w+\.", f"{target}:{source}")}
 
     def name_of(path: str) -> str:
@@ -306,7 +306,7 @@ def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield path, function and closure of each function with optional kernels in the model's code."""
     for module_name in {type(module).__module__ for module in model.modules()}:
         for name, value in list(vars(sys.modules[module_name]).items()):
-            function = getattr(value, "original", value)
+            function = getattr(value, "original_function", value)
             # a variable of transformers' decorator use_kernel_func_from_hub_with_fallback
             if "is_new_implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
                 yield f"{module_name}.{name}", function, dict(getclosurevars(function).nonlocals)

@@ -23,7 +23,7 @@ SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 #: Address space of one expandable segment, in whole pages; torch reserves 9/8 of the card (`ExpandableSegment`), which no run
 #: fills.
-_ADDRESSES = LARGE_SEGMENT << 20
+_ADDRESS_SPACE = LARGE_SEGMENT << 20
 
 #: Number of a stream; each stream has its own pools.
 Stream = int
@@ -234,7 +234,7 @@ class CachingAllocator:
                 free_bytes, block = free_bytes + block.size, block.next  # type: ignore[assignment]
             if free_bytes >= size:
                 return start
-        block = Block(_ADDRESSES, self._new_address(_ADDRESSES), pool)
+        block = Block(_ADDRESS_SPACE, self._new_address(_ADDRESS_SPACE), pool)
         block.mapped = False
         pool.add(block)
         return block

@@ -1,4 +1,4 @@
-"""The forecast as a value: peak memory of load, training, evaluation and saving, by part."""
+"""Values of a forecast: peak memory of loading, training, evaluation and saving, by part."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
 from finetune.settings.vision import Sizes, pixel_limit
 
-_FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
+_FACTS_FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePromp
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
-    """Return the collator's batch with values, except labels. Raises RecipeError if the model's processor is missing."""
+    """Return the collator's batch of these images; only labels lack values. Raises RecipeError without a processor."""
     with _disable_current_modes():  # later dry runs reuse the cached tensors, so they are neither fake nor tracked
         prompt = picture_prompt(settings, pictures)
         tensors = _blank_tensors(prompt.processor, rows, pictures)
@@ -138,5 +138,5 @@ def _prompt_of(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> 
 
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    facts: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
+    facts: dict[str, dict[str, Any]] = json.loads(_FACTS_FILE.read_text(encoding="utf-8"))["types"]
     return facts | {other: row for row in facts.values() for other in row.get("also", ())}

@@ -79,7 +79,7 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def layer(self) -> int | None:
-        """The running layer, or the layer of new tensors."""
+        """The running layer; new tensors are tagged with this layer."""
         return self._layer
 
     @layer.setter
