@@ -57,7 +57,7 @@ def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[A
 
 def save_without_vocabulary() -> None:
     """Save adapters without asking the hub for the vocabulary."""
-    # training never changes the vocabulary; False: the hub has no other one
+    # PEFT would compare the vocabulary's size with the hub's, but training never changes it
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
 
 
@@ -79,7 +79,7 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 def adapt_packed_parameters(logical_weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt 4-bit parameters, whose `lora_weights` are (A, B, scaling) of each adapter."""
-    # returns a tensor with the decoded weight's shape, dtype and device for a 4-bit parameter, others unchanged
+    # `logical_weight` returns a tensor of the decoded weight's shape, dtype and device for a 4-bit parameter, others unchanged
     wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical_weight(get_param(self)))
 
     @contextmanager

@@ -26,7 +26,7 @@ _COMPARED_CALLS = ("Gemma3Processor", "Idefics3Processor", "InternVLProcessor")
 
 
 def why_no_pictures(processor_class: Any) -> str | None:
-    """Return why a processor class can't process images."""
+    """Return why a processor class can't process images, or None."""
     from transformers import ProcessorMixin
 
     name = getattr(processor_class, "__name__", str(processor_class))

@@ -117,6 +117,7 @@ def call_bodies(bodies: dict[Any, Callable[..., Any]]) -> None:
         def lower(*inputs: Any) -> Any:
             out = call(*inputs)
             kernel = [step for step in V.graph.operations if isinstance(step, FallbackKernel)][-1]
+            # generated code calls this function instead of the operator
             kernel.python_kernel_name = f"extern_kernels.{name}"
             return out
 

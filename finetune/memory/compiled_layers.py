@@ -37,7 +37,7 @@ class SplitLayers:
     def __init__(self, *, selective: bool) -> None:
         # `selective`: recomputed layers save attention's outputs; `problem`: why a layer runs unsplit
         self.selective, self.problem = selective, ""
-        self._splits: dict[Any, _Function | None] = {}
+        self._split_functions: dict[Any, _Function | None] = {}
 
     def patch_forwards(self, layers: list[torch.nn.Module]) -> None:
         """Run the split graph of each layer in place of its forward."""
@@ -65,13 +65,13 @@ class SplitLayers:
         states = list({id(owner[key]): owner[key] for owner, key in slots}.values())  # tied tensors once
         shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *states))
         split_key = (type(layer), budget, str(spec), constants, shapes)
-        if split_key not in self._splits:
+        if split_key not in self._split_functions:
             function = _as_function(forward, slots, states, leaves, spec)
-            self._splits[split_key] = self._split(function, inputs, states, slots, budget, policy)
-        split = self._splits[split_key]
-        if split is None:
+            self._split_functions[split_key] = self._split(function, inputs, states, slots, budget, policy)
+        split_function = self._split_functions[split_key]
+        if split_function is None:
             return forward(*args, **kwargs)
-        out = split(*inputs, *states)
+        out = split_function(*inputs, *states)
         return tuple(out) if isinstance(out, list) else out  # aot_function returns a list for a tuple
 
     def _split(
@@ -82,16 +82,16 @@ class SplitLayers:
         before = [owner[key] for owner, key in slots]
         try:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
-                split = split_by_compiler(function, parameter_indices, policy, FusedGraph)
+                split_function = split_by_compiler(function, parameter_indices, policy, FusedGraph)
                 # a trace keeps its inputs alive, so trace other tensors of their shapes
                 examples = (x.new_empty_strided(x.shape, x.stride()).requires_grad_(x.requires_grad) for x in inputs)
-                split(*examples, *states)
+                split_function(*examples, *states)
         except Exception as error:  # noqa: BLE001 - the compiler leaves alone whatever it can't trace
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
         finally:
             _set_slots(slots, before)
-        return split
+        return split_function
 
 
 def _as_function(forward: _Function, slots: list[_Slot], states: list[Any], leaves: list[Any], spec: Any) -> _Function:
