@@ -67,7 +67,7 @@ def disable_cpu_repacking(model: Any, *, only_failing: bool = False) -> None:
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            # bitsandbytes' `_convert_weight_packed_for_cpu` fails on other numbers of rows and columns
+            # bitsandbytes' `_convert_weight_packed_for_cpu` needs multiples of 32 rows and 64 columns
             fails = module.out_features % 32 or module.in_features % 64
             if fails or not only_failing:
                 module.support_avx512bf16_for_cpu = False

@@ -41,8 +41,8 @@ def cpu_autocast() -> Iterator[None]:
     def autocast(original: Any, *_: Any, enabled: bool, **__: Any) -> Any:
         return original("cpu", torch.get_autocast_dtype("cpu"), enabled)
 
-    is_enabled = wrap("torch.is_autocast_enabled", lambda original, device_type="cpu": original("cpu"))
-    with is_enabled, wrap("torch.amp.autocast_mode.autocast", autocast):
+    redirected_query = wrap("torch.is_autocast_enabled", lambda original, device_type="cpu": original("cpu"))
+    with redirected_query, wrap("torch.amp.autocast_mode.autocast", autocast):
         yield
 
 

@@ -66,7 +66,7 @@ def make_forecast(
     one_gpu = step.dry_run()
     is_sharded_run = is_sharded(settings.launch)
     run = shard(one_gpu, units_of(config, settings), settings) if is_sharded_run else one_gpu
-    # DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)
+    # DDP's gradient buckets: a copy of all gradients in each phase after loading (torch/csrc/distributed/c10d/reducer.cpp)
     bucket_bytes = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not is_sharded_run else 0
     peaks = {phase: size + bucket_bytes if size and phase != "load" else size for phase, size in run.peaks.items()}
     run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + bucket_bytes})
@@ -76,12 +76,12 @@ def make_forecast(
     replay = step.replayed(expandable=expandable_segments()) if can_replay and fits else None
     if replay is not None and replay.segments:  # empty where segments can expand
         run = _in_whole_blocks(run, replay)
-    highest = max(run.peaks.values())
+    highest_peak = max(run.peaks.values())
     uncertain_bytes = 0
     if is_sharded_run:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
         least_peaks = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
         least_peaks["load"] = min(run.peaks["load"], one_gpu.peaks["load"])
-        uncertain_bytes = highest - max(least_peaks.values())
+        uncertain_bytes = highest_peak - max(least_peaks.values())
     has_equal_rows = settings.packing is True
     forecast = forecast_of(run, card, replay, has_equal_rows=has_equal_rows, uncertain_bytes=uncertain_bytes)
     pinned_bytes = _pinned_bytes(run, card, settings)
@@ -90,7 +90,7 @@ def make_forecast(
         # DDP's second step allocates new buckets, and the first step's may live until the second backward pass: NCCL's process
         # group releases them in the first call after its watchdog, which wakes every 100 ms, has seen that they were sent
         # (ProcessGroupNCCL.cpp)
-        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + bucket_bytes - highest),
+        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + bucket_bytes - highest_peak),
         host_bytes=_host_bytes(run, pinned_bytes, settings),
         pinned_bytes=pinned_bytes,
         disk_bytes=_disk_bytes(one_gpu, settings),

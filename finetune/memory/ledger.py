@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -226,28 +225,26 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     from finetune.memory.tracker import OFFLOADED
 
     # cuBLAS handles of the main thread and of the autograd thread
-    workspace = 2 * cublas_workspace_bytes(capability)
+    workspace_bytes = 2 * cublas_workspace_bytes(capability)
     train_peak = _highest_peak(simulation, _TRAIN_PHASES)
     parts = Counter({part: 0 for part in PARTS})
     layers: Counter[int | None] = Counter()
     for (part, layer), size in train_peak.items():
         parts[part] += size
         layers[layer] += size
-    parts["workspace"] += workspace
-    layers[None] += workspace
+    parts["workspace"] += workspace_bytes
+    per_layer_bytes = {f"layers.{layer}": layers[layer] for layer in sorted(layer for layer in layers if layer is not None)}
+    per_layer_bytes["outside the layers"] = layers[None] + workspace_bytes
     load_peak = _highest_peak(simulation, ("load", "adapters", "casts"))
-    peaks = {"load": load_peak.total(), "train": train_peak.total() + workspace}
+    peaks = {"load": load_peak.total(), "train": train_peak.total() + workspace_bytes}
     for phase in ("eval", "save"):
         sizes = [peak.total() for (name, _), peak in simulation.peaks.items() if name == phase]
-        peaks[phase] = max(sizes) + workspace if sizes else 0
+        peaks[phase] = max(sizes) + workspace_bytes if sizes else 0
     lean_layers = Counter(simulation.lean)
     lean_note = LEAN + "; ".join(f"{count} of {lean_layers.total()} with {summary}" for summary, count in lean_layers.items())
     offloaded = [size for (part, _), size in simulation.host.items() if part == OFFLOADED]
     return DryRun(
-        parts=dict(parts), peaks=peaks, per_layer_bytes={
-            "outside the layers" if layer is None else f"layers.{layer}": layers[layer]
-            for layer in sorted(layers, key=lambda layer: math.inf if layer is None else layer)
-        },
+        parts=dict(parts), peaks=peaks, per_layer_bytes=per_layer_bytes,
         host_bytes=simulation.host.total(), parameters=parameters, method=method,
         versions=cache.library_versions(), notes=(lean_note, *simulation.notes) if lean_layers else simulation.notes,
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),

@@ -151,9 +151,9 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
     if settings.packing is True:
         inputs["position_ids"] = torch.zeros(shape, dtype=torch.long)
         if settings.attn_implementation in ("torch_varlen", "flash_attention_2"):
-            starts = torch.zeros(batch.documents + 1, dtype=torch.int32)
+            offsets = torch.zeros(batch.documents + 1, dtype=torch.int32)
             longest = -(-batch.tokens // batch.documents)
-            inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+            inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
         return inputs
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
     return inputs | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)

@@ -156,12 +156,13 @@ class _Deepening:
     def _chunks(self, events: list[_RecordedEvent]) -> Iterator[_Chunk]:
         runs: Counter[tuple[int, int]] = Counter()
         for (section, layer), recorded in groupby(events, key=itemgetter(2, 3)):
-            chunk = _Chunk(section, layer, runs[(section, layer)], [event[:2] for event in recorded])
+            chunk_key = (section, layer, runs[(section, layer)])
+            chunk = _Chunk(*chunk_key, [event[:2] for event in recorded])
             runs[(section, layer)] += 1
-            sizes = self._sizes[chunk[:3]] = []
+            sizes = self._sizes[chunk_key] = []
             for number, size in chunk.events:
                 if size != RELEASED and number not in self._recorded_persistent:
-                    self._keys[number] = _AllocationKey(*chunk[:3], len(sizes))
+                    self._keys[number] = _AllocationKey(*chunk_key, len(sizes))
                     sizes.append(size)
             yield chunk
 
