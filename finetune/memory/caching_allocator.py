@@ -105,7 +105,7 @@ class CachingAllocator:
         self.expandable, self.limit = expandable, limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.segments = self.peak_segments = 0  # torch does not count expandable segments
-        self.live: dict[int, Block | None] = {}
+        self.live: dict[int, Block | None] = {}  # by request; None: a request for no bytes
         self._ties = ties or ties_of(version("torch"))
         self.pools: dict[tuple[Stream, bool], Pool] = {}
         self._next_address = 0
@@ -231,7 +231,8 @@ class CachingAllocator:
             start = space.prev if space.prev is not None and space.prev.free else space
             free_bytes, block = 0, start
             while block is not None and block.free and free_bytes < size:
-                free_bytes, block = free_bytes + block.size, block.next  # type: ignore[assignment]
+                free_bytes += block.size
+                block = block.next  # type: ignore[assignment]
             if free_bytes >= size:
                 return start
         block = Block(_ADDRESS_SPACE, self._new_address(_ADDRESS_SPACE), pool)
