@@ -23,8 +23,7 @@ _Signature = tuple[Any, ...]
 
 
 class _OutputSpec(NamedTuple):
-    """An output: argument number `source`, with a `shape` a view of its storage; without `source` a new tensor."""
-
+    #: Number of the argument that is the output, or that shares its storage if there is a `shape`; None: a new tensor.
     source: int | None
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
