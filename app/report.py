@@ -13,7 +13,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import difference, format_difference
 from finetune.evaluate.results import read_evaluations
-from finetune.evaluate.scorers import span_of
+from finetune.evaluate.scorers import score_range
 from finetune.events import ForecastCheck, Start, read_events
 from finetune.files import read_object, write_output
 from finetune.manifest import changes_in
@@ -104,7 +104,7 @@ def _pairs(runs: list[RunDirectory]) -> list[tuple[str, str]]:
             same_rows = all(first[key] == second[key] for key in ("prompts", "references"))
             if same_rows and len(first["tuned"]["scores"]) > 1:
                 scores = first["tuned"]["scores"], second["tuned"]["scores"]
-                rows.append((name, _gap_text(run_name, other_name, *scores, span_of(name, *scores))))
+                rows.append((name, _gap_text(run_name, other_name, *scores, score_range(name, *scores))))
             tokens = first["tuned"]["row_tokens"]
             # losses per row compare only with the same trained tokens
             if same_rows and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):

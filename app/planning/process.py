@@ -49,8 +49,8 @@ class Questions:
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
-        from finetune.data.pictures.source import small_pictures
-        from finetune.data.tokens import NOT_TRAINED, decode_spans, with_counts
+        from finetune.data.pictures.source import thumbnails
+        from finetune.data.tokens import NOT_TRAINED, decode_spans, shorten_repeats
 
         parsed = _completed(recipe)
         prepared = self._prepared(parsed, work.report)
@@ -59,9 +59,9 @@ class Questions:
         ids, labels, pictures = prepared.sequence(index)
         spans = decode_spans(ids, labels, self._encode(parsed, work.report).encoder.tokenizer)
         return {
-            "marked": [[with_counts(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
+            "marked": [[shorten_repeats(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
             "tokens": len(ids), "trained_tokens": sum(label != NOT_TRAINED for label in labels),
-            "pictures": small_pictures(pictures),
+            "pictures": thumbnails(pictures),
         }  # fmt: skip
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:

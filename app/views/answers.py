@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import finetune.evaluate.results as found
-from finetune.data.pictures.source import FileStat, file_stat, small_copy_of
+from finetune.data.pictures.source import FileStat, file_stat, file_thumbnail
 from finetune.evaluate.paired import format_difference, rank_rows
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory
@@ -66,7 +66,7 @@ def pictures_of(paths: Iterable[str | Path]) -> Safe:
 @lru_cache(256)
 def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     # cached: each tick shows the copy; `stat` differs when another file has this name
-    return small_copy_of(path)
+    return file_thumbnail(path)
 
 
 def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[Safe | None]]:

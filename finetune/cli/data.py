@@ -28,7 +28,7 @@ def show_data(
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune.data.tokens import decode_spans, with_counts
+        from finetune.data.tokens import decode_spans, shorten_repeats
         from finetune.planner.planning import encode_rows, limit_of
         from finetune.recipe.complete import complete
 
@@ -62,7 +62,7 @@ def show_data(
         _print_report("Held-out rows", held_out, data_error)
     if segments:
         # an image's placeholder token is repeated hundreds of times
-        _print_example([(with_counts(text), trained) for text, trained in segments])
+        _print_example([(shorten_repeats(text), trained) for text, trained in segments])
         for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
             out.print(f"image {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)

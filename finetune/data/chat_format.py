@@ -23,16 +23,14 @@ _ANSWER, _THOUGHT = "the answer ends here", "the thought ends here"
 _REPLY: Message = {"role": "assistant", "content": _ANSWER}
 #: Two calls, to tell their form and separator; some templates allow only one call in an answer.
 _CALLS: list[tuple[str, dict[str, Any]]] = [("find_it", {"place": 'a "place"', "count": 3}), ("list_all", {"kind": "x"})]
-#: An id as OpenAI writes it.
-_LONG_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn"
+_LONG_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn"  # an id as OpenAI writes it
 
 
 class CallForm(NamedTuple):
     """How a template takes tool calls."""
 
-    #: Takes a call's arguments as JSON text.
-    as_text: bool = False
-    #: Requires ids: `own` of any form, or `short` of nine letters and digits.
+    as_text: bool = False  # takes a call's arguments as JSON text, not as an object
+    #: Requires ids: the row's `own` in any form, or `short` ids of nine letters and digits.
     ids: Literal["", "own", "short"] = ""
 
 
@@ -42,20 +40,18 @@ class ThoughtMarks:
 
     opening: str
     closing: str
-    #: The generation prompt has the opening, so answers lack it.
-    is_prompted: bool = False
+    is_prompted: bool = False  # the generation prompt has the opening, so answers lack it
 
     def split(self, text: str, *, is_cut: bool = False) -> tuple[str, str] | None:
         """Split a text into thought and answer; None without a thought."""
-        opening, closing, begins = self.opening.strip(), self.closing.strip(), text.lstrip()
-        has_opening = bool(opening) and begins.startswith(opening)
-        if not has_opening and not self.is_prompted:
+        opening, text = self.opening.strip(), text.lstrip()
+        if not self.is_prompted and not (opening and text.startswith(opening)):
             return None
-        thought, mark, answer = begins[len(opening) * has_opening :].partition(closing)
-        if not mark:
+        thought, closing, answer = text.removeprefix(opening).partition(self.closing.strip())
+        if not closing:
             # an answer that was cut by the token limit may have no closing
             return (thought.strip(), "") if is_cut else None
-        space = self.closing[len(self.closing.rstrip()) :]
+        space = self.closing[len(self.closing.rstrip()) :]  # the template's, before the answer
         return thought.strip(), answer.removeprefix(space) if space and answer.startswith(space) else answer.lstrip("\n")
 
 
@@ -68,44 +64,42 @@ class ChatFormat:
 
     def __init__(self, template: Template) -> None:
         self._template, self._tokenizer = template, template.tokenizer
-        #: Removed from texts that are read.
-        self.special_tokens = template.special_tokens
+        self.special_tokens = template.special_tokens  # removed from texts that are read
         self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have no such letter
-        unwritten, plain = self._written(_REPLY)
+        # the template's text around the answer of a probe conversation
+        omitted_prompt, written = self._written(_REPLY)
         #: The generation prompt opens a thought that the template does not write.
-        self.opens_thought = bool(unwritten.strip())
-        opening, answer, after = plain.rpartition(_ANSWER)  # without an answer where it must be a list of parts
+        self.opens_thought = bool(omitted_prompt.strip())
+        opening, answer, after = written.rpartition(_ANSWER)  # no answer where the template needs a list of content parts
         self._answer_opening = opening if answer else ""  # such as a channel; empty if it is an empty thought
         #: Text between the generation prompt and an answer without a thought, such as an empty thought.
         self.before_answer = "" if self.opens_thought else self._answer_opening
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-        closing = until([*added, *self.special_tokens], after) if answer else ""
+        closing = before_first([*added, *self.special_tokens], after) if answer else ""
         self._answer_closing = closing if closing != after else after.rstrip()  # such as </answer>, or a space
         eos_ids = {self._tokenizer.eos_token_id} - {None}
-        ends = self._first_special(after.removeprefix(self._answer_closing))
+        last_answer_ends = self._first_added_token(after.removeprefix(self._answer_closing))
         _, continued = self._written(_REPLY, {"role": "user", "content": "more"})
-        inside = self._first_special(continued.rpartition(_ANSWER)[2].removeprefix(self._answer_closing))
-        self._after_calls = ""
-        #: Form of calls, None if the template writes none; ids at which generation stops after the last call.
-        self.syntax, self.call_stops, followed = self._learn_calls()
-        #: Texts that may begin a call.
-        self.call_openings = self.syntax.openings if self.syntax else ()
-        #: Ids that end an answer in a conversation; ids at which generation stops after an answer.
-        self.ends, self.stops = eos_ids | inside | ends | followed, eos_ids | (ends or inside)
+        earlier_answer_ends = self._first_added_token(continued.rpartition(_ANSWER)[2].removeprefix(self._answer_closing))
+        self._after_calls = ""  # text that the template writes after the last call
+        #: Syntax of calls, None if the template writes none; ids at which generation stops after the last call.
+        self.syntax, self.call_stops, call_ends = self._learn_calls()
+        self.call_openings = self.syntax.openings if self.syntax else ()  # texts that may begin a call
+        self.ends = eos_ids | earlier_answer_ends | last_answer_ends | call_ends  # ids that end an answer in a conversation
+        self.stops = eos_ids | (last_answer_ends or earlier_answer_ends)  # ids at which generation stops after an answer
         #: Texts of `ends`, and of `stops`, each with `call_stops`.
         self._end_tokens, self.stop_tokens = (
-            [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(ids | self.call_stops))]
+            [str(token) for token in self._tokenizer.convert_ids_to_tokens(sorted(ids | self.call_stops))]
             for ids in (self.ends, self.stops)
         )
         #: Whether a message's reasoning is written, by whether the message has calls.
         self.writes_thought = {True: False, False: False}
-        #: In the order in which `split` tries them.
-        self.marks = self._learn_marks()
+        self.marks = self._learn_marks()  # in the order in which `split` tries them
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
         """Return all marks, which a streamed piece may cut in two."""
-        marks = [text.strip() for form in self.marks for text in (form.opening, form.closing)]
+        marks = [text.strip() for thought_marks in self.marks for text in (thought_marks.opening, thought_marks.closing)]
         return tuple(filter(None, [*marks, self._answer_opening, self._answer_closing.strip(), *self._end_tokens]))
 
     def with_thought(self, message: Message) -> Message:
@@ -127,77 +121,86 @@ class ChatFormat:
 
     def header_end(self, text: str) -> int:
         """Return the end of the first assistant header. Raise BadRow without a header."""
-        prompt = self._template.render([_QUESTION], prompt=True).rpartition(_QUESTION["content"])[2]
+        rendered = self._template.render([_QUESTION], add_generation_prompt=True)
+        after_question = rendered.rpartition(_QUESTION["content"])[2]
         # the longest end of the generation prompt that begins a turn and is in the text, with or without trailing white space
-        for begin in range(len(prompt.rstrip())):
-            begins_turn = prompt[:begin].endswith("\n") or prompt.startswith(tuple(self.special_tokens), begin)
-            for header in (prompt[begin:], prompt[begin:].rstrip()) if begins_turn else ():
+        for start in range(len(after_question.rstrip())):
+            prompt_end = after_question[start:]
+            begins_turn = after_question[:start].endswith("\n") or prompt_end.startswith(tuple(self.special_tokens))
+            for header in (prompt_end, prompt_end.rstrip()) if begins_turn else ():
                 if header in text:
                     return text.index(header) + len(header)
         raise BadRow("messages", "the assistant speaks first, which the chat template writes in another form")
 
     def split(self, text: str, *, is_cut: bool = False) -> tuple[str, str]:
-        for end in self._end_tokens:
-            text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
-        thought, text = next(filter(None, (marks.split(text, is_cut=is_cut) for marks in self.marks)), ("", text))
+        """Split a decoded answer into thought and text, without end tokens."""
+        for end_token in self._end_tokens:
+            if text.rstrip().endswith(end_token):
+                text = text.rstrip().removesuffix(end_token)
+        splits = (marks.split(text, is_cut=is_cut) for marks in self.marks)
+        thought, text = next(filter(None, splits), ("", text))
         closing = self._answer_closing.rstrip() or self._answer_closing
-        text = text.rstrip() if closing.strip() and text.rstrip().endswith(closing) else text
+        if closing.strip() and text.rstrip().endswith(closing):
+            text = text.rstrip()
         return thought, text.removeprefix(self._answer_opening).removesuffix(closing)
 
     def without_special_tokens(self, text: str) -> str:
-        for token in self.special_tokens if any(first in text for first in self._first_letters) else ():
-            text = text.replace(token, "")
+        if any(letter in text for letter in self._first_letters):
+            for token in self.special_tokens:
+                text = text.replace(token, "")
         return text
 
     def _written(self, *messages: Message) -> tuple[str, str]:
-        """Return the omitted end of the generation prompt, and the messages' text."""
-        for head in ([_QUESTION], [_SYSTEM, _QUESTION]):  # some templates require a system message
+        """Return the end of the generation prompt that the template omits, and the messages' text."""
+        for opening_messages in ([_QUESTION], [_SYSTEM, _QUESTION]):  # some templates require a system message
             with contextlib.suppress(BadRow):
-                prompt = self._template.render(head, prompt=True)
-                whole = self._template.render([*head, *messages])
-                length = common_prefix_length(prompt, whole)
+                prompt = self._template.render(opening_messages, add_generation_prompt=True)
+                conversation = self._template.render([*opening_messages, *messages])
+                length = common_prefix_length(prompt, conversation)
                 if length < len(prompt):
-                    length = self._template.token_boundary(prompt, whole, length)
-                return prompt[length:], whole[length:]
+                    length = self._template.token_boundary(prompt, conversation, length)
+                return prompt[length:], conversation[length:]
         return "", ""
 
-    def _first_special(self, text: str) -> set[int]:
+    def _first_added_token(self, text: str) -> set[int]:  # its id, or no id if text comes first
         ids = self._tokenizer.encode(text.lstrip(), add_special_tokens=False)
         return {ids[0]} if ids and ids[0] in self._tokenizer.added_tokens_decoder else set()
 
     def _learn_calls(self) -> tuple[CallSyntax | None, set[int], set[int]]:
-        ids: tuple[Literal["", "own", "short"], ...] = ("", "own", "short")
-        for form, as_text, count in itertools.product(ids, (False, True), (2, 1)):
-            self._template.call_form = CallForm(as_text, form)
-            message = _call_message(_CALLS[:count])
+        id_kinds: tuple[Literal["", "own", "short"], ...] = ("", "own", "short")
+        # the first way of passing calls that the template writes completely
+        for id_kind, as_text, count in itertools.product(id_kinds, (False, True), (2, 1)):
+            self._template.call_form = CallForm(as_text, id_kind)
+            calls = _CALLS[:count]
+            message = _call_message(calls)
             text = self._written(message)[1].rstrip()
-            end = max((token for token in self.special_tokens if text.endswith(token)), key=len, default="")
-            syntax = syntax_of(text.removesuffix(end), _CALLS[:count])
+            end_token = max((token for token in self.special_tokens if text.endswith(token)), key=len, default="")
+            syntax = syntax_of(text.removesuffix(end_token), calls)
             if syntax is None:  # the token is a part of the calls
-                syntax, end = syntax_of(text, _CALLS[:count]), ""
-            if syntax is None or not self._written(_call_message(_CALLS[:count], id=_LONG_ID))[1]:
+                syntax, end_token = syntax_of(text, calls), ""
+            if syntax is None or not self._written(_call_message(calls, id=_LONG_ID))[1]:
                 continue
-            if end:
-                return syntax, {int(self._tokenizer.convert_tokens_to_ids(end))}, set()  # type: ignore[arg-type]
+            if end_token:
+                return syntax, {int(self._tokenizer.convert_tokens_to_ids(end_token))}, set()  # type: ignore[arg-type]
             self._after_calls = syntax.answer(text).text
-            replies: list[Message] = [{"role": "tool", "name": name, "content": "found"} for name, _ in _CALLS[:count]]
+            replies: list[Message] = [{"role": "tool", "name": name, "content": "found"} for name, _ in calls]
             continued = self._written(message, *replies)[1]
-            # without an end token, the first special token of the tool's reply ends the calls, and also an answer
-            following = self._first_special(continued.removeprefix(text)) if continued.startswith(text) else set()
-            return syntax, following, following
+            # without an end token, the first token of the tool's reply ends the calls, and also an answer
+            reply_start = self._first_added_token(continued.removeprefix(text)) if continued.startswith(text) else set()
+            return syntax, reply_start, reply_start
         self._template.call_form = CallForm()
         return None, set(), set()
 
     def _learn_marks(self) -> list[ThoughtMarks]:
         marks: list[ThoughtMarks] = []
-        call, in_text = _call_message(_CALLS[:1]), f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
-        field = {"reasoning_content": _THOUGHT}
-        for message in ({**_REPLY, **field}, {**_REPLY, "content": in_text}, {**call, **field}):
-            opening, thought, following = self._written(message)[1].partition(_THOUGHT)
+        call, tagged_reply = _call_message(_CALLS[:1]), f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
+        thought_field = {"reasoning_content": _THOUGHT}
+        for message in ({**_REPLY, **thought_field}, {**_REPLY, "content": tagged_reply}, {**call, **thought_field}):
+            opening, thought, after_thought = self._written(message)[1].partition(_THOUGHT)
             has_calls = "tool_calls" in message
             if "reasoning_content" in message:
                 self.writes_thought[has_calls] = bool(thought)
-            closing = following.removesuffix(self._written(call)[1]) if has_calls else following.partition(_ANSWER)[0]
+            closing = after_thought.removesuffix(self._written(call)[1]) if has_calls else after_thought.partition(_ANSWER)[0]
             if marks or not (thought and closing.strip()):
                 continue
             is_prompted = not opening.strip()
@@ -206,10 +209,10 @@ class ChatFormat:
                 self._answer_opening = ""  # it is an empty thought
             elif not has_calls and closing.strip() != self._answer_opening.strip():
                 closing = closing.removesuffix(self._answer_opening)
-            if is_prompted:  # the prompt has the opening, which only tags tell
+            if is_prompted:  # the prompt has the opening, which is known only for tags: <think> from </think>
                 opening = closing.strip().replace("</", "<", 1) if "</" in closing else ""
-            is_text = message["content"] == in_text and (opening.strip(), closing.strip()) == (TAGS.opening, TAGS.closing)
-            if not is_text:
+            has_usual_tags = (opening.strip(), closing.strip()) == (TAGS.opening, TAGS.closing)
+            if message["content"] != tagged_reply or not has_usual_tags:  # else the template copied the text
                 marks.append(ThoughtMarks(opening, closing, is_prompted))
         return [*marks, replace(TAGS, is_prompted=self.opens_thought)]
 
@@ -221,9 +224,10 @@ def thought_and_text(message: Message) -> tuple[str, str]:
     return TAGS.split(message["content"]) or ("", message["content"])
 
 
-def until(tokens: Sequence[str], text: str) -> str:
-    """Cut a text at the first of these tokens."""
-    return text[: min((position for token in tokens if (position := text.find(token)) >= 0), default=len(text))]
+def before_first(tokens: Sequence[str], text: str) -> str:
+    """Return the text before the first of these tokens, or the whole text."""
+    positions = (text.find(token) for token in tokens)
+    return text[: min((position for position in positions if position >= 0), default=len(text))]
 
 
 def without_space(text: str) -> str:
@@ -233,11 +237,12 @@ def without_space(text: str) -> str:
 
 def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix."""
+    # commonprefix compares item by item, slowly: a prompt is usually a prefix
     return len(first if second[: len(first)] == first else commonprefix([first, second]))  # type: ignore[list-item]
 
 
-def _call_message(calls: list[tuple[str, dict[str, Any]]], **more: str) -> Message:
-    converted: list[Call] = [
-        {"type": "function", "function": {"name": name, "arguments": arguments}, **more} for name, arguments in calls
+def _call_message(calls: list[tuple[str, dict[str, Any]]], **fields: str) -> Message:
+    tool_calls: list[Call] = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}, **fields} for name, arguments in calls
     ]
-    return {"role": "assistant", "content": "", "tool_calls": converted}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}

@@ -18,13 +18,13 @@ from finetune.data.column_advice import json_advice
 from finetune.data.conversation import Example
 from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.placement import text_pieces
-from finetune.data.pictures.source import source_of, stored
+from finetune.data.pictures.source import source_from_dict, source_to_dict
 from finetune.data.report import DataReport, Finding, refusal_lines
-from finetune.data.shards import PICTURES, SourcePart, StoredRows, summarise_pictures
+from finetune.data.shards import PICTURES, StoredRows, TokenisedSource, summarise_pictures
 from finetune.data.sources import Source, sources_of, split_notes
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import tokenise_source
-from finetune.data.tokenizer import ModelPictures
+from finetune.data.tokenizer import ProcessorLoader
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError
@@ -91,7 +91,7 @@ class SelectedRows:
         for table in self.splits[0].tables():
             if index < table.num_rows:
                 [row] = table.slice(index, 1).to_pylist()
-                return row["input_ids"], row["labels"], tuple(map(source_of, row.get(PICTURES, ())))
+                return row["input_ids"], row["labels"], tuple(map(source_from_dict, row.get(PICTURES, ())))
             index -= table.num_rows
         return [], [], ()
 
@@ -163,7 +163,7 @@ class SelectedRows:
         settings: list[Any] = [self.max_length, recipe.excess_length, recipe.train_on_inputs, template]
         if recipe.dataset.weights:
             settings += [recipe.dataset.weights, recipe.seed]
-        identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary]
+        identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary_digest]
         hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
         for split in self.splits:
             hashed.update(b"side" + split.stored.content_digests[split.used].tobytes())  # "side" separates the splits
@@ -179,12 +179,12 @@ def encode(
     if row_format := METHODS[recipe.method].row_format:
         dataset = dataset.model_copy(update={"format": row_format})
     train_sources, eval_sources = sources or sources_of(dataset)
-    encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
+    encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, processor_loader=ProcessorLoader(recipe))
     line_counts = [source.info.line_count for source in (*train_sources, *eval_sources)]
     # unknown if a file has no row per line, or if `max_rows` ends the reading
     total = None if dataset.max_rows is not None or None in line_counts else sum(filter(None, line_counts))
     train = _load_rows(train_sources, dataset, encoder, lambda rows: progress(rows, total))
-    train_rows = sum(part.rows_read for part in train.parts)
+    train_rows = sum(part.rows_read for part in train.sources)
     unlimited = dataset.model_copy(update={"max_rows": None})
     held_out = _load_rows(eval_sources, unlimited, encoder, lambda rows: progress(train_rows + rows, total))
     # cached tokens did not load the template, which later checks need
@@ -266,13 +266,13 @@ def questions_of(examples: Iterable[Example], encoder: Encoder) -> list[dict[str
         if example.tools or calls:
             row |= {"tools": list(example.tools), "calls": calls}
         if example.pictures:
-            row["pictures"] = [stored(picture) for picture in example.pictures]
+            row["pictures"] = [source_to_dict(picture) for picture in example.pictures]
         rows.append(row)
     return rows
 
 
 def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, progress: Callable[[int], None]) -> StoredRows:
-    parts: list[SourcePart] = []
+    parts: list[TokenisedSource] = []
 
     def rows_read() -> int:
         return sum(part.rows_read for part in parts)
@@ -289,7 +289,7 @@ def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
     unlimited = limited.unlimited
-    parts = limited.stored.parts
+    parts = limited.stored.sources
     # inverted_cdf: a length that a row has
     percentiles = np.percentile(limited.lengths, (50, 95, 99, 100), method="inverted_cdf") if len(limited.lengths) else ()
     return DataReport(

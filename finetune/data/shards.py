@@ -17,23 +17,22 @@ import pyarrow.compute as pc
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.conversation import Example
-from finetune.data.pictures.source import source_of, stored
+from finetune.data.pictures.source import source_from_dict, source_to_dict
 from finetune.data.report import Refused
 
 if TYPE_CHECKING:
     from finetune.data.tokens import Encoded
 
-#: Name of the column, and of the field of an Example.
-PICTURES = "pictures"
+PICTURES = "pictures"  # name of the column, and of the field of an Example
 _PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 LIST_OF_PICTURES = pa.list_(_PICTURE)
 _SEQUENCES = pa.list_(pa.list_(pa.int32()))
 
 
-def sizes_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Return the row's index, the width and the height in pixels of each image in a column of rows."""
-    pictures = column.combine_chunks()
-    rows, images = np.repeat(np.arange(len(pictures)), pictures.value_lengths().to_pylist()), pictures.flatten()
+def picture_sizes(column: pa.ChunkedArray) -> np.ndarray:
+    """Return (row, width, height) of each image in a column, in pixels."""
+    lists = column.combine_chunks()
+    rows, images = np.repeat(np.arange(len(lists)), lists.value_lengths().to_pylist()), lists.flatten()
     return np.array([rows, *(images.field(name).to_pylist() for name in ("width", "height"))], np.int64).T
 
 
@@ -64,17 +63,17 @@ class PictureSummary:
 
 
 def summarise_pictures(sizes: np.ndarray, row_mask: np.ndarray) -> PictureSummary | None:
-    """Summarise the images of some rows; None without images."""
+    """Summarise `picture_sizes` of the rows in a mask; None without images."""
     used = sizes[row_mask[sizes[:, 0]]]
     if not len(used):
         return None
     areas = used[:, 1:].prod(axis=1)
     order = np.argsort(areas, kind="stable")
-    counts = np.unique(used[:, 0], return_counts=True)[1]
+    images_by_row = np.unique(used[:, 0], return_counts=True)[1]
     ranked = used[order[[0, (len(order) - 1) // 2, -1]], 1:].tolist()
     smallest, median, largest = ((width, height) for width, height in ranked)
     megapixels = round(float(areas.sum()) / 1e6, 3)
-    return PictureSummary(len(areas), len(counts), int(counts.max()), smallest, median, largest, megapixels)
+    return PictureSummary(len(areas), len(images_by_row), int(images_by_row.max()), smallest, median, largest, megapixels)
 
 
 #: Script -> characters of a regular expression. Chinese and Japanese share theirs, and Japanese answers may have Han alone.
@@ -90,9 +89,8 @@ SCRIPTS = {
     "Korean": "\uac00-\ud7af",
 }
 _LETTERS = {name: re.compile(f"[{characters}]+") for name, characters in SCRIPTS.items()}
-#: Characters of a text that are counted.
-_MAX_CHARACTERS = 2_000
-#: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
+_MAX_CHARACTERS = 2_000  # of a text whose script is detected
+#: Bits of a row, in the stored order: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (
     "unprompted", "altered", "trimmed", "unthinking", "endless", "ended", "literal", "control", "unknown", "replaced",
     "placeholder", "media", "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
@@ -100,8 +98,7 @@ FLAGS = (
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
 #: A name to be filled in, as in a list of answers about who the model is.
 _PLACEHOLDER = re.compile(r"\{\{ ?[A-Za-z_][\w-]* ?\}\}")
-#: Fields of an Example that are tuples.
-_LISTS = ("messages", "answers", "tools", "rejected")
+_TUPLE_FIELDS = ("messages", "answers", "tools", "rejected")  # fields of an Example that are tuples
 
 _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
@@ -111,9 +108,9 @@ def script_of(text: str) -> str | None:
     """Return the script of most letters; None without letters of listed scripts."""
     if text.isascii():
         return "Latin" if _LETTERS["Latin"].search(text) else None
-    counts = {name: sum(map(len, letters.findall(text[:_MAX_CHARACTERS]))) for name, letters in _LETTERS.items()}
-    main_script = max(counts, key=lambda name: counts[name])
-    return main_script if counts[main_script] else None
+    letter_counts = {name: sum(map(len, letters.findall(text[:_MAX_CHARACTERS]))) for name, letters in _LETTERS.items()}
+    main_script = max(letter_counts, key=lambda name: letter_counts[name])
+    return main_script if letter_counts[main_script] else None
 
 
 def _digest(text: str) -> int:
@@ -124,15 +121,14 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
     """Return one shard, with a row for each example."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
-    # the prompt, images and tools, or the plain text; the order of keys doesn't matter
     prompts = [[row.question() or row.text, row.tools, *(picture.digest for picture in row.pictures)] for row in examples]
     references = [example.reference() for example in examples]
     contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
     columns = {
         "row": pa.array([example.row for example in examples], pa.int64()),
         "content": pa.array(map(_content_digest, examples, contents), pa.binary(16)),
-        "asked": pa.array([_digest(_sorted_json(prompt)) for prompt in prompts], pa.uint64()),
-        "answer": pa.array([0 if text is None else _digest(text.strip()) or 1 for text in references], pa.uint64()),
+        "asked": pa.array([_digest(_sorted_json(prompt)) for prompt in prompts], pa.uint64()),  # the order of keys is ignored
+        "answer": pa.array([0 if text is None else _digest(text.strip()) or 1 for text in references], pa.uint64()),  # 0: none
         "flags": pa.array(map(_flags, examples, sequences), pa.uint32()),
         "example": pa.array(contents, pa.large_binary()),
         "bad_field": pa.array([error and error.field for error in errors], pa.string()),
@@ -141,20 +137,21 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "labels": pa.array([[sequence.labels for sequence in row] for row in sequences], _SEQUENCES),
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
-        PICTURES: pa.array([list(map(stored, example.pictures)) for example in examples], LIST_OF_PICTURES),
+        PICTURES: pa.array([list(map(source_to_dict, example.pictures)) for example in examples], LIST_OF_PICTURES),
     }
     return pa.table(columns)
 
 
-def _content_digest(example: Example, encoded: bytes) -> bytes:
+def _content_digest(example: Example, content: bytes) -> bytes:
+    # arguments in another order are the same call
     if example.tools or any("tool_calls" in message for message in example.messages):
-        encoded = _sorted_json(example.content()).encode()
-    return blake2b(encoded, digest_size=16).digest()
+        content = _sorted_json(example.content()).encode()
+    return blake2b(content, digest_size=16).digest()
 
 
 def _flags(example: Example, sequences: list[Encoded]) -> int:
     texts = example.texts()
-    applies = {
+    is_set = {
         "conversation": example.messages,
         "pair": example.prompt is not None,
         "system": example.messages and example.messages[0]["role"] in ("system", "developer"),
@@ -165,12 +162,12 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
         "media": any(tag in text for text in texts for tag in MEDIA_TAGS),
         "replaced": any("\ufffd" in text for text in texts),
     }
-    names = {name for name, is_set in applies.items() if name and is_set}.union(*(sequence.notes for sequence in sequences))
+    names = {name for name, value in is_set.items() if name and value}.union(*(sequence.notes for sequence in sequences))
     return sum(_BIT[name] for name in names)
 
 
 @dataclass
-class SourcePart:
+class TokenisedSource:
     """One source after reading: format, shards and refused rows."""
 
     file: str
@@ -186,17 +183,17 @@ class SourcePart:
 class StoredRows:
     """The rows of one split's sources in order, as columns."""
 
-    def __init__(self, parts: Sequence[SourcePart]) -> None:
-        self.parts = list(parts)
-        # each table is a chunk, so nothing is copied; there is always a first one
-        self.table = pa.concat_tables([table_of([], []), *(table for part in self.parts for table in part.tables)])
+    def __init__(self, sources: Sequence[TokenisedSource]) -> None:
+        self.sources = list(sources)
+        # each table is a chunk, so nothing is copied; the empty one has the schema if there are no others
+        self.table = pa.concat_tables([table_of([], []), *(table for source in self.sources for table in source.tables)])
         self.row_numbers = self.table["row"].to_numpy()
         self.prompt_digests = self.table["asked"].to_numpy()
         self.answer_digests = self.table["answer"].to_numpy()
         self.flags = self.table["flags"].to_numpy()
         sequences = self.table["input_ids"]
-        self.sequence_counts = pc.list_value_length(sequences).to_numpy().astype(np.int64)
-        self.lengths = pc.list_value_length(pc.list_flatten(sequences)).to_numpy()
+        self.sequence_counts = pc.list_value_length(sequences).to_numpy().astype(np.int64)  # of each row
+        self.lengths = pc.list_value_length(pc.list_flatten(sequences)).to_numpy()  # of each sequence, like the next two
         self.trained_counts = pc.list_flatten(self.table["trained"]).to_numpy()
         self.first_trained = pc.list_flatten(self.table["first"]).to_numpy()
 
@@ -210,13 +207,12 @@ class StoredRows:
 
     @cached_property
     def picture_sizes(self) -> np.ndarray:
-        """Return `sizes_of` all images."""
-        return sizes_of(self.table[PICTURES])
+        return picture_sizes(self.table[PICTURES])
 
     @cached_property
-    def source_indices(self) -> np.ndarray:
-        """Return the index of each row's part."""
-        return np.repeat(np.arange(len(self.parts)), [sum(table.num_rows for table in part.tables) for part in self.parts])
+    def source_indices(self) -> np.ndarray:  # of each row
+        row_counts = [sum(table.num_rows for table in source.tables) for source in self.sources]
+        return np.repeat(np.arange(len(self.sources)), row_counts)
 
     def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
         """Return the rows in `row_mask` that equal an earlier row."""
@@ -236,25 +232,25 @@ class StoredRows:
         return self.by_row(np.maximum, self.lengths)
 
     def by_row(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Reduce values of sequences to a value for each row; 0 for rows without sequences."""
+        """Reduce values of sequences to values of rows, 0 without sequences."""
         reduced = np.zeros(len(self), values.dtype)
-        rows = np.flatnonzero(self.sequence_counts)
+        rows = np.flatnonzero(self.sequence_counts)  # reduceat takes no empty ranges
         if len(rows):
             reduced[rows] = reduce.reduceat(values, self.sequence_starts[rows])
         return reduced
 
     @cached_property
     def sequence_starts(self) -> np.ndarray:
-        """Return each row's first sequence, and the end."""
+        """Return the index of each row's first sequence, and their end."""
         return np.concatenate([[0], np.cumsum(self.sequence_counts)])
 
     @property
     def are_pairs(self) -> bool:
-        return any(part.format == "preference" for part in self.parts)
+        return any(source.format == "preference" for source in self.sources)
 
     @property
     def are_labelled(self) -> bool:
-        return any(part.format == "labelled" for part in self.parts)
+        return any(source.format == "labelled" for source in self.sources)
 
     @cached_property
     def have_pictures(self) -> bool:
@@ -264,21 +260,21 @@ class StoredRows:
         return (self.flags & np.uint32(_BIT[flag])) != 0
 
     def row_location(self, index: int) -> tuple[str, int]:
-        return self.parts[self.source_indices[index]].file, int(self.row_numbers[index])
+        return self.sources[self.source_indices[index]].file, int(self.row_numbers[index])
 
     def example(self, index: int) -> Example:
         values = json.loads(self._value("example", index))
-        lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
-        if values.pop(PICTURES, None):
-            lists[PICTURES] = tuple(map(source_of, self._value(PICTURES, index)))
+        values |= {name: tuple(values[name]) for name in _TUPLE_FIELDS if name in values}
+        if values.pop(PICTURES, None):  # their digests
+            values[PICTURES] = tuple(map(source_from_dict, self._value(PICTURES, index)))
         file, number = self.row_location(index)
-        return Example(file, number, **lists, **values)
+        return Example(file, number, **values)
 
     def refusal(self, index: int) -> Refused:
         return Refused(*self.row_location(index), self._value("bad_field", index), self._value("bad_reason", index))
 
     def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        """Yield each shard's sequences, its part of the mask, and the indices."""
+        """Yield each shard's sequences, their part of the mask, and their indices in the split."""
         end = 0
         desirable = np.repeat(~self.has("undesirable"), self.sequence_counts)
         for shard in self.table.to_batches():

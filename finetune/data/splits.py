@@ -38,18 +38,18 @@ class DataSplit:
     """The training or held-out split before max_length applies."""
 
     stored: StoredRows
-    #: Which stored rows belong to the split.
-    row_mask: np.ndarray
+    row_mask: np.ndarray  # which stored rows belong to the split
     split_off: bool = False  # taken from the training files by test_split_size
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
         # the training split reports the columns of the shared files
-        return () if self.split_off else tuple({name: None for part in self.stored.parts for name in part.unused_columns})
+        columns = (name for source in self.stored.sources for name in source.unused_columns)
+        return () if self.split_off else tuple(dict.fromkeys(columns))
 
     @property
     def rows_read(self) -> int:
-        return int(self.row_mask.sum()) if self.split_off else sum(part.rows_read for part in self.stored.parts)
+        return int(self.row_mask.sum()) if self.split_off else sum(source.rows_read for source in self.stored.sources)
 
 
 class LimitedSplit:
@@ -59,27 +59,28 @@ class LimitedSplit:
         self.unlimited = unlimited
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = unlimited.stored
+        # row masks of the split
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
         truncates, in_chunks = excess_length == "truncate", excess_length == "chunk"
-        self._same_answers = self._cut_to_the_same(over_limit & (truncates and stored.are_pairs))
-        starts_after = stored.by_row(np.logical_or, stored.first_trained >= self._limit)
-        answer_cut = (over_limit & starts_after & truncates) | self._same_answers
+        self._equal_when_cut = self._pairs_equal_when_cut(over_limit & (truncates and stored.are_pairs))
+        starts_after_limit = stored.by_row(np.logical_or, stored.first_trained >= self._limit)
+        answer_cut_off = (over_limit & starts_after_limit & truncates) | self._equal_when_cut
         self.chunked = over_limit & ~(stored.has("conversation") | stored.has("pair")) & in_chunks
-        self.too_long = over_limit & ~answer_cut & ~self.chunked
+        self.too_long = over_limit & ~answer_cut_off & ~self.chunked
         self.truncated = self.too_long & truncates
-        usable = unlimited.row_mask & ~without_sequences & ~answer_cut & (~self.too_long | self.truncated)
+        usable = unlimited.row_mask & ~without_sequences & ~answer_cut_off & (~self.too_long | self.truncated)
         #: A mask for each pass over the data in an epoch; one without `dataset.weights`, which held-out rows don't have.
         # later passes repeat rows of the first
         self.passes = [usable] if unlimited.split_off else _passes(stored, usable, seed)
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
-        self.refused = [] if unlimited.split_off else [row for part in stored.parts for row in part.refused]
+        self.refused = [] if unlimited.split_off else [row for source in stored.sources for row in source.refused]
         self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
-        self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut).tolist())
-        excess_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
-        self.tokens_dropped = int(np.maximum(excess_lengths - self._limit * truncates, 0).sum())
-        self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
+        self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut_off).tolist())
+        long_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
+        self.tokens_dropped = int(np.maximum(long_lengths - self._limit * truncates, 0).sum())
+        self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]  # sequence masks
         self._is_cut = stored.lengths > self._limit
         #: The end of each sequence after truncating, and the number of its chunks.
         self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)
@@ -89,28 +90,31 @@ class LimitedSplit:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each training row, for a pair of the longer answer."""
+        """Return the tokens of each training row; of a pair, with the longer answer."""
         lengths = self._sequence_lengths
         return lengths.reshape(-1, 2).max(axis=1) if self.stored.are_pairs else lengths
 
     def longest_mismatched(self) -> int:
-        """Return the tokens of the longest prompt plus the longest answer."""
-        # a prompt is all before the first trained token
-        prompts, lengths = (values[self.sequences[0]] for values in (self.stored.first_trained, self.stored.lengths))
-        return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
+        """Return the tokens of the longest prompt plus the longest answer, which KTO may combine."""
+        prompt_lengths = self.stored.first_trained[self.sequences[0]]  # a prompt is all before the first trained token
+        answer_lengths = self.stored.lengths[self.sequences[0]] - prompt_lengths
+        return int(prompt_lengths.max(initial=0) + answer_lengths.max(initial=0))
 
     def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
-        """Return image sizes of the row with the most pixel values and of a usual row, and the mean over the usual row."""
+        """Return scaled image sizes of the row with most pixel values and of a usual row, and mean / usual pixel values."""
         sizes = self._picture_sizes
-        values = processor.values_by_row(sizes, len(self.stored))
-        with_pictures = np.flatnonzero(values)
-        if not len(with_pictures):
+        value_counts = processor.values_by_row(sizes, len(self.stored))
+        rows_with_pictures = np.flatnonzero(value_counts)
+        if not len(rows_with_pictures):
             return (), (), 1.0
-        usual = int(with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()])
-        share = values.sum() / max(1, self.used.sum()) / values[usual]
-        pairs = (sizes[sizes[:, 0] == row, 1:].tolist() for row in (int(values.argmax()), usual))
-        largest, usual_sizes = (tuple(processor.size(*pair) for pair in of_row) for of_row in pairs)
-        return largest, usual_sizes, round(float(share), 4)
+        nonzero_counts = value_counts[rows_with_pictures]
+        usual_row = int(rows_with_pictures[np.abs(nonzero_counts - nonzero_counts.mean()).argmin()])
+        mean_to_usual = value_counts.sum() / max(1, self.used.sum()) / value_counts[usual_row]
+        largest_sizes, usual_sizes = (
+            tuple(processor.size(width, height) for width, height in sizes[sizes[:, 0] == row, 1:].tolist())
+            for row in (int(value_counts.argmax()), usual_row)
+        )
+        return largest_sizes, usual_sizes, round(float(mean_to_usual), 4)
 
     @property
     def most_pixels(self) -> int:
@@ -132,13 +136,13 @@ class LimitedSplit:
 
     @cached_property
     def trained_lengths(self) -> np.ndarray:
-        """Return the trained tokens of each row, for a pair the mean."""
+        """Return the trained tokens of each row; of a pair, the mean."""
         lengths = self._trained_sequence_lengths
-        return -(-lengths.reshape(-1, 2).sum(axis=1) // 2) if self.stored.are_pairs else lengths
+        return -(-lengths.reshape(-1, 2).sum(axis=1) // 2) if self.stored.are_pairs else lengths  # rounded up
 
     @cached_property
     def _trained_sequence_lengths(self) -> np.ndarray:
-        counts = [np.array([], np.int64)]
+        counts = [np.array([], np.int64)]  # for data without shards
         for table, mask, indices in self._shards():
             if self._is_cut[indices][mask].any():
                 labels = self._cut(table, mask, indices)["labels"].combine_chunks()
@@ -194,17 +198,16 @@ class LimitedSplit:
         selected = table.filter(mask)
         ends, chunks = self._ends[indices][mask], self._chunks[indices][mask]
         offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunks)))
-        # rows are truncated or cut into chunks, which have all tokens
+        # when truncating, the longest end is max_length; chunks have all tokens
         sliced = (pc.list_slice(selected[name], 0, int(ends.max())) for name in ("input_ids", "labels"))
         ids, labels = (pc.list_flatten(array).to_numpy().copy() for array in sliced)
-        # nothing predicts the first token of a chunk
-        labels[offsets[:-1]] = NOT_TRAINED
+        labels[offsets[:-1]] = NOT_TRAINED  # nothing predicts the first token of a chunk
         tokens = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(array)) for array in (ids, labels)]
         rows = pa.array(np.repeat(np.arange(len(ends)), chunks))
         others = [selected[name].take(rows) for name in selected.column_names[2:]]
         return pa.table([*tokens, *others], names=selected.column_names)
 
-    def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
+    def _pairs_equal_when_cut(self, over_limit: np.ndarray) -> np.ndarray:
         rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
         ids = pc.list_flatten(self.stored.table["input_ids"])
         pairs = ((ids[start].values, ids[start + 1].values) for start in self.stored.sequence_starts[rows].tolist())
@@ -213,7 +216,7 @@ class LimitedSplit:
         return mask
 
     def _cut_refusal(self, index: int) -> Refused:
-        if self._same_answers[index]:
+        if self._equal_when_cut[index]:
             reason = f"and rejected are cut to the same {self._limit:,} tokens; there is nothing to prefer"
             return Refused(*self.stored.row_location(index), "chosen", reason)
         bounds = self.stored.sequence_starts
@@ -232,23 +235,23 @@ def _as_pairs(sequences: pa.Table) -> pa.Table:
 def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:
     """Return a row mask for each pass of an epoch."""
     sources = stored.source_indices
-    weights = np.array([part.weight for part in stored.parts])[sources]
+    weights = np.array([source.weight for source in stored.sources])[sources]
     passes = []
     for full_passes in range(max(1, math.ceil(weights.max(initial=1.0)))):
         # rows of weight 2.5 are in two passes, and half of the rows in a third
         pass_mask = usable & (weights >= full_passes + 1)
         for source in np.unique(sources[usable & (weights > full_passes) & (weights < full_passes + 1)]):
             source_rows = np.flatnonzero(usable & (sources == source))
-            count = round((stored.parts[source].weight - full_passes) * len(source_rows))
+            count = round((stored.sources[source].weight - full_passes) * len(source_rows))
             pass_mask[np.random.default_rng([seed, int(source)]).permutation(source_rows)[:count]] = True
         passes.append(pass_mask)
     return passes
 
 
 def _chunk_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    # chunks are as equal as possible
-    position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(lengths // counts, counts) + (position < np.repeat(lengths % counts, counts))
+    # chunks are as equal as possible: the first ones of a sequence have one more token
+    chunk_index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(lengths // counts, counts) + (chunk_index < np.repeat(lengths % counts, counts))
 
 
 def _map_from_file(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -268,8 +271,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     from trl import pack_dataset
 
     before = _lengths(dataset)
-    # TRL would truncate the row silently
-    if (longest := before.max(initial=0)) > max_length:
+    if (longest := before.max(initial=0)) > max_length:  # TRL would truncate the row silently
         raise DataError(
             f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
@@ -285,7 +287,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     after, rows = _lengths(packed), sum(len(lengths) for lengths in packed["seq_lengths"])
     if (rows, after.sum()) != (len(before), before.sum()) or after.max(initial=0) > max_length:
         counts = f"{len(before):,} rows, {before.sum():,} tokens before, {rows:,} rows, {after.sum():,} tokens after"
-        raise FinetuneError(f"packing changed the data: {counts}, longest {after.max(initial=0):,} of {max_length:,}")
+        raise FinetuneError(f"packing changed the data: {counts}; longest {after.max(initial=0):,} of {max_length:,}")
     return packed
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.chat_format import CallForm, ChatFormat, common_prefix_length, thought_and_text, until, without_space
+from finetune.data.chat_format import CallForm, ChatFormat, before_first, common_prefix_length, thought_and_text, without_space
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import THOUGHT_KEYS, Example, Message
 from finetune.data.pictures.placement import PICTURE_MARK, text_pieces, with_parts
@@ -25,22 +25,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-#: The only form of ids that Mistral's templates take.
-_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # the only form of ids that Mistral's templates take
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ANY_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-#: Largest product of constants in a chat template; no template needs one.
-_MAX_PRODUCT = 1_000_000
-#: Characters of a template; the longest known ones have 30,000.
-_MAX_LENGTH = 1_000_000
+_MAX_PRODUCT = 1_000_000  # largest product of constants in a chat template; no template needs one
+_MAX_CHARACTERS = 1_000_000  # most characters of a template; the longest known ones have 30,000
 _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
-#: Llama's templates write today's date unless they get one; this is their own default.
+#: Llama's templates write today's date unless they get `date_string`; this is their own default.
 _DATE = "26 Jul 2024"
 
 #: Errors of a template's own code, beside Jinja's.
 _CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-#: Time limit for rendering a conversation, in seconds; rendering usually takes a thousandth.
-RENDER_S = 20.0
+RENDER_S = 20.0  # time limit for rendering a conversation, in seconds; rendering usually takes a thousandth
 
 
 @dataclass
@@ -48,23 +44,21 @@ class Rendered:
     """Text as the model sees it."""
 
     text: str
-    #: The answers, as (start, end) in characters.
-    spans: list[Span]
+    spans: list[Span]  # the answers, as (start, end) in characters
     notes: set[str] = field(default_factory=set)  # for the report, names of `shards.FLAGS`
-    #: Indices of the answers' messages.
-    turns: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # indices of the answers' messages
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text
     is_plain: bool = False  # without a template
 
 
-def moved(spans: Iterable[Span], replaced: Sequence[tuple[Span, int]]) -> list[Span]:
-    """Return spans after parts of the text were replaced: `replaced` has spans before, and lengths after."""
+def moved_spans(spans: Iterable[Span], replaced: Sequence[tuple[Span, int]]) -> list[Span]:
+    """Return where spans are after replacements, given as (span before, length after)."""
     growths = [(end, length - (end - start)) for (start, end), length in replaced]
 
-    def position(old: int) -> int:
-        return old + sum(growth for end, growth in growths if end <= old)
+    def moved(position: int) -> int:
+        return position + sum(growth for end, growth in growths if end <= position)
 
-    return [(position(start), position(end)) for start, end in spans]
+    return [(moved(start), moved(end)) for start, end in spans]
 
 
 class Template:
@@ -73,44 +67,45 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.source = _template_source(tokenizer)
-        self.has_markers = bool(_MARKER.search(self.source))
+        self.has_markers = bool(_GENERATION_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
-        self._reasoning = next((name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)), THOUGHT_KEYS[0])
-        self._values: dict[str, Any] = {**tokenizer.special_tokens_map}
+        # the key under which the template reads a thought
+        self._thought_key = next((name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)), THOUGHT_KEYS[0])
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map}
         if "date_string" in self.source:
-            self._values["date_string"] = _DATE
-        #: Chosen while the format is learned.
-        self.call_form = CallForm()
+            self._variables["date_string"] = _DATE
+        self.call_form = CallForm()  # ChatFormat sets it while it learns the format
         specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special_tokens = sorted(specials | {name for name in tokenizer.all_special_tokens if isinstance(name, str)})
         self._with_thought: Callable[[Message], Message] = lambda message: message  # while the format is learned
         self.format = ChatFormat(self)
         self._with_thought = self.format.with_thought
 
-    def render(self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False) -> str:
+    def render(
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, add_generation_prompt: bool = False
+    ) -> str:
         """Return the messages as text. Raise BadRow with the template's error."""
-        return self._render(messages, tools, prompt, tracked=False)[0]
+        return self._render(messages, tools, add_generation_prompt, with_spans=False)[0]
 
-    def sequences(self, example: Example, *, whole: bool = False) -> list[Rendered]:
+    def sequences(self, example: Example, *, train_on_inputs: bool = False) -> list[Rendered]:
         """Return training texts with every answer in exactly one text. Raise BadRow."""
         messages = [self._with_thought(message) for message in example.messages]
         assistant_turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        # one text, all trained on
-        if whole:
+        if train_on_inputs:  # one text, all trained on
             text = self.render(messages, example.tools)
             for turn in example.answers:
                 _require_written(messages[turn], f"messages[{turn}]", text)
-            parts = list[Rendered]()
-            with contextlib.suppress(BadRow):  # no answer has to be located
-                parts = self._sequences_by_prefix(messages, example)
-            notes = {note for part in self._read_back(messages, example, parts) for note in part.notes} if parts else set()
+            located = list[Rendered]()
+            with contextlib.suppress(BadRow):  # answers needn't be located; only their notes are used
+                located = self._sequences_by_prefix(messages, example)
+            notes = {note for part in self._read_back(messages, example, located) for note in part.notes} if located else set()
             return [Rendered(text, [(0, len(text))], notes)]
-        if self.has_markers and example.answers == assistant_turns:
-            text, spans = self._render(messages, example.tools, False, tracked=True)
+        if self.has_markers and example.answers == assistant_turns:  # a marker can't leave out an answer
+            text, spans = self._render(messages, example.tools, False, with_spans=True)
             if not any(text[start:end].strip() for start, end in spans):
                 raise BadRow("messages", "the chat template's {% generation %} marks no answer in this conversation")
             marked = [Rendered(text, spans, turns=list(assistant_turns))]
-            with contextlib.suppress(BadRow):  # such as the thoughts of earlier turns, which each answer alone has
+            with contextlib.suppress(BadRow):  # such as dropped thoughts of earlier turns, which texts by prefix have
                 return self._read_back(messages, example, marked)
         # a template may drop the thinking of earlier turns: each answer that changes as the conversation continues gets a text,
         # so that every answer is trained on after exactly the text that prompts it
@@ -121,8 +116,8 @@ class Template:
         for turn in reversed(example.answers):
             # an answer is the text that it adds to the prompt
             with_answer = self.render(messages[: turn + 1], example.tools)
-            is_greeting = "user" not in [message["role"] for message in messages[:turn]]
-            prompt = "" if is_greeting else self.render(messages[:turn], example.tools, prompt=True)
+            is_greeting = "user" not in [message["role"] for message in messages[:turn]]  # the assistant speaks first
+            prompt = "" if is_greeting else self.render(messages[:turn], example.tools, add_generation_prompt=True)
             start = self.format.header_end(with_answer) if is_greeting else common_prefix_length(prompt, with_answer)
             notes = set()
             if start < len(prompt):
@@ -136,8 +131,9 @@ class Template:
                 notes.add("unprompted")
             if not with_answer[start:].strip():
                 raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out")
-            possible = ((sequence, end) for end in self._possible_ends(with_answer) for sequence in sequences)
-            hosts = ((host, end) for host, end in possible if host.text.startswith(with_answer[:end]))
+            # train on it in a text of later answers that begins with exactly this conversation, else in a new text
+            ends = self._possible_ends(with_answer)
+            hosts = ((host, end) for end in ends for host in sequences if host.text.startswith(with_answer[:end]))
             host, end = next(hosts, (None, len(with_answer.rstrip())))
             if host is None:
                 host = Rendered(with_answer, [])
@@ -152,32 +148,30 @@ class Template:
         if not self.tokenizer.is_fast:
             return position
         both = self.tokenizer([prompt, text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        # the `<` of `<think>` must not be taken from an answer
-        ends = [{end for _, end in offsets if end <= position} for offsets in both["offset_mapping"]]
-        return max(ends[0] & ends[1], default=0)
+        # texts that go on with <think> and <tool_call> share the `<`, which is only a part of a token
+        prompt_ends, text_ends = ({end for _, end in offsets if end <= position} for offsets in both["offset_mapping"])
+        return max(prompt_ends & text_ends, default=0)
 
     def _possible_ends(self, text: str) -> list[int]:
         full_text, end_tokens = text.rstrip(), tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.format.ends)))
-        # some templates write a second EOS after the last answer only
-        for token in end_tokens:
+        for token in end_tokens:  # some templates write a second EOS after the last answer only
             without_end = full_text.removesuffix(token).rstrip()
             if without_end != full_text and without_end.endswith(end_tokens):
                 return [len(full_text), len(without_end)]
         return [len(full_text)]
 
     def _render(
-        self, messages: list[Message], tools: tuple[dict[str, Any], ...], prompt: bool, *, tracked: bool
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...], add_generation_prompt: bool, *, with_spans: bool
     ) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-        keys = {"reasoning_content": self._reasoning}
-        messages = [
-            {keys.get(name, name): value for name, value in self._with_thought(message).items()} for message in messages
-        ]
-        messages = with_parts(messages)
+        template_keys = {"reasoning_content": self._thought_key}
+        messages = with_parts([
+            {template_keys.get(key, key): value for key, value in self._with_thought(message).items()} for message in messages
+        ])  # fmt: skip
         if any(message.get("tool_calls") for message in messages):
             messages = _with_call_form(messages, self.call_form)
         try:
@@ -186,15 +180,15 @@ class Template:
                     conversations=[messages],
                     tools=list(tools) or None,
                     chat_template=self.source,
-                    return_assistant_tokens_mask=tracked,
-                    add_generation_prompt=prompt,
-                    **self._values,
+                    return_assistant_tokens_mask=with_spans,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
                 )
         except TimeoutError:
             raise RecipeError(f"the chat template takes more than {RENDER_S:.0f} s for one row", _ANOTHER_TEMPLATE) from None
         except (TemplateError, *_CODE_ERRORS) as error:
             raise BadRow("messages", f"the chat template refuses it: {printable(str(error), 200)}") from None
-        return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
+        return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if with_spans else []
 
     @cached_property
     def reads_pictures(self) -> bool:
@@ -218,35 +212,37 @@ class Template:
                 message, text, path = messages[turn], sequence.text[start:end], f"messages[{turn}]"
                 _require_written(message, path, text)
                 if not any(token in str(message) for token in self.format.stop_tokens):  # else a note says so
-                    text = until(self.format.stop_tokens, text)  # where generation ends
+                    text = before_first(self.format.stop_tokens, text)  # where generation ends
                 tools = example.tools if example.tools or message.get("tool_calls") else None
-                sequence.notes |= self._changes(message, self.format.read(text, tools), path)
+                sequence.notes |= self._change_notes(message, self.format.read(text, tools), path)
         if self.format.writes_thought[False] and not any(thought_and_text(messages[turn])[0] for turn in example.answers):
             sequences[0].notes.add("unthinking")
         # a text or a thought that no sequence has; white space does not count
         texts = (piece for message in messages for piece in (*text_pieces(message), message.get("reasoning_content", "")))
-        if not all(any(_has(sequence.text, text) for sequence in sequences) for text in texts):
+        if not all(any(_contains(sequence.text, text) for sequence in sequences) for text in texts):
             sequences[0].notes.add("altered")
         _check_calls(messages, sequences)
         return sequences
 
-    def _changes(self, message: Message, answer: Answer, path: str) -> set[str]:
+    def _change_notes(self, message: Message, answer: Answer, path: str) -> set[str]:
         """Return notes on harmless changes. Raise BadRow for another answer."""
-        calls, calls_read = ([call["function"] for call in its or ()] for its in (message.get("tool_calls"), answer.calls))
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        calls_read = [call["function"] for call in answer.calls]
+        if calls_read and not calls:
+            raise BadRow(path, "is read back as a tool call, which a program would run")
         # True == 1, and their texts differ
-        if calls != calls_read or (calls and json.dumps(calls, sort_keys=True) != json.dumps(calls_read, sort_keys=True)):
-            name = printable(calls[0]["name"]) if calls else ""
-            problem = f"the chat template changes its call of tool {name}: it parses back to other arguments"
-            raise BadRow(path, problem if calls else "is read back as a tool call, which a program would run")
+        if calls != calls_read or json.dumps(calls, sort_keys=True) != json.dumps(calls_read, sort_keys=True):
+            problem = f"the chat template changes its call of tool {printable(calls[0]['name'])}"
+            raise BadRow(path, f"{problem}: it parses back to other arguments")
         thought, text = (self.format.without_special_tokens(part) for part in thought_and_text(message))
         if (thought, text) == (answer.thought, answer.text):
             return set()
-        wanted, read = ([*map(without_space, pair)] for pair in ((thought, text), (answer.thought, answer.text)))
-        if wanted == read:
+        expected, read = ([*map(without_space, pair)] for pair in ((thought, text), (answer.thought, answer.text)))
+        if expected == read:
             return {"trimmed"} if not calls and text != answer.text else set()
-        if not calls or "".join(wanted) != "".join(read):
-            thinking = f", after the thought {quoted(answer.thought)}" if answer.thought else ""
-            raise BadRow(path, f"is read back from its training text as {quoted(answer.text)}{thinking}")
+        if not calls or "".join(expected) != "".join(read):
+            after_thought = f", after the thought {quoted(answer.thought)}" if answer.thought else ""
+            raise BadRow(path, f"is read back from its training text as {quoted(answer.text)}{after_thought}")
         return {"altered"}  # the text before a call is written as a thought
 
 
@@ -261,8 +257,9 @@ def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
             "Set chat_template to the path of a Jinja file, or to plain for a simple one (### User / ### Assistant);\n"
             "or train on rows of prompt and completion, or of text, which need no template.",
         ) from None
-    if len(source) > _MAX_LENGTH:
-        raise RecipeError(f"the chat template has {len(source):,} characters, more than {_MAX_LENGTH:,}", _ANOTHER_TEMPLATE)
+    if len(source) > _MAX_CHARACTERS:
+        problem = f"the chat template has {len(source):,} characters, more than {_MAX_CHARACTERS:,}"
+        raise RecipeError(problem, _ANOTHER_TEMPLATE)
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -282,8 +279,8 @@ def _check_constants(source: str) -> None:
     # Jinja computes constants while it compiles, which no time limit can stop
     tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_ANY_MARKER.sub("", source))  # noqa: S701 - not rendered
     for node in tree.find_all((nodes.Pow, nodes.Mul)):
-        numbers = [abs(part.value) for part in node.find_all(nodes.Const) if isinstance(part.value, (int, float))]
-        if isinstance(node, nodes.Pow) or math.prod(numbers) > _MAX_PRODUCT:
+        numbers = [abs(child.value) for child in node.find_all(nodes.Const) if isinstance(child.value, (int, float))]
+        if isinstance(node, nodes.Pow) or math.prod(numbers) > _MAX_PRODUCT:  # no template needs a power
             raise RecipeError(
                 f"line {node.lineno} of the chat template multiplies to more than {_MAX_PRODUCT:,}", _ANOTHER_TEMPLATE
             )
@@ -308,32 +305,33 @@ def _raise_timeout(_number: int, _frame: Any) -> None:
     raise TimeoutError
 
 
-def _require_written(message: Message, path: str, trained: str) -> None:
+def _require_written(message: Message, path: str, trained_text: str) -> None:
     thought, text = thought_and_text(message)
-    if not _has(trained, text):
+    if not _contains(trained_text, text):
         raise BadRow(path, "the chat template leaves this answer out or changes its text")
     for call in message.get("tool_calls") or ():
-        if call["function"]["name"] not in trained:
+        if call["function"]["name"] not in trained_text:
             raise BadRow(path, f"the chat template leaves out its call of tool {printable(call['function']['name'])}")
-    if not _has(trained, thought):
+    if not _contains(trained_text, thought):
         has_field = "reasoning_content" in message
-        way_out = "leave it out: dataset.ignore_columns=[reasoning_content]" if has_field else "take it out of the rows"
+        other_fix = "leave it out: dataset.ignore_columns=[reasoning_content]" if has_field else "take it out of the rows"
         raise BadRow(
             f"{path}.reasoning_content" if has_field else path,
-            f"the chat template leaves out the reasoning; use a model whose template writes it, or {way_out}",
+            f"the chat template leaves out the reasoning; use a model whose template writes it, or {other_fix}",
         )
 
 
 def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
     has_calls = any(message.get("tool_calls") for message in messages)
-    prompts = [message["content"] for message in messages if message["role"] != "user"]
+    # rows for Hermes ask for <tool_call>{...}</tool_call> in their system prompt
+    asks_for_tags = any("<tool_call>" in message["content"] for message in messages if message["role"] != "user")
     writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
-    if has_calls and any("<tool_call>" in prompt for prompt in prompts) and not writes_json:
+    if has_calls and asks_for_tags and not writes_json:
         raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
 
 
 def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
-    # ids and arguments of calls as the template writes them; a tool's answer without an id is of the oldest unanswered call
+    # write ids and arguments of calls as the template takes them; a tool's reply without an id answers the oldest open call
     converted, unanswered_ids = [], list[str]()
     ids: dict[str, str] = {}  # id in the row -> id in the template
     call_count = 0
@@ -361,5 +359,5 @@ def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
     return converted
 
 
-def _has(whole: str, text: str) -> bool:
-    return text in whole or without_space(text) in without_space(whole)
+def _contains(text: str, part: str) -> bool:
+    return part in text or without_space(part) in without_space(text)

@@ -1,4 +1,4 @@
-"""Read a source and tokenise it in processes; keep the rows in a folder by content and everything that decides the tokens."""
+"""Read a source, tokenise it in several processes, and cache its rows by a hash of everything that decides their tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
-from finetune.data.shards import SourcePart, table_of
+from finetune.data.shards import TokenisedSource, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
@@ -41,25 +41,20 @@ from finetune.gc_settings import raise_gc_thresholds
 from finetune.settings import DatasetRecipe
 from finetune.system import take_lock, usable_cpus
 
-#: Called with the number of tokenised rows.
-Progress = Callable[[int], None]
-#: Rows read to detect the format.
-_SAMPLE_ROWS = 1000
+Progress = Callable[[int], None]  # called with the number of tokenised rows
+_SAMPLE_ROWS = 1000  # rows read to detect the format
 #: A batch ends after this number of rows, or of characters, as does the sample.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
-#: Rows of a batch with images, as each image is decoded.
-PICTURE_BATCH_ROWS = 256
-#: Smaller files are tokenised in memory each time.
-SMALL_BYTES = 2**20
+PICTURE_BATCH_ROWS = 256  # rows of a batch with images, which take longer: each image is decoded
+SMALL_BYTES = 2**20  # smaller files are tokenised in memory each time
 #: Settings of `dataset` that choose rows or name files; all others decide how rows are read.
 _SELECTING_SETTINGS = (
     "path", "eval_path", "eval_split", "split", "name", "revision", "on_bad_rows", "accept_findings", "test_split_size",
     "max_rows", "weights",
 )  # fmt: skip
-_ENCODE_ROWS = 256
-#: Threads that verify hashes.
-_HASH_THREADS = 4
-_LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
+_ENCODE_ROWS = 256  # in one call of the encoder
+_HASH_THREADS = 4  # that verify the files of a cached source
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")  # whose versions are in the cache key
 
 
 class SourceReader:
@@ -67,7 +62,7 @@ class SourceReader:
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-        self._sample = _take(self._remaining_rows, _SAMPLE_ROWS)
+        self._sample = _take_batch(self._remaining_rows, _SAMPLE_ROWS)
         self._dataset = dataset
         rows = [row for row in self._sample if isinstance(row, Row)]
         if not rows:
@@ -84,7 +79,7 @@ class SourceReader:
     def batches(self) -> Iterator[list[Row | Refused]]:
         rows = itertools.chain(self._sample, self._remaining_rows)
         batch_rows = PICTURE_BATCH_ROWS if self.parser.pictures.are_usual else BATCH_ROWS
-        while batch := _take(rows, batch_rows):
+        while batch := _take_batch(rows, batch_rows):
             yield batch
 
     def parsed(self) -> Iterator[ParsedBatch]:
@@ -105,50 +100,50 @@ class SourceReader:
         return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
 
 
-def _take(rows: Iterator[Row | Refused], most: int) -> list[Row | Refused]:
-    taken: list[Row | Refused] = []
+def _take_batch(rows: Iterator[Row | Refused], max_rows: int) -> list[Row | Refused]:
+    batch: list[Row | Refused] = []
     characters = 0
-    for row in itertools.islice(rows, most):
-        taken.append(row)
-        characters += _size(row.values) if isinstance(row, Row) else 0
+    for row in itertools.islice(rows, max_rows):
+        batch.append(row)
+        characters += _characters(row.values) if isinstance(row, Row) else 0
         if characters > _BATCH_CHARACTERS:
             break
-    return taken
+    return batch
 
 
-def _size(value: Any) -> int:
+def _characters(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 8 + sum(map(_size, items))
+    return 8 + sum(map(_characters, items))  # numbers, and the frame of a list or dict, take about 8
 
 
 def tokenise_source(
     source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
-) -> SourcePart:
+) -> TokenisedSource:
     """Return at most `limit` tokenised rows of a source. Raise DataError or DiskFull."""
     path, stat = source.path, source.info.stat
     if path is None or stat is None or stat[0] < SMALL_BYTES:
         return _tokenise(SourceReader(source, dataset, limit), encoder, progress)
     folder = cache_folder() / _cache_key(source, dataset, limit, encoder)
-    part = _read(folder, source.name)
-    if part is None:
+    tokenised = _read_cached(folder, source.name)
+    if tokenised is None:
         with disk_errors(folder, "tokenised rows"):
             folder.mkdir(parents=True, exist_ok=True)
             while (lock := take_lock(folder / "lock", 0.5)) is None:
                 progress(0)
         try:
-            part = _read(folder, source.name)  # which another process wrote meanwhile
-            if part is None:
-                part = _tokenise(SourceReader(source, dataset, limit), encoder, progress, folder)
+            tokenised = _read_cached(folder, source.name)  # another process may have written it meanwhile
+            if tokenised is None:
+                tokenised = _tokenise(SourceReader(source, dataset, limit), encoder, progress, folder)
             if file_stat(path) != stat:
                 # processes that have the files mapped can still read them
                 shutil.rmtree(folder, ignore_errors=True)
                 raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
         finally:
             lock.release()
-    progress(part.rows_read)
-    return part
+    progress(tokenised.rows_read)
+    return tokenised
 
 
 def cache_folder() -> Path:
@@ -156,82 +151,84 @@ def cache_folder() -> Path:
     return cache_dir() / "tokens"
 
 
-def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> SourcePart:
-    part = SourcePart(reader.parser.file, reader.parser.format, reader.parser.columns)
+def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> TokenisedSource:
+    tokenised = TokenisedSource(reader.parser.file, reader.parser.format, reader.parser.columns)
     batches: dict[int, tuple[ParsedBatch, pa.Table | str]] = {}
     work = partial(_tokenise_batch, folder, reader.parser, encoder)
+    # after an unread column that stops the run, rows are only parsed, for the other problems
     tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
     with contextlib.closing(results_in_forks(work, tasks)) as results:
-        for index, row_count, parsed, tokens in results:
-            batches[index] = parsed, tokens
-            part.rows_read += row_count
+        for index, row_count, parsed, table_or_hash in results:
+            batches[index] = parsed, table_or_hash
+            tokenised.rows_read += row_count
             reader.unused.merge(parsed.unused)
-            progress(part.rows_read)
-    part.unused_columns = reader.finish()
-    in_order = sorted(batches.items())
-    part.refused = [row for _, (parsed, _) in in_order for row in parsed.refused]
+            progress(tokenised.rows_read)
+    tokenised.unused_columns = reader.finish()
+    ordered = [batch for _, batch in sorted(batches.items())]
+    tokenised.refused = [row for parsed, _ in ordered for row in parsed.refused]
     if folder is None:
-        part.tables = [tokens for _, (_, tokens) in in_order]
+        tokenised.tables = [table for _, table in ordered]
     else:
         values = {
-            "sha256": [sha256 for _, (_, sha256) in in_order], "read": part.rows_read, "format": part.format,
-            "columns": part.columns, "unused_columns": part.unused_columns,
-            "refused": [(row.row, row.field, row.reason) for row in part.refused],
-            "pictures": {name: stat for parsed, _ in batches.values() for name, stat in parsed.picture_files.items()},
+            "sha256": [sha256 for _, sha256 in ordered], "read": tokenised.rows_read, "format": tokenised.format,
+            "columns": tokenised.columns, "unused_columns": tokenised.unused_columns,
+            "refused": [(row.row, row.field, row.reason) for row in tokenised.refused],
+            "pictures": {name: stat for parsed, _ in ordered for name, stat in parsed.picture_files.items()},
         }  # fmt: skip
-        # the last file: a folder without it is unfinished
         with disk_errors(folder, "tokenised rows"):
-            part.tables = [_mapped(_shard(folder, index)) for index, _ in in_order]
+            tokenised.tables = [_map_table(_shard_path(folder, index)) for index in range(len(ordered))]
+            # the last file: a folder without it is unfinished
             write_text(folder / "source.json", with_checksum(json.dumps(values)))
-    return part
+    return tokenised
 
 
 def _tokenise_batch(
     folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
 ) -> tuple[int, int, ParsedBatch, pa.Table | str]:
-    """Return the batch's index, number of rows, and table; the hash of a table in the folder."""
+    """Return index, number of rows, problems, and the table, or its file's hash in a folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
     for start in range(0, len(examples), _ENCODE_ROWS):
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
+    # the table has the examples: they needn't be sent to the parent process, too
     table, parsed = table_of(examples, results), replace(parsed, examples=[])
     if folder is None:
         return index, len(rows), parsed, table
-    path = _shard(folder, index)
+    path = _shard_path(folder, index)
     with disk_errors(folder, "tokenised rows"):
-        # a process may have a damaged one mapped
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # not overwritten: a process may have a damaged one mapped
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
         return index, len(rows), parsed, sha256_of(path)
 
 
-def _read(folder: Path, name: str) -> SourcePart | None:
-    """Return the rows in a folder; None if they are unfinished or damaged, or an image changed."""
+def _read_cached(folder: Path, name: str) -> TokenisedSource | None:
+    """Return the rows in a folder; None if unfinished or damaged, or if an image changed."""
     values = read_object(folder / "source.json")
     if values is None:
         return None
+    # JSON has lists for tuples
     if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in values["pictures"].items()):
         return None
-    shards = [_shard(folder, index) for index in range(len(values["sha256"]))]
+    paths = [_shard_path(folder, index) for index in range(len(values["sha256"]))]
     try:
         with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing takes longer than mapping the files
-            if list(pool.map(sha256_of, shards)) != values["sha256"]:
+            if list(pool.map(sha256_of, paths)) != values["sha256"]:
                 return None
-        tables = [*map(_mapped, shards)]
+        tables = [*map(_map_table, paths)]
     except OSError:
         return None
     refused = [Refused(name, *row) for row in values["refused"]]
-    columns, unused = values["columns"], tuple(values["unused_columns"])
-    return SourcePart(name, values["format"], columns, unused, values["read"], refused, tables)
+    unused_columns = tuple(values["unused_columns"])
+    return TokenisedSource(name, values["format"], values["columns"], unused_columns, values["read"], refused, tables)
 
 
-def _shard(folder: Path, index: int) -> Path:
+def _shard_path(folder: Path, index: int) -> Path:
     return folder / f"{index:05d}.arrow"
 
 
-def _mapped(path: Path) -> pa.Table:
+def _map_table(path: Path) -> pa.Table:
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
 
@@ -243,8 +240,8 @@ def _cache_key(source: Source, dataset: DatasetRecipe, limit: int | None, encode
     path = source.path or Path()
     # paths of images start in the file's folder
     kind = [file_type(path), path.suffix.lower(), source.split, str(path.parent.absolute())]
-    parts = [source.info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    inputs = [source.info.sha256, kind, settings, limit, encoder.identity, today, _code_digest()]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache
@@ -256,21 +253,20 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
-#: More processes don't help: one process reads and distributes the rows.
-_MAX_PROCESSES = 8
+_MAX_PROCESSES = 8  # more processes don't help: one process reads and distributes the rows
 
 
 def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
     """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
     # macOS and Windows can't fork safely
     count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1
-    # the first task runs here, so that an error of all tasks comes before the forks
+    # the first task runs here, so that an error of all tasks comes before the forks; without forks, all tasks do
     remaining = iter(tasks)
     yield from itertools.starmap(work, itertools.islice(remaining, 1 if count > 1 else None))
-    second = [*itertools.islice(remaining, 1)]
-    processes: dict[Connection, Any] = {}
+    second_task = [*itertools.islice(remaining, 1)]
+    processes: dict[Connection, Any] = {}  # by the parent's end of their pipe
     try:
-        for _ in range(count if second else 0):
+        for _ in range(count if second_task else 0):
             parent_end, child_end = get_context("fork").Pipe()
             arguments = (child_end, [*processes, parent_end], work)
             process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
@@ -279,7 +275,7 @@ def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]])
                 process.start()
             child_end.close()
             processes[parent_end] = process
-        idle, remaining = [*processes], itertools.chain(second, remaining)
+        idle, remaining = [*processes], itertools.chain(second_task, remaining)
         while True:
             for task in itertools.islice(remaining, len(idle)):
                 idle.pop().send(task)
@@ -309,15 +305,12 @@ def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., A
     # a fork exits when its pipe closes, so it must not hold the parent's ends
     for connection in inherited:
         connection.close()
-    # Ctrl-C reaches the parent, which ends the forks
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the forks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # collecting would copy the pages that forks share
-    gc.freeze()
+    gc.freeze()  # collecting would copy the pages that forks share
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # until the parent is gone
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError):  # until the parent is gone
         while True:
             task = tasks.recv()
             try:

@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
 
-#: A folder without any of these has no tokenizer, even if the library would build one from config.json.
+#: A folder without any of these has no tokenizer, even if transformers would build one from config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
-#: Files with the settings of a processor.
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-#: Suffixes of files that the library reads with a tokenizer.
-_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # files with the settings of a processor
+_SUFFIXES = {".json", ".jinja", ".model", ".txt"}  # suffixes of files that transformers reads with a tokenizer
 #: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
     "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|PAD_TOKEN|>", "<|endoftext|>", "<|end_of_text|>",
@@ -49,7 +47,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         content = ", ".join(sorted(printable(entry.name) for entry in path_or_id.iterdir())[:8]) or "nothing"
         reason = f"has no tokenizer (no tokenizer.json; it has {content})"
         raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
-    tokenizer = run_tokenizer(path_or_id, recipe)
+    tokenizer = read_tokenizer(path_or_id, recipe)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
     if recipe.chat_template is not None:
@@ -59,8 +57,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class ModelPictures:
-    """Loads the processor of a recipe's model, or of a run's `folder`."""
+class ProcessorLoader:
+    """Loads the image processor of a recipe's model, or of a run's `folder`."""
 
     def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
         self._recipe = recipe
@@ -69,12 +67,12 @@ class ModelPictures:
     @property
     def identity(self) -> list[Any]:
         """Return everything that decides an image's tokens beside the tokenizer."""
-        # a hub id's revision is known elsewhere
+        # a hub id's files depend on its revision, which is compared elsewhere
         paths = [self._path / name for name in _PROCESSOR_FILES] if isinstance(self._path, Path) else []
         return [pixel_limit(self._recipe), *(sha256_of(path) for path in paths if path.is_file())]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Load the processor. Raise ModelError for an unusable processor."""
+        """Load the processor, or raise ModelError."""
         from finetune.compat.processors import load_processor
         from finetune.data.pictures.processing import PictureProcessor
         from finetune.data.pictures.source import require_pillow
@@ -129,7 +127,7 @@ def _path_or_hub_id(name: str) -> Path | str:
     return name
 
 
-def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+def read_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or hub id, unchanged. Raise ModelError."""
     from transformers import AutoTokenizer
 
@@ -137,20 +135,20 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
 
     without_session_id()
     name = recipe.model_name_or_path
-    files = path_or_id.iterdir() if isinstance(path_or_id, Path) else ()
-    texts = (file for file in files if file.suffix in _SUFFIXES and file.is_file())
-    if pointers := [f"{printable(str(file), 200)} {IS_LFS_POINTER}" for file in texts if is_lfs_pointer(file)]:
-        raise ModelError(pointers, f"Download the tokenizer again, or in the cloned folder: {LFS_FIX}")
+    entries = path_or_id.iterdir() if isinstance(path_or_id, Path) else ()
+    files = (path for path in entries if path.suffix in _SUFFIXES and path.is_file())
+    if problems := [f"{printable(str(file), 200)} {IS_LFS_POINTER}" for file in files if is_lfs_pointer(file)]:
+        raise ModelError(problems, f"Download the tokenizer again, or in the cloned folder: {LFS_FIX}")
     is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path_or_id),
             revision=recipe.model_revision if isinstance(path_or_id, str) else None,
-            # else code in another repository would be its newest commit
+            # without it, code from another repository is taken at its newest commit
             code_revision=recipe.model_revision,
             trust_remote_code=recipe.trust_remote_code,
         )
-        tokenizer.convert_tokens_to_ids(tokenizer.all_special_tokens)  # fails where the unknown token is unknown
+        tokenizer.convert_tokens_to_ids(tokenizer.all_special_tokens)  # raises if the unknown token isn't in the vocabulary
         return tokenizer
     except BaseException as error:  # noqa: BLE001 - tokenizers panics, transformers raises whatever its code meets
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -173,8 +171,8 @@ def _read_template(text: str) -> str:
     try:
         template = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        is_other = isinstance(error, UnicodeDecodeError)
-        reason = "is not UTF-8 text" if is_other else f"can't be read: {getattr(error, 'strerror', None) or error}"
+        is_not_text = isinstance(error, UnicodeDecodeError)
+        reason = "is not UTF-8 text" if is_not_text else f"can't be read: {getattr(error, 'strerror', None) or error}"
         raise RecipeError(f"{label} {reason}", fix) from None
     if not template.strip():
         raise RecipeError(f"{label} is empty", fix)
@@ -188,46 +186,50 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     if not recipe.new_tokens:
         return
     names, vocabulary = list(recipe.new_tokens), tokenizer.get_vocab()
-    owned = {
+    existing_ids = {
         name: vocabulary.get(name, ids[0])
         for name, ids in zip(names, _ids(tokenizer, names), strict=True)
+        # a byte-level token's name differs from its text
         if name in vocabulary or (len(ids) == 1 and str(tokenizer.decode(ids)).strip() == name)
     }
-    model = recipe.model_name_or_path
-    if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
-        raise RecipeError(_first(problems), "Leave out the model's own tokens.")
+    fact = f"is a token of {recipe.model_name_or_path} already"
+    if problems := [f"new_tokens: {printable(name)} {fact} ({token_id})" for name, token_id in existing_ids.items()]:
+        raise RecipeError(_first_five(problems), "Leave out the model's own tokens.")
     # not special: decoding with skip_special_tokens keeps them
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
     vocabulary = tokenizer.get_vocab()
     split_up = [name for name, ids in zip(names, _ids(tokenizer, names), strict=True) if vocabulary[name] not in ids]
     if problems := [f"new_tokens: {printable(name)} is still several tokens to this tokenizer" for name in split_up]:
-        raise RecipeError(_first(problems), "Give other tokens, for example <|name|>.")
+        raise RecipeError(_first_five(problems), "Give other tokens, for example <|name|>.")
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def _first(problems: list[str]) -> list[str]:
+def _first_five(problems: list[str]) -> list[str]:
     return problems[:5] + ([f"new_tokens: and {len(problems) - 5} more"] if len(problems) > 5 else [])
 
 
-def rows_of_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_rows: int | None, highest: int) -> list[int]:
+def trained_embedding_rows(
+    tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_rows: int | None, highest_token: int
+) -> list[int]:
     """Return first and end of the trained embedding rows, empty without any. Raise DataError."""
     # Trained: the recipe's new tokens, and tokens that were added to the tokenizer beyond the model's rows and occur in
-    # the data, whose largest token is `highest`.
+    # the data, whose highest id is `highest_token`.
     end = max(tokenizer.get_vocab().values()) + 1
-    first = end - len(recipe.new_tokens)
-    if model_rows is None or max(highest, first if recipe.new_tokens else 0) < model_rows or first == model_rows:
-        return [first, end] if recipe.new_tokens else []
+    first_new = end - len(recipe.new_tokens)  # they have the last ids
+    highest_used = max(highest_token, first_new if recipe.new_tokens else 0)
+    if model_rows is None or highest_used < model_rows or first_new == model_rows:
+        return [first_new, end] if recipe.new_tokens else []
     added = tokenizer.added_tokens_decoder
     # tokens that were not added belong to another model
-    if strangers := [token_id for token_id in range(model_rows, end) if token_id not in added]:
-        token_id = highest if highest in strangers else strangers[0]
+    if foreign_ids := [token_id for token_id in range(model_rows, end) if token_id not in added]:
+        token_id = highest_token if highest_token in foreign_ids else foreign_ids[0]
         raise DataError(
-            f"the rows have the token {highest} and the tokenizer {token_id} "
+            f"the rows have the token {highest_token} and the tokenizer {token_id} "
             f"({printable(str(tokenizer.convert_ids_to_tokens(token_id)))}), and {recipe.model_name_or_path} has "
             f"{model_rows:,} tokens",
             "The tokenizer belongs to another model: restore the base model's tokenizer files.",
         )
-    return [min(first, model_rows), end]
+    return [min(first_new, model_rows), end]

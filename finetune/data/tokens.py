@@ -1,4 +1,4 @@
-"""Turn examples into input_ids and labels, and these into texts."""
+"""Turn examples into input_ids and labels, and decode these into texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.chat_format import ChatFormat, common_prefix_length
 from finetune.data.checks import BadRow, or_bad_row, quoted
 from finetune.data.conversation import Example, Message
-from finetune.data.template import Rendered, Span, Template, moved
+from finetune.data.template import Rendered, Span, Template, moved_spans
 from finetune.errors import DataError, RecipeError
 from finetune.settings.methods import NOT_TRAINED
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
     from finetune.data.pictures.source import PictureSource
-    from finetune.data.tokenizer import ModelPictures
+    from finetune.data.tokenizer import ProcessorLoader
 
-#: A token in angle or square brackets, repeated.
-_REPEATED = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}")
+#: Four or more equal tokens in angle or square brackets.
+_REPEATED_TOKEN = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Encoded:
     input_ids: np.ndarray
     #: The id of each trained token and -100 elsewhere; the first token is never trained.
     labels: np.ndarray
-    notes: set[str] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)  # for the report, names of `shards.FLAGS`
 
     @property
     def trained_count(self) -> int:
@@ -48,31 +48,27 @@ class Encoded:
 
     @property
     def first_trained(self) -> int:
-        return int((self.labels != NOT_TRAINED).argmax())
+        return int((self.labels != NOT_TRAINED).argmax())  # its index; 0 if no token is trained
 
 
 class Encoder:
     """Turns examples into tokens with one tokenizer and chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool = False, train_on_inputs: bool = False,
-        pictures: ModelPictures | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, *, with_template: bool = False, train_on_inputs: bool = False,
+        processor_loader: ProcessorLoader | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
-        #: Loads the model's processor when a row has images.
-        self._pictures = pictures
+        self._processor_loader = processor_loader  # called for the first row with images
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
-        #: Ids that end an answer, in generation too.
-        self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}
-        special_ids = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
-        #: Ids that count as an answer's end right after it, and at its own end: of conversations, and of plain text.
-        self._end_ids = [(self._eos_ids, self._eos_ids | special_ids)] * 2
+        self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}  # ids that end an answer, in generation too
+        self._special_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._escaper = SpecialTokenEscaper(tokenizer)
         sequence_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         # GPT-2's unknown token is its EOS
-        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in sequence_ids else None
-        if conversations:  # else each row decides
+        self._unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id not in sequence_ids else None
+        if with_template:  # else the first conversation loads it
             self.use_template()
 
     def use_template(self) -> Template:
@@ -80,12 +76,10 @@ class Encoder:
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.format.stops
-            ends = self.template.format.ends
-            self._end_ids = [(ends, ends | self._end_ids[1][1]), self._end_ids[1]]
-            self._require_end()
+            self._require_eos()
         return self.template
 
-    def _require_end(self) -> None:
+    def _require_eos(self) -> None:
         if not self.stops:
             raise RecipeError(
                 "the model's tokenizer has no EOS token, so the model could never learn to stop",
@@ -96,13 +90,12 @@ class Encoder:
     def identity(self) -> str:
         """Return the sha256 of everything that decides a row's tokens."""
         tokenizer = self.tokenizer
-        parts = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary, self.train_on_inputs]
-        parts += self._pictures.identity if self._pictures else []
-        return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        inputs = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary_digest, self.train_on_inputs]
+        inputs += self._processor_loader.identity if self._processor_loader else []
+        return sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
     @cached_property
-    def vocabulary(self) -> str:
-        """Return the sha256 of vocabulary and rules."""
+    def vocabulary_digest(self) -> str:
         tokenizer = self.tokenizer
         rules: Any = tokenizer.get_vocab()
         if tokenizer.is_fast:
@@ -115,16 +108,20 @@ class Encoder:
         if any(example.messages for example in examples):
             self.use_template()
         if any(example.pictures for example in examples):
-            self._require_pictures()
-        self._require_end()
-        texts = [or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
-        encoded = iter(self._tokenise([text for row in texts if not isinstance(row, BadRow) for text in row]))
-        return [
-            row if isinstance(row, BadRow) else or_bad_row(_checked, example, [next(encoded) for _ in row])
-            for example, row in zip(examples, texts, strict=True)
-        ]
+            self._require_picture_model()
+        self._require_eos()
+        rows = [or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
+        # the texts of all rows are tokenised together, which is faster
+        sequences = iter(self._tokenise([text for texts in rows if not isinstance(texts, BadRow) for text in texts]))
+        results: list[list[Encoded] | BadRow] = []
+        for example, texts in zip(examples, rows, strict=True):
+            if isinstance(texts, BadRow):
+                results.append(texts)
+            else:
+                results.append(or_bad_row(_checked_sequences, example, list(itertools.islice(sequences, len(texts)))))
+        return results
 
-    def _require_pictures(self) -> None:
+    def _require_picture_model(self) -> None:
         if self.template is None or not self.template.reads_pictures:
             raise RecipeError(
                 "the rows have images, and the model reads text only: its chat template writes nothing for an image",
@@ -136,9 +133,9 @@ class Encoder:
     @cached_property
     def picture_processor(self) -> PictureProcessor:
         """Return the model's processor. Raise RecipeError without one."""
-        if self._pictures is None:
+        if self._processor_loader is None:
             raise RecipeError("there are images, and this command reads text only", "Leave the images out.")
-        return self._pictures(self.tokenizer)
+        return self._processor_loader(self.tokenizer)
 
     def prompt_ids(
         self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
@@ -148,18 +145,18 @@ class Encoder:
             ids = self._tokenise_texts([question], plain=True)[0][0]
             # some tokenizers add an EOS to plain text
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
-        return self.conversation_ids(question, tools, prompt=True, pictures=pictures)
+        return self.conversation_ids(question, tools, add_generation_prompt=True, pictures=pictures)
 
     def conversation_ids(
-        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False,
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, add_generation_prompt: bool = False,
         pictures: Sequence[PictureSource] = (),
     ) -> list[int]:  # fmt: skip
-        """Return the tokens of messages exactly as in training."""
+        """Return the tokens of messages exactly as in training. Raise DataError."""
         template = self.use_template()
         try:
-            rendered = Rendered(template.render(self._escaper.escape(messages), tools, prompt=prompt), [])
-            # one image for each mark in the messages
-            if pictures:
+            text = template.render(self._escaper.escape(messages), tools, add_generation_prompt=add_generation_prompt)
+            rendered = Rendered(text, [])
+            if pictures:  # one for each mark in the messages
                 rendered = self.picture_processor.expanded(rendered, pictures)
         except BadRow as error:
             raise DataError(f"{error.field}: {error.reason}") from None
@@ -182,14 +179,14 @@ class Encoder:
         return rendered
 
     def _render(self, example: Example) -> list[Rendered]:
-        # several for templates that rewrite earlier turns
+        # one text, or several if the template rewrites earlier turns
         if not example.messages:
             text = example.text if example.text is not None else f"{example.prompt or ''}{example.completion or ''}"
             start = 0 if self.train_on_inputs else len(example.prompt or "")
             notes = {"control"} if self._escaper.contains_special(text) else set[str]()
             return [Rendered(text, [(start, len(text))], notes, is_plain=True)]
         escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
-        rendered = self.use_template().sequences(escaped, whole=self.train_on_inputs)
+        rendered = self.use_template().sequences(escaped, train_on_inputs=self.train_on_inputs)
         if example.pictures:
             rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
         rendered = [self._escaper.unescape(sequence) for sequence in rendered]
@@ -201,28 +198,29 @@ class Encoder:
         return rendered
 
     def _tokenise(self, texts: list[Rendered]) -> list[Encoded]:
-        encoded, bos = dict[int, Encoded](), self.tokenizer.bos_token_id
+        encoded = dict[int, Encoded]()  # by index in `texts`
+        bos = self.tokenizer.bos_token_id
         if self._byte_level is not None:
-            group = {n: text for n, text in enumerate(texts) if not text.is_plain and not text.escaped_spans}
+            group = {index: text for index, text in enumerate(texts) if not text.is_plain and not text.escaped_spans}
             all_ids = self._byte_level.ids([rendered.text for rendered in group.values()])
             for (index, rendered), ids in zip(group.items(), all_ids, strict=True):
                 # trained tokens follow from the tokens' lengths in bytes
                 trained_mask = self._byte_level.trained_mask(ids, rendered.text, rendered.spans)
-                # `_tokenise_texts` drops a second BOS
+                # a second BOS is left to `_tokenise_texts`, which drops it
                 if trained_mask is not None and ids[:2] != [bos, bos]:
                     encoded[index] = self._with_labels(ids, trained_mask, rendered)
         for plain in (False, True):
-            group = {n: text for n, text in enumerate(texts) if text.is_plain == plain and n not in encoded}
-            # only plain text gets the tokenizer's BOS; chat templates write their own
+            group = {index: text for index, text in enumerate(texts) if text.is_plain == plain and index not in encoded}
             tokenised = self._tokenise_texts([rendered.text for rendered in group.values()], plain=plain)
             for (index, rendered), (ids, encoding) in zip(group.items(), tokenised, strict=True):
                 if rendered.escaped_spans:
                     ids, offsets = self._escaper.tokenise(rendered.text, rendered.escaped_spans)
                     trained_mask = overlap_mask(offsets, rendered.spans)
-                elif encoding is None:
+                elif encoding is None:  # slow tokenizers have no offsets
                     trained_mask = self._mask_by_prefix(ids, rendered)
                 else:
                     trained_mask = overlap_mask(encoding.offsets, rendered.spans)
+                # offsets include the BOS that was dropped from the ids
                 encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered)
         return [encoded[index] for index in range(len(texts))]
 
@@ -234,7 +232,7 @@ class Encoder:
         """Return ids without a second BOS, and the encoding, which keeps both."""
         if not texts:
             return []
-        batch = self.tokenizer(
+        batch = self.tokenizer(  # only plain text gets the tokenizer's BOS; chat templates write their own
             texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         bos = self.tokenizer.bos_token_id
@@ -247,38 +245,41 @@ class Encoder:
         mask = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
             prefixes = self._tokenise_texts([rendered.text[:start], rendered.text[:end]], plain=rendered.is_plain)
-            first, last = (common_prefix_length(prefix, ids) for prefix, _ in prefixes)
-            mask[first:last] = True
+            # the span's tokens are between the tokens that the text shares with each prefix
+            first, end_index = (common_prefix_length(prefix_ids, ids) for prefix_ids, _ in prefixes)
+            mask[first:end_index] = True
         return mask
 
     def _with_labels(self, ids: list[int], trained_mask: np.ndarray, rendered: Rendered) -> Encoded:
         """Train each answer up to its EOS; add a final EOS if none is written."""
-        notes, plain = rendered.notes, rendered.is_plain
-        next_end_ids, end_ids = self._end_ids[plain or self.template is None]
+        notes, template = rendered.notes, None if rendered.is_plain else self.template
+        # an answer ends with an id of `inside_ids`, or with an id of `after_ids` that follows its text
+        after_ids = template.format.ends if template else self._eos_ids
+        inside_ids = after_ids | self._eos_ids | self._special_ids
         answer_ends = np.flatnonzero(trained_mask & ~np.append(trained_mask[1:], False)) + 1
         for end in answer_ends.tolist() if not self.train_on_inputs else []:
-            # the answer's EOS is its last trained token, after white space or before
-            if (last := self._end_near(ids, range(end)[::-1], end_ids, trained_mask)) is not None:
-                trained_mask[last + 1 : end] = False
-            elif (last := self._end_near(ids, range(end, len(ids)), next_end_ids)) is not None:
-                trained_mask[end : last + 1] = True
+            # white space between text and EOS is trained on, white space after the EOS is not
+            if (eos_index := self._find_end(ids, range(end)[::-1], inside_ids, trained_mask)) is not None:
+                trained_mask[eos_index + 1 : end] = False
+            elif (eos_index := self._find_end(ids, range(end, len(ids)), after_ids)) is not None:
+                trained_mask[end : eos_index + 1] = True
             elif not self._is_blank(ids[end:]):
                 notes.add("endless")
         eos = self.tokenizer.eos_token_id
         end = len(ids) - int(trained_mask[::-1].argmax()) if trained_mask.any() else 0
-        if end and eos is not None and self._is_blank(ids[end:]) and self._end_near(ids, range(end)[::-1], end_ids) is None:
+        # the last answer ends the text, and has no EOS
+        if end and eos is not None and self._is_blank(ids[end:]) and self._find_end(ids, range(end)[::-1], inside_ids) is None:
             ids, trained_mask = [*ids[:end], eos], np.append(trained_mask[:end], True)
-            notes |= set() if plain else {"ended"}
-        if self._unknown is not None and self._unknown in ids:
+            notes |= set() if rendered.is_plain else {"ended"}
+        if self._unknown_id is not None and self._unknown_id in ids:
             notes.add("unknown")
         tokens = np.frombuffer(array("i", ids), dtype=np.int32)
         labels = np.where(trained_mask, tokens, np.int32(NOT_TRAINED))
-        # nothing predicts the first token
-        labels[:1] = NOT_TRAINED
+        labels[:1] = NOT_TRAINED  # nothing predicts the first token
         return Encoded(tokens, labels, notes)
 
-    def _end_near(self, ids: list[int], indices: range, end_ids: set[int], mask: np.ndarray | None = None) -> int | None:
-        """Return the first EOS in `indices` that follows only white space inside `mask`."""
+    def _find_end(self, ids: list[int], indices: range, end_ids: set[int], mask: np.ndarray | None = None) -> int | None:
+        """Return the first index with an end id, if only white space inside `mask` comes before."""
         for index in indices:
             if ids[index] in end_ids:
                 return index
@@ -290,10 +291,11 @@ class Encoder:
         return not ids or not str(self.tokenizer.decode(ids, skip_special_tokens=False)).strip()
 
 
-def _checked(example: Example, sequences: list[Encoded]) -> list[Encoded]:
+def _checked_sequences(example: Example, sequences: list[Encoded]) -> list[Encoded]:
     if example.desirable is not None and len(sequences) != 1:
         raise BadRow("completion", "has several answers, and the chat template rewrites earlier ones")
-    if example.is_pair and len({sequence.labels[sequence.first_trained :].tobytes() for sequence in sequences}) == 1:
+    answers = {sequence.labels[sequence.first_trained :].tobytes() for sequence in sequences}
+    if example.is_pair and len(answers) == 1:
         raise BadRow("chosen", "and rejected have the same trained tokens; there is nothing to prefer")
     if not all(sequence.trained_count for sequence in sequences):
         raise BadRow("messages" if example.messages else None, "has no token to train on")
@@ -317,7 +319,7 @@ class SpecialTokenEscaper:
         self._tokenizer = tokenizer
         added_tokens = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special_tokens = sorted({*added_tokens, *map(str, tokenizer.all_special_tokens)} - {""}, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+        self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")  # which never matches
         self._placeholder_pattern = re.compile(f"[{_placeholder(0)}-{_placeholder(len(self._special_tokens))}]")
         patterns = []
         for index, name in enumerate(self._special_tokens):
@@ -338,7 +340,7 @@ class SpecialTokenEscaper:
         match = self._special_pattern.search(message["content"]) if message["role"] in _ESCAPED_ROLES else None
         if match is None:
             return message
-        if not self._can_split() or self._placeholder_pattern.search(message["content"]):
+        if not self._can_tokenise_pieces() or self._placeholder_pattern.search(message["content"]):
             raise BadRow(path, f"has {quoted(match[0])}, a special token of the model; remove it or rewrite it")
         text = self._special_pattern.sub(lambda token: _placeholder(self._special_tokens.index(token[0])), message["content"])
         return {**message, "content": text}
@@ -350,8 +352,10 @@ class SpecialTokenEscaper:
         if not replaced:
             return rendered
         text = self._placeholder_pattern.sub(self._token_of, rendered.text)
-        escaped_spans = moved([before for before, _ in replaced], replaced)
-        return replace(rendered, text=text, spans=moved(rendered.spans, replaced), escaped_spans=escaped_spans)
+        return replace(
+            rendered, text=text, spans=moved_spans(rendered.spans, replaced),
+            escaped_spans=moved_spans([before for before, _ in replaced], replaced),
+        )  # fmt: skip
 
     def _token_of(self, placeholder: re.Match[str]) -> str:
         return self._special_tokens[ord(placeholder[0]) - _FIRST_PLACEHOLDER]
@@ -362,11 +366,11 @@ class SpecialTokenEscaper:
         offsets: list[Span] = []
         matches = [
             match
-            for match in self._token_pattern.finditer(text)
+            for match in self._token_pattern.finditer(text)  # its group is the token without the white space around
             if not any(start <= match.start(match.lastgroup or "") < end for start, end in escaped_spans)
         ]
         end = 0
-        for match in (*matches, None):
+        for match in (*matches, None):  # None: the text after the last special token
             start, end = end, match.start() if match else len(text)
             if start < end:
                 options = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
@@ -379,7 +383,7 @@ class SpecialTokenEscaper:
                 offsets.append(match.span())
         return ids, offsets
 
-    def _can_split(self) -> bool:
+    def _can_tokenise_pieces(self) -> bool:
         if not self._tokenizer.is_fast:
             return False
         backend = self._tokenizer.backend_tokenizer
@@ -402,9 +406,9 @@ def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedT
     return spans
 
 
-def with_counts(text: str) -> str:
-    """Write a token that stands four times or more in turn, as an image's tokens do, once with its count."""
-    return _REPEATED.sub(lambda tokens: f"{tokens[1]} x {len(tokens[0]) // len(tokens[1]):,} ", text)
+def shorten_repeats(text: str) -> str:
+    """Write equal tokens in a row, such as an image's, once with their count."""
+    return _REPEATED_TOKEN.sub(lambda tokens: f"{tokens[1]} x {len(tokens[0]) // len(tokens[1]):,} ", text)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Read tools and tool calls of datasets, and calls in the form of a chat template."""
+"""Read the tools and tool calls of datasets, and the calls in answers that a chat template wrote."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def read_tools(value: Any, field: str) -> tuple[Values, ...]:
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(field, f"is {type_phrase(tools)}, not a list of tool descriptions")
-    return tuple(_tool(valid_json(tool, field)) for tool in tools)
+    return tuple(_openai_tool(valid_json(tool, field)) for tool in tools)
 
 
-def _tool(tool: Values) -> Values:
+def _openai_tool(tool: Values) -> Values:
     if "function" in tool or "name" not in tool:
         return tool
     parameters = tool.get("parameters")
     if isinstance(parameters, dict) and parameters and "properties" not in parameters and "type" not in parameters:
-        tool = {**tool, "parameters": _schema(parameters)}
+        tool = {**tool, "parameters": _json_schema(parameters)}
     return {"type": "function", "function": tool}
 
 
-def _schema(parameters: Values) -> Values:
+def _json_schema(parameters: Values) -> Values:
     properties, required = {}, []
-    for name, description in parameters.items():
+    for name, description in parameters.items():  # of xLAM: {"city": {"type": "str, optional", "description": ...}}
         description = description if isinstance(description, dict) else {"description": str(description)}
         type_words = re.split(r"[\s,\[]+", str(description.get("type", "str")).strip())
         properties[name] = {**description, "type": _JSON_TYPES.get(type_words[0].lower(), type_words[0].lower())}
@@ -71,12 +71,13 @@ def read_calls(value: Any, path: str) -> list[Call]:
         value = [value]
     if not isinstance(value, list):
         raise BadRow(path, f"is {type_phrase(value)}, not a list")
-    return [_call(valid_json(call, path), f"{path}[{index}]") for index, call in enumerate(value)]
+    return [_openai_call(valid_json(call, path), f"{path}[{index}]") for index, call in enumerate(value)]
 
 
-def _call(call: Any, path: str) -> Call:
+def _openai_call(call: Any, path: str) -> Call:
     if isinstance(call, str):
         call = parse_if_text(call, path)
+    # the function stands in `function`, or beside the call's other keys
     function = parse_if_text(call.get("function", call), path) if isinstance(call, dict) and call else None
     function = {"name": function} if isinstance(function, str) else function
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
@@ -101,13 +102,13 @@ def calls_in_text(text: str, path: str) -> tuple[str, list[Call]]:
         return text, []
     if text[matches[-1].end() :].strip():
         raise BadRow(path, "has text after a <tool_call>; chat templates write an answer's text before its calls")
-    return text[: matches[0].start()].strip(), [_call(_parse_literal(match[1], path), path) for match in matches]
+    return text[: matches[0].start()].strip(), [_openai_call(_parse_literal(match[1], path), path) for match in matches]
 
 
 def _parse_literal(text: str, path: str) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    try:
+    try:  # Hermes' rows have Python's quotes
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise BadRow(path, f"has a <tool_call> that can't be read: {quoted(text)}") from None
@@ -124,7 +125,7 @@ def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[Values, ...]]:
     match = _TOOL_LISTING.search(prompt)
     if match is None:
         return prompt, ()
-    listing = match[1].strip()
+    listing = match[1].strip()  # a list, or one object on each line
     tools = _parse_literal(listing if listing.startswith("[") else f"[{listing.replace(chr(10), ',')}]", path)
     # the chat template writes the listing again
     return (prompt[: match.start()] + prompt[match.end() :]).strip(), read_tools(tools, path)
@@ -137,21 +138,21 @@ def name_replies(messages: list[Values]) -> None:
         if message["role"] == "assistant":
             open_calls = [(call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or []]
         elif message["role"] == "tool" and open_calls:
-            call_id = message.get("tool_call_id")
-            index = next((position for position, (name, _) in enumerate(open_calls) if call_id and name == call_id), 0)
+            reply_id = message.get("tool_call_id")
+            index = next((index for index, (call_id, _) in enumerate(open_calls) if reply_id and call_id == reply_id), 0)
             message.setdefault("name", open_calls.pop(index)[1])
 
 
 #: Names and arguments of the calls that were read, and the position after them.
-_Read = tuple[list[tuple[str, dict[str, Any]]], int]
+_CallsAndEnd = tuple[list[tuple[str, dict[str, Any]]], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
 #: The JSON value of a text that begins at a position, and the position after it. Raises ValueError or RecursionError.
 _json_at = json.JSONDecoder().raw_decode
-#: An argument in tags. Its end counts only before the next argument or the end of the call: it may be part of a value.
-_TAGGED = tuple(
-    re.compile(rf"\s*{before}(.*?){after}(?=\s*(?:{next_tags}|\Z))", re.S)
-    for before, after, next_tags in (
+#: An argument in tags. Its end tag counts only before the next argument or the end of the call: a value may contain it.
+_TAGGED_ARGUMENTS = tuple(
+    re.compile(rf"\s*{name_and_start}(.*?){end_tag}(?=\s*(?:{next_tags}|\Z))", re.S)
+    for name_and_start, end_tag, next_tags in (
         (r"<parameter=([^>]+)>\n?", r"\n?</parameter>", "<parameter=|</function>"),
         (
             r"<[\w:|｜]*parameter name=\"([^\"]+)\"[^>]*>", r"</[\w:|｜]*parameter>",
@@ -160,8 +161,7 @@ _TAGGED = tuple(
         (r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>|</tool_call>"),
     )
 )  # fmt: skip
-#: Quotes of Gemma 4's strings: `{key:<|"|>text<|"|>}`.
-_GEMMA_QUOTE = '<|"|>'
+_GEMMA_QUOTE = '<|"|>'  # quotes of Gemma 4's strings: `{key:<|"|>text<|"|>}`
 
 
 @dataclass(frozen=True)
@@ -170,48 +170,46 @@ class Answer:
 
     text: str
     calls: list[Call] = field(default_factory=list)
-    #: The text begins a call that can't be read.
-    is_unreadable: bool = False
+    is_unreadable: bool = False  # the text begins a call that can't be read
     thought: str = ""
 
 
 def assistant_message(answer: Any) -> dict[str, Any]:
-    """Return an answer as the message that templates write."""
-    more = {"tool_calls": [*answer.calls], "reasoning_content": answer.thought}
-    return {"role": "assistant", "content": answer.text, **{name: value for name, value in more.items() if value}}
+    """Return an answer as a message for a chat template."""
+    optional = {"tool_calls": [*answer.calls], "reasoning_content": answer.thought}
+    return {"role": "assistant", "content": answer.text, **{name: value for name, value in optional.items() if value}}
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """A form of calls."""
+    """A syntax in which models write calls."""
 
-    #: Literal texts with which `opening` may begin.
-    openings: tuple[str, ...]
+    openings: tuple[str, ...]  # literal texts with which `opening` may begin
     opening: re.Pattern[str]
     #: Reads the calls at the opening. Raises ValueError, LookupError or TypeError for an unreadable call.
-    read: Callable[[str, re.Match[str]], _Read]
-    #: Arguments are written as text, and get the types of the tool's schema.
-    loses_types: bool = False
+    read: Callable[[str, re.Match[str]], _CallsAndEnd]
+    loses_types: bool = False  # arguments are written as text, and get the types of the tool's schema
 
     def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
+        """Split a text into the calls and the text around them."""
         position = 0
         calls: list[Call] = []
-        between = ""
+        text_between = ""
         while match := self.opening.search(text, position):
-            between += text[position : match.start()]
+            text_between += text[position : match.start()]
             try:
-                named, position = self.read(text, match)
-                for name, arguments in named:
+                names_and_arguments, position = self.read(text, match)
+                for name, arguments in names_and_arguments:
                     [call] = read_calls({"name": name, "arguments": arguments}, "answer")
                     calls.append(_with_types(call, tools) if self.loses_types else call)
             except (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError, BadRow):
                 return Answer(text, is_unreadable=True)
-        parts = (part.strip() for part in (between, text[position:]))
-        return Answer("\n".join(filter(None, parts)), calls) if calls else Answer(text)
+        texts = (piece.strip() for piece in (text_between, text[position:]))
+        return Answer("\n".join(filter(None, texts)), calls) if calls else Answer(text)
 
 
 def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyntax | None:
-    """Return the form with exactly these calls, or None."""
+    """Return the syntax that reads exactly these calls, or None."""
     tools = []
     for name, arguments in calls:
         types = {argument: {"type": _type_of(value)} for argument, value in arguments.items()}
@@ -224,26 +222,25 @@ def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyn
 
 
 def display_text(answer: Answer) -> str:
-    """Return an answer as people read it."""
-    lines = [
-        f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})" for call in answer.calls
-    ]
+    """Return the text and each call as `name({...})`, in lines."""
+    functions = (call["function"] for call in answer.calls)
+    lines = (f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})" for function in functions)
     return "\n".join(filter(None, [answer.text, *lines]))
 
 
 def _with_types(call: Call, tools: Sequence[dict[str, Any]]) -> Call:
     functions = (tool.get("function") for tool in tools)
-    name, values = call["function"]["name"], call["function"]["arguments"]
+    name, texts = call["function"]["name"], call["function"]["arguments"]
     schemas: Any = next((function for function in functions if isinstance(function, dict) and function.get("name") == name), {})
-    for key in ("parameters", "properties"):
+    for key in ("parameters", "properties"):  # in the function, the schemas of its arguments
         schemas = schemas.get(key)
         schemas = schemas if isinstance(schemas, dict) else {}
-    arguments = {argument: _typed(value, schemas.get(argument)) for argument, value in values.items()}
+    arguments = {argument: _typed(text, schemas.get(argument)) for argument, text in texts.items()}
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _typed(text: Any, schema: Any) -> Any:
-    types = _types(schema)
+    types = _json_types(schema)
     # text where the schema says so, else the JSON value or Python constant in the text
     if not isinstance(text, str) or types == {"string"}:
         return text
@@ -254,7 +251,7 @@ def _typed(text: Any, schema: Any) -> Any:
     return text if types and "string" in types and _type_of(value) not in types else value
 
 
-def _types(schema: Any) -> set[str]:
+def _json_types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     names = schema.get("type")
@@ -262,7 +259,7 @@ def _types(schema: Any) -> set[str]:
     if isinstance(schema.get("enum"), list):
         types |= set(map(_type_of, schema["enum"]))
     for key in ("anyOf", "oneOf"):
-        types |= {name for part in schema.get(key) or () for name in _types(part)}
+        types |= {name for alternative in schema.get(key) or () for name in _json_types(alternative)}
     return types
 
 
@@ -270,28 +267,28 @@ def _type_of(value: Any) -> str:
     return _JSON_TYPES.get(type(value).__name__, "null")
 
 
-def _closing(text: str, position: int, pattern: str) -> int:
+def _end_of_closing(text: str, position: int, pattern: str) -> int:
     match = re.compile(rf"\s*(?:{pattern})").match(text, position)
     if match is None:
         raise ValueError("a call without its end")
     return match.end()
 
 
-def _json_calls(text: str, match: re.Match[str], *, closing: str = "") -> _Read:
+def _json_calls(text: str, match: re.Match[str], *, closing: str = "") -> _CallsAndEnd:
     value, end = _json_at(text, match.end())
     # the name stands before the arguments, or beside them in JSON
     if "name" in match.re.groupindex:
         if not isinstance(value, dict):
             raise ValueError("arguments that are no object")
         value = {"name": match["name"], "arguments": value}
-    return _named(value if isinstance(value, list) else [value]), _closing(text, end, closing)
+    return _names_and_arguments(value if isinstance(value, list) else [value]), _end_of_closing(text, end, closing)
 
 
-def _named(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+def _names_and_arguments(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(value["name"], value.get("arguments", value.get("parameters", {}))) for value in values]
 
 
-def _bare_objects(text: str, match: re.Match[str]) -> _Read:
+def _bare_objects(text: str, match: re.Match[str]) -> _CallsAndEnd:
     # JSON objects without an end mark, separated by white space, `;` or `,`
     position, values = match.end(), []
     while position < len(text) and text[position] == "{":
@@ -301,15 +298,15 @@ def _bare_objects(text: str, match: re.Match[str]) -> _Read:
     # other JSON is no call
     if text[position:].strip():
         raise ValueError("text after the calls")
-    return _named(values), position
+    return _names_and_arguments(values), position
 
 
-def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> _Read:
+def _tagged_call(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> _CallsAndEnd:
     arguments, position = dict[str, Any](), match.end()
-    while argument := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED)), None):
+    while argument := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED_ARGUMENTS)), None):
         arguments[argument[1]], position = argument[2], argument.end()
     # `end_tag` follows the last argument, `closing` the call
-    return [(match["name"], arguments)], _closing(text, _closing(text, position, end_tag), closing)
+    return [(match["name"], arguments)], _end_of_closing(text, _end_of_closing(text, position, end_tag), closing)
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -318,7 +315,7 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant(json.loads(node.id)) if node.id in ("true", "false", "null") else node
 
 
-def _python(text: str, match: re.Match[str]) -> _Read:
+def _python_calls(text: str, match: re.Match[str]) -> _CallsAndEnd:
     source, mark, _ = text[match.end() :].partition("<|tool_call_end|>")
     if not mark:
         raise ValueError("a list without its end")
@@ -326,54 +323,54 @@ def _python(text: str, match: re.Match[str]) -> _Read:
     items: list[Any] = tree.elts if isinstance(tree, ast.List) else [tree]
     if any(not isinstance(item, ast.Call) or item.args for item in items):
         raise ValueError("no call with named arguments")
-    named = [
-        (ast.unparse(item.func), {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in item.keywords})
+    names_and_arguments = [
+        (ast.unparse(item.func), {pair.arg: ast.literal_eval(_JsonNames().visit(pair.value)) for pair in item.keywords})
         for item in items
     ]
-    return named, match.end() + len(source + mark)
+    return names_and_arguments, match.end() + len(source + mark)
 
 
-def _gemma(text: str, match: re.Match[str]) -> _Read:
+def _gemma_call(text: str, match: re.Match[str]) -> _CallsAndEnd:
     source, position = "", match.end()
     for index, piece in enumerate(text[position:].split(_GEMMA_QUOTE)):
-        if index % 2:
+        if index % 2:  # a string in Gemma's quotes
             source += json.dumps(piece)
         else:
             inside, closing, _ = piece.partition("<tool_call|>")
-            source += re.sub(r'([{,])\s*([^\s"{}\[\],:<]+):', r'\1"\2":', inside)
+            source += re.sub(r'([{,])\s*([^\s"{}\[\],:<]+):', r'\1"\2":', inside)  # JSON, but its keys have no quotes
             if closing:
-                return _named([{"name": match["name"], "arguments": json.loads(source)}]), position + len(inside + closing)
+                return [(match["name"], json.loads(source))], position + len(inside + closing)
         position += len(piece + _GEMMA_QUOTE)
     raise ValueError("a call without its end")
 
 
-def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., _Read], **options: str) -> CallSyntax:
+def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., _CallsAndEnd], **options: str) -> CallSyntax:
     # in tags, arguments are text
-    return CallSyntax(openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
+    return CallSyntax(openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged_call)
 
 
-#: The forms, more special ones first.
+#: Tried in this order: special syntaxes come before general ones.
 SYNTAXES = (
-    _syntax(  # tags in tool_call
+    _syntax(  # Qwen3-Coder: <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
         ("<tool_call>",), rf"<tool_call>\s*<function=(?P<name>{_NAME})>\s*",
-        _tagged, end_tag="</function>", closing="</tool_call>",
+        _tagged_call, end_tag="</function>", closing="</tool_call>",
     ),
-    _syntax(  # key and value tags
+    _syntax(  # GLM: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
         ("<tool_call>",), rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<)",
-        _tagged, closing="</tool_call>",
+        _tagged_call, closing="</tool_call>",
     ),
-    _syntax(  # invoke
+    _syntax(  # <function_calls><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke></function_calls>
         ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
         rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
-        _tagged, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
+        _tagged_call, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
     ),
-    _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_calls, closing="</tool_call>"),
-    _syntax(  # JSON after a mark
+    _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_calls, closing="</tool_call>"),  # Hermes, Qwen
+    _syntax(  # older Mistral, Granite: a list of JSON objects after a mark
         ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
         _json_calls, closing=r"(?:<\|/tool_call\|>)?",
     ),
-    _syntax(  # name and JSON in a tag
+    _syntax(  # Mistral: [TOOL_CALLS]NAME[ARGS]{...}
         ("[TOOL_CALLS]",),
         rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _json_calls,
     ),
@@ -388,9 +385,9 @@ SYNTAXES = (
         r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
         _json_calls,
     ),
-    _syntax(("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
-    _syntax(("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
-    _syntax(  # bare JSON
+    _syntax(("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python_calls),  # LFM2: [NAME(KEY=VALUE)]
+    _syntax(("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma_call),
+    _syntax(  # Llama: bare JSON
         ("{", "<|python_tag|>"),
         r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:\s*\"[^\"]+\"\s*,\s*"
         r"\"(?:parameters|arguments)\"\s*:)",

@@ -1,4 +1,4 @@
-"""Generate with a finished run's model; one model in memory, with its adapter enabled or disabled."""
+"""Generate with a run's model; one model in memory, with its adapter enabled or disabled."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ from finetune.run.fingerprint import reads_own_file, require_own_adapter, requir
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
-_ORIGIN = "origin"
-#: Takes a piece of an answer, and whether it is part of the thought.
-OnPiece = Callable[[str, bool], None]
+_ORIGIN = "origin"  # PEFT's name of the adapter that the run continued
+OnPiece = Callable[[str, bool], None]  # takes a piece of an answer, and whether it is part of the thought
 
 
 class Answerer:
@@ -53,10 +52,8 @@ class Answerer:
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.encoder = run_encoder(run)
         self.tokenizer = self.encoder.tokenizer
-        #: The run was trained on prompts without the chat template.
-        self.plain = is_plain(run)
-        #: The format of answers; None without a chat template.
-        self.chat_format = chat_format_of(run, self.encoder)
+        self.plain = is_plain(run)  # trained on prompts without the chat template
+        self.chat_format = chat_format_of(run, self.encoder)  # the format of answers; None without a chat template
         self.model = self.load(folder)
 
     def require_vision(self) -> None:
@@ -79,16 +76,16 @@ class Answerer:
             if name == _ORIGIN and _ORIGIN not in self.model.peft_config:
                 with _adapter_errors(self.run.base_adapter):
                     self.model.load_adapter(str(self.run.base_adapter), _ORIGIN, use_safetensors=True)
-            self.model.set_adapter(_ORIGIN if name == _ORIGIN else "default")
+            self.model.set_adapter(_ORIGIN if name == _ORIGIN else "default")  # PEFT's name of the run's adapter
             yield
 
     def answer(
-        self, questions: list[list[int]], *, max_new_tokens: int, with_special_tokens: bool,
+        self, prompts: list[list[int]], *, max_new_tokens: int, with_special_tokens: bool,
         pictures: Sequence[Sequence[PictureSource]] = (),
     ) -> list[tuple[str, bool]]:  # fmt: skip
         """Return greedy answers to tokenised prompts, and whether each was cut."""
         return greedy_answers(
-            self.model, self.tokenizer, questions, stops=self._stops(), max_new_tokens=max_new_tokens,
+            self.model, self.tokenizer, prompts, stops=self._stops(), max_new_tokens=max_new_tokens,
             with_special_tokens=with_special_tokens, more_inputs=self.more_inputs(pictures),
         )  # fmt: skip
 
@@ -127,47 +124,49 @@ class AnswerStream:
     def __init__(self, chat_format: ChatFormat, tools: Sequence[dict[str, Any]] | None, say: OnPiece) -> None:
         self._format, self._tools, self._say = chat_format, tools, say
         self._openings = chat_format.call_openings if tools is not None else ()
-        self._pieces, self._emitted = "", ["", ""]  # of the text, and of the thought
+        self._received = ""
+        self._said_text = self._said_thought = ""
 
     def add(self, piece: str) -> None:
         """Take the next piece, with its special tokens."""
-        self._pieces += piece
+        self._received += piece
         marks = (*self._openings, *self._format.literals)
-        whole = self._pieces[: len(self._pieces) - longest_partial_match(marks, self._pieces)]
-        thought, text = self._format.split(whole.rstrip(), is_cut=True)
-        positions = [position for opening in self._openings if (position := _find(text, opening)) >= 0]
-        text = text[: min(positions, default=None)]
-        self._pass_on(*map(self._format.without_special_tokens, (text, thought)))
+        complete = self._received[: len(self._received) - longest_partial_match(marks, self._received)]
+        thought, text = self._format.split(complete.rstrip(), is_cut=True)
+        text = text[: min((_call_start(text, opening) for opening in self._openings), default=None)]
+        self._pass_on(self._format.without_special_tokens(text), self._format.without_special_tokens(thought))
 
     def finish(self, *, is_cut: bool = False) -> Answer:
         """Return the whole answer, after passing on delayed text that is no call."""
-        answer = self._format.read(self._pieces, self._tools, is_cut=is_cut)
-        text, emitted = answer.text, self._emitted[0].strip()
-        if answer.calls and emitted and text.startswith(emitted) and text != emitted:
-            self._say(f"\n{text.removeprefix(emitted).strip()}", False)
+        answer = self._format.read(self._received, self._tools, is_cut=is_cut)
+        text, said_text = answer.text, self._said_text.strip()
+        if answer.calls and said_text and text.startswith(said_text) and text != said_text:  # text after the calls
+            self._say(f"\n{text.removeprefix(said_text).strip()}", False)
         else:
             self._pass_on(text, answer.thought)
         return answer
 
     def _pass_on(self, text: str, thought: str) -> None:
-        for is_thought, part in ((True, thought), (False, text)):
-            emitted = self._emitted[is_thought]
-            if part.startswith(emitted) and part != emitted:
-                self._say(part[len(emitted) :], is_thought)
-                self._emitted[is_thought] = part
+        if thought.startswith(self._said_thought) and thought != self._said_thought:
+            self._say(thought.removeprefix(self._said_thought), True)
+            self._said_thought = thought
+        if text.startswith(self._said_text) and text != self._said_text:
+            self._say(text.removeprefix(self._said_text), False)
+            self._said_text = text
 
 
-def _find(text: str, opening: str) -> int:
+def _call_start(text: str, opening: str) -> int:
     position = text.find(opening)
     # bare JSON is a call only at the beginning of the answer
-    return -1 if opening == "{" and text[:position].strip() else position
+    is_call = position >= 0 and not (opening == "{" and text[:position].strip())
+    return position if is_call else len(text)
 
 
 def longest_partial_match(marks: tuple[str, ...], text: str) -> int:
-    """Return the length of the text's end that begins a mark without completing any."""
+    """Return the length of the text's end that begins a mark, or 0 if it completes one."""
     if text.endswith(marks):
         return 0
-    return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)
+    return max((length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length])), default=0)
 
 
 def is_plain(run: RunDirectory) -> bool:
@@ -228,7 +227,8 @@ def answer_limit(
 ) -> int:
     """Return the most tokens of an answer: 16 more than the longest expected answer or `least`."""
     longest = max(least, *(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in references))
-    return longest + 16 + 1024 * bool(chat_format and chat_format.opens_thought)  # room for a base model's thought
+    thought_tokens = 1024 if chat_format and chat_format.opens_thought else 0  # a base model thinks before it answers
+    return longest + 16 + thought_tokens
 
 
 def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
@@ -238,14 +238,13 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     disable_cpu_repacking(base, only_failing=True)
-    # the tokenizer gives the rows of new tokens their values
-    grow_vocabulary(base, settings, tokenizer)
-    if adapter:  # whose base model may have been downloaded only now
+    grow_vocabulary(base, settings, tokenizer)  # the tokenizer gives the rows of new tokens their values
+    if adapter:  # compared now, because `load_base` may have downloaded the base model
         require_same_base(adapter, settings, reread=not reads_own_file(settings))
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
-    trained = ((name, values) for name, values in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)
-    if non_finite := [name for name, values in trained if not torch.isfinite(values).all()]:
+    trained = ((name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)
+    if non_finite := [name for name, tensor in trained if not torch.isfinite(tensor).all()]:
         raise CommandError(
             f"the adapter in {adapter} has values that are not finite: {', '.join(non_finite[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
@@ -258,8 +257,8 @@ def _adapter_errors(folder: Any) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, KeyError, ValueError, TypeError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "mismatch" not in str(error):
-            raise  # out of memory, among others
+        if isinstance(error, RuntimeError) and "mismatch" not in str(error):  # of tensor shapes
+            raise  # such as out of memory
         raise CommandError(
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",

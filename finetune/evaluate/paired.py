@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_DRAWS = 2_000
+_DRAWS = 2_000  # of the bootstrap
 #: 95 % of a normal distribution are within this many standard deviations.
-_NORMAL = 1.96
-#: A difference that is smaller than its interval by this factor would take its square times as many rows.
-_MOST_WIDTHS = 1000
+_NORMAL_QUANTILE = 1.96
+#: Above this half width of the interval / difference, no number of rows is named: it would be the square of it.
+_MAX_RELATIVE_WIDTH = 1000
 
 
 @dataclass(frozen=True)
@@ -33,32 +33,37 @@ class Difference:
 def difference(
     base: Sequence[float], tuned: Sequence[float], weights: Sequence[float] | None = None, *, span: float = 0.0
 ) -> Difference | None:
-    """Return the weighted mean of tuned - base, with an interval; None for fewer than two rows, and without weights."""
+    """Return the weighted mean of tuned - base; None for fewer than two rows or zero weights.
+
+    `span` is the largest possible difference of a row, 0 if unknown.
+    """
     if len(base) < 2 or not (weights is None or any(weights)):
         return None
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
     mean_difference, row_count = float(np.average(differences, weights=row_weights)), len(differences)
-    # Two more rows, one better and one worse by the largest possible difference of a row (Bonett and Price 2012): few rows
-    # that differ say little about how many rows differ in general.
+    # Two more rows, one better and one worse by `span` (Bonett and Price 2012): few rows that differ say little about how many
+    # rows differ in general.
     if span:
         differences = np.append(differences, (span, -span))
         row_weights = np.append(row_weights, (np.mean(row_weights),) * 2)
+    shrunk_mean = float(np.average(differences, weights=row_weights))
     # paired bootstrap: Efron 1979
-    shrunk_mean, rng, means = float(np.average(differences, weights=row_weights)), np.random.default_rng(0), np.empty(_DRAWS)
+    rng, means = np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
-        chosen = rng.integers(len(differences), size=len(differences))
-        means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
-    degrees = len(differences) - 1
+        drawn_rows = rng.integers(len(differences), size=len(differences))
+        means[draw] = np.average(differences[drawn_rows], weights=row_weights[drawn_rows])
+    degrees_of_freedom = len(differences) - 1
     # The percentile interval is too narrow for few rows: Hesterberg 2015 expands it.
     # Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n
-    expansion = (1 + (_NORMAL**2 + 1) / (4 * degrees)) * math.sqrt(len(differences) / degrees)
+    expansion = (1 + (_NORMAL_QUANTILE**2 + 1) / (4 * degrees_of_freedom)) * math.sqrt(len(differences) / degrees_of_freedom)
     lower, upper = (shrunk_mean + expansion * (float(quantile) - shrunk_mean) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
         lower, upper = max(-span, lower), min(span, upper)
     more_rows = None
-    half_width = _NORMAL * expansion * float(np.std(means))
-    if lower <= 0 <= upper and half_width < _MOST_WIDTHS * abs(shrunk_mean):  # the interval shrinks with the root of the rows
+    half_width = _NORMAL_QUANTILE * expansion * float(np.std(means))
+    if lower <= 0 <= upper and half_width < _MAX_RELATIVE_WIDTH * abs(shrunk_mean):
+        # the interval shrinks with the square root of the number of rows
         more_rows = max(1, math.ceil(row_count * (half_width / shrunk_mean) ** 2) - row_count)
     return Difference(mean_difference, lower, upper, more_rows)
 
@@ -67,11 +72,11 @@ def format_difference(difference: Difference | None, scale: float = 1.0, unit: s
     """Format a difference with its interval, and how many more rows would be enough."""
     if difference is None:
         return "not measured"
-    lower, value, upper = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
+    lower, value, upper = (f"{scale * number:+.3g}" for number in (difference.low, difference.value, difference.high))
     if difference.is_significant:
         return f"{value}{unit} (95 % interval {lower} to {upper})"
-    more = difference.more_rows
-    doubt = f"too few rows to be sure, about {more:,} more would do" if more else "no change seen"
+    more_rows = difference.more_rows
+    doubt = f"too few rows to be sure, about {more_rows:,} more would do" if more_rows else "no change seen"
     return f"{value}{unit}, {doubt} (95 % interval {lower} to {upper})"
 
 

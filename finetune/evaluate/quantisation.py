@@ -27,7 +27,7 @@ from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
 from finetune.system import redirect_output
 
-#: Weights that take more of the free memory than this leave their layers in host memory.
+#: Weights that take a larger share of the usable memory leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
 
 
@@ -56,13 +56,12 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
     if not any(label != -100 for labels in rows["labels"] for label in labels[1:]):
         problem = "no held-out row has a trained token" if rows["labels"] else "no rows are held out"
         raise CommandError(problem, "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE.")
-    # in a process, whose memory is free again afterwards
-    received, sent = Pipe(duplex=False)
-    process = get_context("spawn").Process(target=_send_cost, args=(sent, cards_of(plan)[:1], plan, rows, adapter))
+    receiver, sender = Pipe(duplex=False)  # in a process, whose memory is free again afterwards
+    process = get_context("spawn").Process(target=_send_cost, args=(sender, cards_of(plan)[:1], plan, rows, adapter))
     process.start()
-    sent.close()
+    sender.close()  # else a killed process would not end `recv`
     try:
-        while isinstance(message := received.recv(), str):
+        while isinstance(message := receiver.recv(), str):
             progress(message)
     except EOFError:
         raise FinetuneError("the measurement failed: its process was killed") from None
@@ -75,22 +74,22 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
     return message
 
 
-def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
+def _send_cost(sender: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
     redirect_output(Path(os.devnull))  # of libraries
     os.environ.update(visibility(cards))
     keep_private()
     try:
-        # waits for runs on the GPU, as a run would
-        if not plan.card.is_cpu:
+        if not plan.card.is_cpu:  # waits for runs on the GPU, as a run would
             queue = Queue(cards or (plan.card.name,))
             queue.join(Path("finetune --measure"))
             while ahead := queue.ahead():
-                sent.send(f"waiting for the GPU: {ahead[-1]}")
+                sender.send(f"waiting for the GPU: {ahead[-1]}")
                 time.sleep(0.5)
-        sent.send(measure(plan, rows, adapter, sent.send))
-    except Exception as error:  # noqa: BLE001 - libraries have errors of their own, among them of memory
-        ended = FinetuneError(f"the measurement failed: {type(error).__name__}: {error}")
-        sent.send(error if isinstance(error, FinetuneError) else ended)
+        sender.send(measure(plan, rows, adapter, sender.send))
+    except FinetuneError as error:
+        sender.send(error)
+    except Exception as error:  # noqa: BLE001 - libraries raise other errors, such as out of memory
+        sender.send(FinetuneError(f"the measurement failed: {type(error).__name__}: {error}"))
 
 
 def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) -> QuantisationCost:
@@ -111,9 +110,9 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
     path = cost_path(settings, rows, on_cpu=on_cpu, adapter=adapter)
     if cost := read_json_as(path, QuantisationCost):
         return cost
-    tokens = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
+    token_counts = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
     formats: list[FormatLoss] = []
-    plain: list[float] = []
+    plain_losses: list[float] = []
     for base_format in (BITS_32 if settings.dtype == "float32" else BITS_16, INT8, NF4):
         shape = shape_of(config, settings)
         offloaded = not on_cpu and shape.weight_bytes(base_format) > _RESIDENT_SHARE * plan.usable_bytes
@@ -123,14 +122,14 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
             **switches(base_format), "layer_offloading": "cpu" if offloaded else False, "offloaded_layers": shape.layers,
             "torch_compile": False, "launch": LaunchRecipe(),
         }  # fmt: skip
-        values = _row_losses(settings.model_copy(update=changed), rows, adapter, "cpu" if on_cpu else "cuda", progress)
-        gc.collect()
+        row_losses = _row_losses(settings.model_copy(update=changed), rows, adapter, "cpu" if on_cpu else "cuda", progress)
+        gc.collect()  # frees the model before the next one is loaded
         torch.cuda.empty_cache()
-        plain = plain or values
-        gap = difference(plain, values, tokens) if formats else None
-        loss = sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)
+        plain_losses = plain_losses or row_losses
+        gap = difference(plain_losses, row_losses, token_counts) if formats else None
+        loss = sum(loss * count for loss, count in zip(row_losses, token_counts, strict=True)) / sum(token_counts)
         formats.append(FormatLoss(base_format.label, loss, *((gap.value, gap.low, gap.high) if gap else ())))
-    cost = QuantisationCost(name, len(tokens), sum(tokens), tuple(formats), adapter is not None)
+    cost = QuantisationCost(name, len(token_counts), sum(token_counts), tuple(formats), adapter is not None)
     with contextlib.suppress(OSError):  # without a cache it is measured again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, to_json(cost))

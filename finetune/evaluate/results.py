@@ -16,43 +16,31 @@ from finetune.run.directory import RunDirectory
 from finetune.serialise import read_json_as
 from finetune.units import format_measured
 
-#: Scores of benchmark tasks, in a run's folder of evaluations.
-TASKS_FILE = "tasks.json"
+TASKS_FILE = "tasks.json"  # scores of benchmark tasks, in a run's folder of evaluations
 
 
 @dataclass(frozen=True)
 class Score:
-    """Means over rows, and the same row by row."""
+    """One model's means over rows, and the values of each row."""
 
-    #: Share of rows answered exactly.
-    exact_match: float | None
-    #: Of a trained token, in nats; `perplexity` is the exponential.
-    loss: float | None
-    #: Of the rows with a prompt, like `exact` and `scores`.
-    answers: list[str] = field(default_factory=list)
-    perplexity: float | None = None
+    exact_match: float | None  # share of rows answered exactly
+    loss: float | None  # of a trained token, in nats
+    answers: list[str] = field(default_factory=list)  # of rows with a prompt, as are `exact` and `scores`
+    perplexity: float | None = None  # the loss's exponential
     exact: list[bool] = field(default_factory=list)
-    #: Of all sequences, like `row_tokens` (trained tokens).
-    row_losses: list[float] = field(default_factory=list)
-    row_tokens: list[int] = field(default_factory=list)
-    #: Share of trained tokens that are the likeliest.
-    token_accuracy: float | None = None
-    #: Of the chosen kind.
-    score: float | None = None
+    row_losses: list[float] = field(default_factory=list)  # of each sequence: mean over its trained tokens
+    row_tokens: list[int] = field(default_factory=list)  # of each sequence: number of trained tokens
+    token_accuracy: float | None = None  # share of trained tokens that are the likeliest
+    score: float | None = None  # of the chosen kind
     scores: list[float] = field(default_factory=list)
-    #: Share of answers that are JSON, or whose calls can be read.
-    valid: float | None = None
-    #: Share of rows with each field right.
-    fields: dict[str, float] = field(default_factory=dict)
+    valid: float | None = None  # share of answers that are JSON, or whose calls can be read
+    fields: dict[str, float] = field(default_factory=dict)  # share of rows with each field right
     #: How much likelier the chosen answer of a pair is than the rejected answer, in nats.
     margins: list[float] = field(default_factory=list)
-    pair_margin: float | None = None
-    #: Share of pairs whose chosen answer is likelier.
-    pairs_in_order: float | None = None
-    #: Stand before the answers, and are not scored.
-    thoughts: list[str] = field(default_factory=list)
-    #: Answers that were stopped at the limit of tokens.
-    cut: int = 0
+    pair_margin: float | None = None  # mean of `margins`
+    pairs_in_order: float | None = None  # share of pairs whose chosen answer is likelier
+    thoughts: list[str] = field(default_factory=list)  # before the answers; not scored
+    cut: int = 0  # answers that were stopped at the limit of tokens
 
     @property
     def in_order(self) -> list[bool]:
@@ -72,33 +60,25 @@ class Comparison:
     #: A difference is tuned minus base; None for fewer than two rows.
     exact_match_difference: Difference | None = None
     loss_difference: Difference | None = None
-    #: Name of the chosen score.
-    score: str = "exact"
+    score: str = "exact"  # name of the chosen score
     score_difference: Difference | None = None
-    #: File of the rows; None for held-out rows.
-    data: str | None = None
-    #: Rows of both models with an answer or loss from an earlier evaluation.
-    reused: int = 0
+    data: str | None = None  # file of the rows; None for held-out rows
+    reused: int = 0  # answers and losses of both models from an earlier evaluation
     notes: list[str] = field(default_factory=list)
     #: The rows were held out by the first run, and `base` is the adapter that this run continued.
     forgetting: bool = False
-    #: Sequences of `data` that the run was trained on.
-    trained_rows: int = 0
+    trained_rows: int = 0  # sequences of `data` that the run was trained on
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
-    #: Of labelled answers: share of all pairs of a good and a bad answer in which the good answer has become likelier by more;
-    #: one half if nothing was learned.
+    #: Share of all pairs of a good and a bad labelled answer in which training made the good answer likelier by more than the
+    #: bad one; about one half if nothing was learned.
     labels_in_order: float | None = None
-    #: `base` is the adapter that this run continued, its method's reference.
-    against_adapter: bool = False
+    against_adapter: bool = False  # `base` is the adapter that this run continued, its method's reference
     #: Of the parts of a score of calls, over the rows that have the part.
     field_differences: dict[str, Difference] = field(default_factory=dict)
-    #: Limit of thought and answer.
-    max_new_tokens: int | None = None
-    #: Ends the base model's prompts, to ask without a thought.
-    base_prompt_end: str = ""
-    #: Why the score was chosen, or empty.
-    score_because: str = ""
+    max_new_tokens: int | None = None  # limit of thought and answer together
+    base_prompt_end: str = ""  # ends the base model's prompts, so that it answers without a thought
+    score_because: str = ""  # why the score was chosen; empty if the user chose it
 
     @property
     def models(self) -> dict[str, Score]:
@@ -135,15 +115,19 @@ _MEASURES = (
 def measures(result: dict[str, Any]) -> list[Measure]:
     """Return the figures of a `Comparison`, given as a dictionary."""
     base, tuned, score = result["base"], result["tuned"], result["score"]
-    gaps = {**result, **({"token_accuracy_difference": result["score_difference"]} if score == "token accuracy" else {})}
+    gaps = {name: result.get(f"{name}_difference") for _, name, _ in _MEASURES}
+    if score == "token accuracy":
+        gaps["token_accuracy"] = result["score_difference"]
+    # the score is another figure already
     left_out = {"exact": ["score"], "token accuracy": ["score", "exact_match"]}.get(score, [])
     rows: list[tuple[str, bool, Any, Any, Any]] = [
-        (title or score, is_share, base.get(name), tuned.get(name), gaps.get(f"{name}_difference"))
+        (title or score, is_share, base.get(name), tuned.get(name), gaps[name])
         for title, name, is_share in _MEASURES
         if name not in left_out and tuned.get(name) is not None
     ]
-    gaps, fields = result.get("field_differences") or {}, tuned["fields"].items()
-    rows[2:2] = [(f"{score}: {name}", True, base["fields"][name], share, gaps.get(name)) for name, share in fields]
+    field_gaps, fields = result.get("field_differences") or {}, tuned["fields"].items()
+    # after exact match and score
+    rows[2:2] = [(f"{score}: {name}", True, base["fields"][name], share, field_gaps.get(name)) for name, share in fields]
     return [Measure(*row[:4], Difference(**row[4]) if row[4] else None) for row in rows]
 
 
@@ -151,13 +135,11 @@ def measures(result: dict[str, Any]) -> list[Measure]:
 class Forgetting:
     """Loss of a trained token, in nats, before and after training."""
 
-    rows_of: str
+    rows_of: str  # such as "general questions"
     rows: int
-    #: Of the base model, or of the adapter that the run continued.
-    before: float | None
+    before: float | None  # of the base model, or of the adapter that the run continued
     now: float | None
-    #: Now minus before, with the 95 % interval of a paired bootstrap; None for fewer than two rows.
-    difference: Difference | None = None
+    difference: Difference | None = None  # now minus before; None for fewer than two rows
 
     def summary(self) -> str:
         """Return one line that says whether the loss rose."""
@@ -196,10 +178,8 @@ class TaskScore:
     rows: int
     base: float | None
     tuned: float | None
-    #: None where the task does not say.
-    higher_is_better: bool | None = None
-    #: Tuned minus base; None where rows have no number.
-    difference: Difference | None = None
+    higher_is_better: bool | None = None  # None where the task does not say
+    difference: Difference | None = None  # tuned minus base; None where rows have no number
 
     @property
     def is_worse(self) -> bool:
@@ -214,8 +194,8 @@ def answers_without_thoughts(run: RunDirectory) -> bool:
     return 0 < report.get("rows_used", 0) <= findings.get("unthinking", 0)
 
 
-def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
-    """Write a result for reports, which leave it out if it can't be written."""
+def save_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
+    """Write a result for reports, or no result if the disk fails."""
     path = run.path / "evaluations" / name
     with contextlib.suppress(OSError):
         remove_left_over(path)
@@ -244,20 +224,21 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
 
 def unreadable_evaluations(run: RunDirectory) -> str:
     """Return a sentence that names unreadable or changed files of evaluations; empty without any."""
-    evaluations = {f"scores-{name}" for name in read_evaluations(run)}
+    readable = {f"scores-{name}" for name in read_evaluations(run)}
     files = sorted((run.path / "evaluations").glob("*.json"))
     names = [
         path.name for path in files
-        if (path.stem not in evaluations if path.stem.startswith("scores-") else read_object(path) is None)
+        if (path.stem not in readable if path.stem.startswith("scores-") else read_object(path) is None)
     ]  # fmt: skip
     return f"{', '.join(names)} can't be read; measure again: finetune eval {run.path.name}" if names else ""
 
 
 def _is_consistent(comparison: Comparison) -> bool:
     base, tuned = comparison.base, comparison.tuned
-    shown = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
+    # pages show each score beside its prompt, expected answer and answers
+    row_count = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
     same_rows = len(base.scores) == len(tuned.scores) and set(base.fields) >= set(tuned.fields)
-    return same_rows and len(tuned.scores) <= shown and len(tuned.row_losses) == len(tuned.row_tokens)
+    return same_rows and len(tuned.scores) <= row_count and len(tuned.row_losses) == len(tuned.row_tokens)
 
 
 def read_forgetting(run: RunDirectory) -> list[Forgetting]:
@@ -266,10 +247,10 @@ def read_forgetting(run: RunDirectory) -> list[Forgetting]:
 
 
 class Journal:
-    """Computed answers and losses by a digest of the row, in a file: for killed evaluations and other scores."""
+    """Computed answers and losses by a digest of the row, saved for later evaluations."""
 
     def __init__(self, folder: Path, model: str, inputs: Any) -> None:
-        # RUN/evaluations/<model>-<key>.jsonl; the key covers all that decides an answer except the row
+        # `inputs` are all that decides an answer except the row
         self._path = folder / f"{model}-{digest(inputs)}.jsonl"
         self.entries: dict[str, dict[str, Any]] = {}
         self.problem = ""
@@ -288,8 +269,8 @@ class Journal:
         lines = "".join(with_checksum(json.dumps({"row": row, **entry})) + "\n" for row, entry in entries.items())
         try:
             self._path.parent.mkdir(exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:  # begins with a new line: the last one may be incomplete
-                file.write(b"\n" + lines.encode())
+            with self._path.open("ab", buffering=0) as file:
+                file.write(b"\n" + lines.encode())  # a new line first: the last one may be incomplete
         except OSError as error:
             self.problem = f"answers are not kept for a later evaluation: {error}"
 

@@ -15,7 +15,7 @@ from finetune.data.checks import BadRow
 from finetune.data.conversation import Example
 from finetune.data.report import refusal_lines
 from finetune.data.splits import LimitedSplit
-from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tokenizer import ProcessorLoader, read_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
@@ -25,8 +25,8 @@ from finetune.run.directory import RunDirectory
 from finetune.settings import DatasetRecipe, Settings
 from finetune.settings.methods import METHOD_FORMATS, METHODS
 
-#: Columns of the tokenised held-out rows: rejected ones of pairs only, `desirable` of labelled rows -> the field of EvalRows.
-_SEQUENCES = {
+#: Column of the tokenised held-out rows -> field of EvalRows. Only pairs have rejected columns, only labelled rows `desirable`.
+_SEQUENCE_FIELDS = {
     "input_ids": "ids", "labels": "labels", "rejected_input_ids": "rejected_ids", "rejected_labels": "rejected_labels",
     "desirable": "desirable", "pictures": "pictures",
 }  # fmt: skip
@@ -36,24 +36,20 @@ _SEQUENCES = {
 class EvalRows:
     """Prompts with expected answers, and sequences whose loss is computed."""
 
-    #: A row of plain text has no prompt.
+    #: Rows of plain text have no prompt, and are not in the first three lists.
     prompts: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
-    #: Expected answers.
-    references: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)  # expected answers
     #: A chat template may render several sequences of a row. Of pairs these are the chosen answers.
     ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
-    #: In the order of `ids`.
-    rejected_ids: list[list[int]] = field(default_factory=list)
+    rejected_ids: list[list[int]] = field(default_factory=list)  # in the order of `ids`
     rejected_labels: list[list[int]] = field(default_factory=list)
-    #: Whether each answer of labelled rows is marked good.
-    desirable: list[bool] = field(default_factory=list)
+    desirable: list[bool] = field(default_factory=list)  # whether each labelled answer is marked good
     #: Expected calls and offered tools of each row; both are empty if no row has tools.
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: list[list[dict[str, Any]]] = field(default_factory=list)
-    #: Most tokens of a thought and its answer.
-    answer_tokens: int = 0
+    answer_tokens: int = 0  # of the longest expected answer with its thought
     has_thoughts: bool = False
     #: Images of each prompt, and of each sequence; both are empty without images.
     prompt_pictures: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -63,14 +59,14 @@ class EvalRows:
 def run_encoder(run: RunDirectory) -> Encoder:
     """Return the encoder of a run's prompts."""
     settings, folder = read_plan(run.plan).settings, run.data / "tokenizer"
-    tokenizer = run_tokenizer(folder, settings)
-    pictures = ModelPictures(settings, folder) if settings.vision else None
-    return Encoder(tokenizer, conversations=tokenizer.chat_template is not None, pictures=pictures)
+    tokenizer = read_tokenizer(folder, settings)
+    processor_loader = ProcessorLoader(settings, folder) if settings.vision else None
+    return Encoder(tokenizer, with_template=tokenizer.chat_template is not None, processor_loader=processor_loader)
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
     """Return at most `limit` held-out rows of a run. Raise DataError without rows."""
-    # the run whose adapter this run continued
+    # the first run: the one whose adapter this run continued
     folder = run.base_adapter / HELD_OUT if of_first_run else run.data
     if of_first_run and not folder.is_dir():
         raise DataError(f"{run.path} did not continue a run with held-out rows", "Leave out --forgetting, or give --data FILE.")
@@ -80,10 +76,10 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
         rows = _eval_rows(read_json(path, list)[:limit])
         if (folder / "eval").is_dir():
             path = folder / "eval"
-            tokenised: Any = load_from_disk(str(path))
-            selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
-            sequences = {field: list(selected[name]) for name, field in _SEQUENCES.items() if name in selected.column_names}
-    except Exception as error:  # noqa: BLE001 - the library of datasets raises whatever its code meets
+            dataset: Any = load_from_disk(str(path))
+            dataset = dataset.select(range(min(len(dataset), limit or len(dataset))))
+            sequences = {field: list(dataset[name]) for name, field in _SEQUENCE_FIELDS.items() if name in dataset.column_names}
+    except Exception as error:  # noqa: BLE001 - the library `datasets` raises whatever its code meets
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(problem, "Use your own rows: --data FILE.") from None
     if not rows.prompts and not sequences.get("ids"):
@@ -99,68 +95,72 @@ def file_rows(path: str, run: RunDirectory, tokenizer: PreTrainedTokenizerBase, 
     from finetune.data.preparation import questions_of
 
     settings = read_plan(run.plan).settings
-    pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
-    encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures)
-    split = _read_like(settings, path, limit, encoder)
+    processor_loader = ProcessorLoader(settings, run.data / "tokenizer") if settings.vision else None
+    encoder = Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, processor_loader=processor_loader)
+    split = _read_like_training(settings, path, limit, encoder)
     if split.refused and settings.dataset.on_bad_rows == "fail":
         raise DataError(refusal_lines(split.refused, split.unlimited.rows_read), "Correct these rows.")
     if not split.used.any():
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     tables = [table.to_pydict() for table in split.tables()]
-    sequences: dict[str, Any] = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
+    columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
+    sequences: dict[str, Any] = {_SEQUENCE_FIELDS[name]: values for name, values in columns.items()}
     return replace(_eval_rows(questions_of(split.examples, encoder)), **sequences)
 
 
-def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
+def _read_like_training(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
     from finetune.data.preparation import rows_to_evaluate
 
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
     )  # fmt: skip
-    own = METHODS[settings.method].row_format
+    method_format = METHODS[settings.method].row_format
     # Rows in the format of the run's method are read in that format, others by their columns.
     # Pairs are read as pairs even where a run trains on single answers: a pair says more than its answers do.
-    first = "preference" if own in METHOD_FORMATS else own
-    for row_format in dict.fromkeys([first, own, *METHOD_FORMATS]) if own else []:
+    first = "preference" if method_format in METHOD_FORMATS else method_format
+    for row_format in dict.fromkeys([first, method_format, *METHOD_FORMATS]) if method_format else []:
         with contextlib.suppress(DataError):
             return rows_to_evaluate(dataset.model_copy(update={"format": row_format}), encoder)
     return rows_to_evaluate(dataset, encoder)
 
 
-def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
+def count_trained(run: RunDirectory, rows: EvalRows) -> int:
     """Count the sequences that the run was trained on."""
-    contents = [np.asarray(ids, dtype=np.int64).tobytes() for ids in rows.ids]
-    wanted, trained = set(contents), set[bytes]()
+    sequences = [np.asarray(ids, dtype=np.int64).tobytes() for ids in rows.ids]
+    evaluated, trained = set(sequences), set[bytes]()
     dataset: Any = load_from_disk(str(run.data / "train"))
     for batch in dataset.with_format("numpy").iter(batch_size=1_000):
         # a packed sequence has several rows
         lengths = batch["seq_lengths"] if "seq_lengths" in batch else [[len(ids)] for ids in batch["input_ids"]]
         for ids, row_lengths in zip(batch["input_ids"], lengths, strict=True):
-            rows_of_sequence = np.split(np.asarray(ids, dtype=np.int64), np.cumsum(row_lengths)[:-1])
-            trained.update(content for row in rows_of_sequence if (content := row.tobytes()) in wanted)
-    return sum(content in trained for content in contents)
+            packed_rows = np.split(np.asarray(ids, dtype=np.int64), np.cumsum(row_lengths)[:-1])
+            trained |= evaluated.intersection(row.tobytes() for row in packed_rows)
+    return sum(sequence in trained for sequence in sequences)
 
 
 def no_call_rows(encoder: Encoder) -> EvalRows:
     """Return the bundled questions with tools that need no call."""
     rows = [parse_json(line) for line in NO_CALL_PROBE.read_text(encoding="utf-8").splitlines()]
-    questions = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    prompts = [row["prompt"] for row in rows]
     tools = [[{"type": "function", "function": tool} for tool in row["tools"]] for row in rows]
-    ids = [encoder.prompt_ids(question, tuple(offered)) for question, offered in zip(questions, tools, strict=True)]
-    return EvalRows([row["prompt"] for row in rows], ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
+    ids = [
+        encoder.prompt_ids([{"role": "user", "content": prompt}], tuple(row_tools))
+        for prompt, row_tools in zip(prompts, tools, strict=True)
+    ]
+    return EvalRows(prompts, ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
 
 
 def probe_rows(encoder: Encoder) -> EvalRows:
     """Return the bundled general questions, in the encoder's chat template if any."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()
-    examples = [_question(parse_json(line), encoder.template is not None) for line in lines]
+    examples = [_probe_example(parse_json(line), encoder.template is not None) for line in lines]
     sequences = [sequence for result in encoder.encode(examples) if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return EvalRows(ids=ids, labels=labels)
 
 
-def _question(row: dict[str, str], as_conversation: bool) -> Example:
+def _probe_example(row: dict[str, str], as_conversation: bool) -> Example:
     if not as_conversation:
         return Example(PROBE.name, 0, prompt=f"{row['prompt']}\n", completion=row["completion"])
     messages = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
@@ -168,12 +168,12 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
 
 
 def _eval_rows(questions: list[dict[str, Any]]) -> EvalRows:
-    def lists(name: str, only_with: str) -> list[Any]:
-        return [row.get(name) or [] for row in questions] if any(only_with in row for row in questions) else []
+    def lists_if(present_key: str, key: str) -> list[Any]:
+        return [row.get(key) or [] for row in questions] if any(present_key in row for row in questions) else []
 
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
     return EvalRows(
-        prompts, prompt_ids, answers, calls=lists("calls", "calls"), tools=lists("tools", "calls"),
+        prompts, prompt_ids, answers, calls=lists_if("calls", "calls"), tools=lists_if("calls", "tools"),
         answer_tokens=max((int(row.get("answer_tokens") or 0) for row in questions), default=0),
-        has_thoughts=any(row.get("thought") for row in questions), prompt_pictures=lists("pictures", "pictures"),
+        has_thoughts=any(row.get("thought") for row in questions), prompt_pictures=lists_if("pictures", "pictures"),
     )  # fmt: skip

@@ -13,15 +13,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.chat_format import ChatFormat
-from finetune.data.pictures.source import PictureSource, source_of
+from finetune.data.pictures.source import PictureSource, source_from_dict
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, keep_result
-from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, no_call_rows, probe_rows, run_encoder, trained_rows
-from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, scorer, span_of
+from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, save_result
+from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_rows, no_call_rows, probe_rows, run_encoder
+from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, score_range, scorer
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
@@ -30,7 +30,7 @@ from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
-_MAX_LOSS = 700.0  # whose exponential is a float
+_MAX_LOSS = 700.0  # exp() overflows above 709
 _CALL_TOKENS = 48  # of an answer to a question without need for a tool: enough to begin a call
 
 
@@ -40,7 +40,7 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Score held-out rows, or rows of the file `data`, with base and tuned model.
 
-    Raise DataError for unusable rows, RecipeError without an adapter, OutOfMemory for a row that does not fit.
+    Raise DataError for unusable rows, CommandError without an adapter, OutOfMemory for too long a row.
     """
     started = time.perf_counter()
     require_data(run)
@@ -61,34 +61,38 @@ def compare(
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
     load = load or answerer_loader(run, progress, last=last)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
-    asked_without = None if against_adapter or eval_rows.has_thoughts else chat_format
-    base_prompt_end = asked_without.before_answer if asked_without else ""
+    # rows without thoughts are asked without a thought; the tuned model learned to answer so by itself
+    thoughtless_format = None if against_adapter or eval_rows.has_thoughts else chat_format
+    base_prompt_end = thoughtless_format.before_answer if thoughtless_format else ""
     end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False)
     base_rows = replace(eval_rows, prompt_ids=[[*ids, *end_ids] for ids in eval_rows.prompt_ids])
     # after a kill, the journals have all but the remaining rows
     journals = [answer_journal(run, *model) for model in models]
     outputs = [
-        ModelOutputs(load, journal, rows_of_model, model, max_new_tokens, progress, chat_format)
-        for journal, rows_of_model, (model, _) in zip(journals, (base_rows, eval_rows), models, strict=True)
+        ModelOutputs(load, journal, model_rows, model, max_new_tokens, progress, chat_format)
+        for journal, model_rows, (model, _) in zip(journals, (base_rows, eval_rows), models, strict=True)
     ]
-    base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
-    weights, span = None, span_of(chosen_scorer.name, base.scores, tuned.scores)
+    base, tuned = (model_outputs.score(chosen_scorer) for model_outputs in outputs)
+    weights, span = None, score_range(chosen_scorer.name, base.scores, tuned.scores)
     if chosen_scorer.name == TOKEN_ACCURACY:
         weights, span = base.row_tokens, 0.0  # the mean of many tokens, as the loss is
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
-        time.perf_counter() - started,
-        difference(base.exact, tuned.exact, span=1.0), difference(base.row_losses, tuned.row_losses, base.row_tokens),
-        chosen_scorer.name, difference(base.scores, tuned.scores, weights, span=span),
-        data, sum(of_model.reused for of_model in outputs), sorted({journal.problem for journal in journals} - {""}),
-        forgetting, trained_rows(run, eval_rows) if data else 0,
-        difference(base.in_order, tuned.in_order, span=1.0), difference(base.margins, tuned.margins),
-        _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
-        _field_differences(*outputs) if chosen_scorer.name == "calls" else {}, max_new_tokens, base_prompt_end, why,
+        time.perf_counter() - started, score=chosen_scorer.name, score_because=why, data=data, forgetting=forgetting,
+        exact_match_difference=difference(base.exact, tuned.exact, span=1.0),
+        loss_difference=difference(base.row_losses, tuned.row_losses, base.row_tokens),
+        score_difference=difference(base.scores, tuned.scores, weights, span=span),
+        pairs_in_order_difference=difference(base.in_order, tuned.in_order, span=1.0),
+        pair_margin_difference=difference(base.margins, tuned.margins),
+        field_differences=_field_differences(*outputs) if chosen_scorer.name == "calls" else {},
+        labels_in_order=_labels_in_order(base, tuned, eval_rows.desirable), against_adapter=against_adapter,
+        trained_rows=count_trained(run, eval_rows) if data else 0, max_new_tokens=max_new_tokens,
+        base_prompt_end=base_prompt_end, reused=sum(model_outputs.reused for model_outputs in outputs),
+        notes=sorted({journal.problem for journal in journals} - {""}),
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
-        keep_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
+        save_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
     return comparison
 
 
@@ -102,14 +106,15 @@ def _fitting_scorer(rows: EvalRows) -> tuple[Scorer, str]:
 def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float | None:
     losses_and_tokens = zip(base.row_losses, tuned.row_losses, base.row_tokens, strict=True)
     gains = [(before - after) * tokens for before, after, tokens in losses_and_tokens]
-    good, bad = ([gain for gain, label in zip(gains, desirable, strict=False) if label == wanted] for wanted in (True, False))
-    # share of pairs of a good and a bad answer in which the good answer gained more
-    return _mean([more > less for more in good for less in bad])
+    labelled_gains = list(zip(gains, desirable, strict=False))  # none for rows without labels
+    good_gains = [gain for gain, is_good in labelled_gains if is_good]
+    bad_gains = [gain for gain, is_good in labelled_gains if not is_good]
+    return _mean([good_gain > bad_gain for good_gain in good_gains for bad_gain in bad_gains])
 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
     # both models have the same fields in each row: `call_score` names them after the expected calls
-    before, now = (_rights_by_field(of_model.row_scores) for of_model in (base, tuned))
+    before, now = _rights_by_field(base.row_scores), _rights_by_field(tuned.row_scores)
     gaps = {name: difference(rights, now[name], span=1.0) for name, rights in before.items()}
     return {name: gap for name, gap in gaps.items() if gap}
 
@@ -143,17 +148,18 @@ class ModelOutputs:
         self, load: Callable[[], Answerer], journal: Journal, rows: EvalRows, model: str, max_new_tokens: int | None,
         progress: Progress, chat_format: ChatFormat | None = None,
     ) -> None:  # fmt: skip
-        # the format reads answers, whose calls are shown as text; without a limit of new tokens there are no answers
         self._load, self._journal, self._rows, self._format = load, journal, rows, chat_format
         self.row_scores: list[RowScore] = []
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
-        form = ["with special tokens"] if chat_format else []
-        shown, read = _digests(rows.prompt_pictures, rows.prompt_ids), _digests(rows.pictures, rows.ids + rows.rejected_ids)
-        prompts = zip(rows.prompt_ids, shown, strict=True) if max_new_tokens else ()
-        self._answer_keys = [digest([ids, max_new_tokens, *form, *its]) for ids, its in prompts]
+        key_end = ["with special tokens"] if chat_format else []
+        prompt_digests = _picture_digests(rows.prompt_pictures, rows.prompt_ids)
+        # without a limit of new tokens, only losses are computed
+        prompts = zip(rows.prompt_ids, prompt_digests, strict=True) if max_new_tokens else ()
+        self._answer_keys = [digest([ids, max_new_tokens, *key_end, *pictures]) for ids, pictures in prompts]
         self._sequences = list(zip((*rows.ids, *rows.rejected_ids), (*rows.labels, *rows.rejected_labels), strict=True))
-        self._loss_keys = [digest([*sequence, *its]) for sequence, its in zip(self._sequences, read, strict=True)]
+        sequences = zip(self._sequences, _picture_digests(rows.pictures, self._sequences), strict=True)
+        self._loss_keys = [digest([*ids_and_labels, *pictures]) for ids_and_labels, pictures in sequences]
         lengths = [len(ids) + (max_new_tokens or 0) for ids in rows.prompt_ids]
         self._run_batches(self._answer_keys, lengths, self._add_answers, "answered")
         self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
@@ -168,7 +174,7 @@ class ModelOutputs:
             batch_tokens = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
         else:
             batch_tokens = loss_batch_tokens(answerer.model)
-        # the same batches as in a killed evaluation
+        # the same batches as in a killed evaluation, without the complete ones
         remaining = [batch for batch in batches(lengths, batch_tokens) if any(keys[row] not in entries for row in batch)]
         finished = reused = len(keys) - sum(map(len, remaining))
         self.reused += reused
@@ -190,9 +196,9 @@ class ModelOutputs:
                 finished += len(batch)
 
     def _add_answers(self, batch: list[int]) -> None:
-        questions = [self._rows.prompt_ids[row] for row in batch]
+        prompts = [self._rows.prompt_ids[row] for row in batch]
         answers = self._load().answer(
-            questions, max_new_tokens=self._max_new_tokens or 1, with_special_tokens=self._format is not None,
+            prompts, max_new_tokens=self._max_new_tokens or 1, with_special_tokens=self._format is not None,
             pictures=_sources(self._rows.prompt_pictures, batch),
         )  # fmt: skip
         self._journal.add({
@@ -209,51 +215,54 @@ class ModelOutputs:
     def score(self, scorer: Scorer) -> Score:
         entries, rows = self._journal.entries, self._rows
         chosen_keys, rejected_keys = self._loss_keys[: len(rows.ids)], self._loss_keys[len(rows.ids) :]
-        loss_entries, rejected = ([entries[key] for key in keys] for keys in (chosen_keys, rejected_keys))
-        sums = [[entry["loss"] * entry["tokens"] for entry in answers] for answers in (loss_entries, rejected)]
-        margins = [other - chosen for chosen, other in zip(*sums, strict=True)] if rejected else []
+        loss_entries, rejected_entries = ([entries[key] for key in keys] for keys in (chosen_keys, rejected_keys))
+        loss_sums, rejected_sums = (
+            [entry["loss"] * entry["tokens"] for entry in answer_entries] for answer_entries in (loss_entries, rejected_entries)
+        )
+        pairs = zip(loss_sums, rejected_sums, strict=True) if rejected_keys else ()
+        margins = [rejected - chosen for chosen, rejected in pairs]
         row_losses, row_tokens = [entry["loss"] for entry in loss_entries], [entry["tokens"] for entry in loss_entries]
-        loss = sum(sums[0]) / sum(row_tokens) if any(row_tokens) else None
+        loss = sum(loss_sums) / sum(row_tokens) if any(row_tokens) else None
         answer_entries = [entries[key] for key in self._answer_keys]
-        read = [Answer(entry["answer"]) for entry in answer_entries]
+        answers = [Answer(entry["answer"]) for entry in answer_entries]
         if self._format:
             for row, entry in enumerate(answer_entries):
                 tools = rows.tools[row] if rows.tools else None
                 if tools == [] and not rows.calls[row] and self._format.read(rows.references[row], tools).calls:
-                    tools = None  # JSON with the form of a call was taught as text
-                read[row] = self._format.read(entry["answer"], tools, is_cut=entry["is_cut"])
-        answers = [display_text(answer) for answer in read]
+                    tools = None  # the expected answer is text that looks like a call
+                answers[row] = self._format.read(entry["answer"], tools, is_cut=entry["is_cut"])
+        texts = [display_text(answer) for answer in answers]
         if scorer.name == "calls":
-            expected_calls = zip(rows.calls, rows.tools, read, strict=False)
+            expected_calls = zip(rows.calls, rows.tools, answers, strict=False)
             row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]
         elif scorer.name == TOKEN_ACCURACY:
             row_scores = [RowScore(entry["right"] / max(1, entry["tokens"])) for entry in loss_entries]
         else:
             row_scores = [
-                scorer.score_answer(prompt, reference, answer)
-                for prompt, reference, answer in zip(rows.prompts, rows.references, answers, strict=False)
+                scorer.score_answer(prompt, reference, text)
+                for prompt, reference, text in zip(rows.prompts, rows.references, texts, strict=False)
             ]
         self.row_scores = row_scores
         accuracy = sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None
-        exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, rows.references, strict=False)]
+        exact = [text.strip() == reference.strip() for text, reference in zip(texts, rows.references, strict=False)]
         scores = [row_score.score for row_score in row_scores]
-        validity = [row_score.valid for row_score in row_scores if row_score.valid is not None]
-        shares = {name: sum(rights) / len(rights) for name, rights in _rights_by_field(row_scores).items()}
         return Score(
-            _mean(exact), loss, answers,
-            math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
-            accuracy, accuracy if scorer.name == TOKEN_ACCURACY else _mean(scores), scores,
-            _mean(validity), shares, margins, _mean(margins), _mean([margin > 0 for margin in margins]),
-            [answer.thought for answer in read], sum(entry["is_cut"] for entry in answer_entries),
+            _mean(exact), loss, texts, exact=exact, row_losses=row_losses, row_tokens=row_tokens,
+            perplexity=math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, token_accuracy=accuracy,
+            score=accuracy if scorer.name == TOKEN_ACCURACY else _mean(scores), scores=scores,
+            valid=_mean([row_score.valid for row_score in row_scores if row_score.valid is not None]),
+            fields={name: sum(rights) / len(rights) for name, rights in _rights_by_field(row_scores).items()},
+            margins=margins, pair_margin=_mean(margins), pairs_in_order=_mean([margin > 0 for margin in margins]),
+            thoughts=[answer.thought for answer in answers], cut=sum(entry["is_cut"] for entry in answer_entries),
         )  # fmt: skip
 
 
-def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
-    return [[picture["digest"] for picture in its] for its in pictures] or [[]] * len(rows)
+def _picture_digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
+    return [[picture["digest"] for picture in row_pictures] for row_pictures in pictures] or [[]] * len(rows)
 
 
 def _sources(pictures: list[list[dict[str, Any]]], rows: list[int]) -> list[list[PictureSource]]:
-    return [[source_of(picture) for picture in pictures[row]] for row in rows] if pictures else []
+    return [[source_from_dict(picture) for picture in pictures[row]] for row in rows] if pictures else []
 
 
 def _mean(values: list[Any]) -> float | None:
@@ -270,28 +279,28 @@ def _rights_by_field(row_scores: list[RowScore]) -> dict[str, list[bool]]:
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Return batches of row indices, longest first, of at most `max_tokens` padded tokens."""
-    batch_rows: list[list[int]] = []
+    row_batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batch_rows and (len(batch_rows[-1]) + 1) * lengths[batch_rows[-1][0]] <= max_tokens:
-            batch_rows[-1].append(index)
+        # rows are padded to a batch's first row, which is its longest
+        if row_batches and (len(row_batches[-1]) + 1) * lengths[row_batches[-1][0]] <= max_tokens:
+            row_batches[-1].append(index)
         else:
-            # a longer row is alone
-            batch_rows.append([index])
-    return batch_rows
+            row_batches.append([index])  # even a row of more than `max_tokens`
+    return row_batches
 
 
 @torch.inference_mode()
 def losses(
     model: Any, sequences: Iterable[tuple[list[int], list[int]]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
-    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
-    rows, values = ([torch.tensor(row, dtype=torch.long) for row in its] for its in zip(*sequences, strict=True))
-    ids = pad_sequence(rows, batch_first=True).to(device)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
-    labels = pad_sequence(values, batch_first=True, padding_value=-100).to(device)[:, 1:]
+    """Compute one batch: each sequence's mean loss (nats), number and correct predictions of trained tokens."""
+    id_rows, label_rows = ([torch.tensor(row, dtype=torch.long) for row in column] for column in zip(*sequences, strict=True))
+    ids = pad_sequence(id_rows, batch_first=True).to(device)
+    mask = pad_sequence([torch.ones_like(row) for row in id_rows], batch_first=True).to(device)
+    labels = pad_sequence(label_rows, batch_first=True, padding_value=-100).to(device)[:, 1:]
     trained = labels != -100
-    more = extra_model_inputs(ids, more_inputs)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
+    extra_inputs = extra_model_inputs(ids, more_inputs)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **extra_inputs).logits[:, :-1][trained].float()
     token_losses = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
     is_right = logits.argmax(dim=-1) == labels[trained]
     counts = trained.sum(dim=1).tolist()
@@ -314,10 +323,10 @@ def measure_forgetting(
         groups.append((f"held-out rows of {Path(origin.name).name}", rows, ("origin", run.base_adapter)))
     results = []
     for name, rows, reference in groups:
-        before, now = scores(run, load, rows, (reference, ("tuned", folder)), "loss", None, progress)
-        interval = difference(before.row_losses, now.row_losses, before.row_tokens)
-        results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
-    keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
+        before, now = score_models(run, load, rows, (reference, ("tuned", folder)), "loss", None, progress)
+        loss_difference = difference(before.row_losses, now.row_losses, before.row_tokens)
+        results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, loss_difference))
+    save_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
 
 
@@ -330,25 +339,24 @@ def measure_no_call(
             return None
         encoder = run_encoder(run)
         rows = no_call_rows(encoder)
-    except DataError:
-        # no held-out rows, or a chat template that refuses the questions
+    except DataError:  # no held-out rows, or a chat template that refuses the questions
         return None
-    if encoder.chat_format.syntax is None:
+    if encoder.chat_format.syntax is None:  # the template writes no calls
         return None
     models = (("base", None), ("tuned", adapter_folder(run, last=last)))
-    before, now = scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
+    before, now = score_models(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
     result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
-    keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
+    save_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
     return result
 
 
-def scores(
-    run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
+def score_models(
+    run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], score: str,
     max_new_tokens: int | None, progress: Progress, chat_format: ChatFormat | None = None,
 ) -> list[Score]:  # fmt: skip
-    """Return the score `name` of each model and adapter."""
+    """Return the `score` of each (model, adapter)."""
     outputs = (
         ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
         for model, adapter in models
     )
-    return [of_model.score(scorer(name)) for of_model in outputs]
+    return [model_outputs.score(scorer(score)) for model_outputs in outputs]

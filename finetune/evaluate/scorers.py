@@ -22,7 +22,7 @@ SCORES = ("exact", "contains", "regex", "json", "numeric", "calls", "tokens", "l
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 TOKEN_ACCURACY = "token accuracy"  # the name of the score `tokens`
 #: Longer answers, and answers of several lines, are free text, which no model writes to the letter.
-_LABEL_LENGTH = 60
+_MAX_SHORT_ANSWER = 60  # characters
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
 #: Parts of the score of calls, each over the rows that it is about.
 NO_CALL_DUE, NAMES, ARGUMENTS, COUNT, ORDER, KNOWN_TOOL = (
@@ -37,8 +37,7 @@ class RowScore:
     score: float
     #: Whether each expected field of JSON, or part of a score of calls, is right.
     fields: Mapping[str, bool] = field(default_factory=dict)
-    #: Whether the answer is JSON, or its calls can be read.
-    valid: bool | None = None
+    valid: bool | None = None  # whether the answer is JSON, or its calls can be read
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,11 @@ class Scorer:
     """A kind of score."""
 
     name: str
-    #: Called with prompt, expected answer and answer.
-    score_answer: Callable[[str, str, str], RowScore]
+    score_answer: Callable[[str, str, str], RowScore]  # called with prompt, expected answer and answer
 
 
-def span_of(name: str, *scores: Sequence[float]) -> float:
-    """Return the largest difference of two rows' scores; for a user's function the largest seen."""
+def score_range(name: str, *scores: Sequence[float]) -> float:
+    """Return the largest possible difference of two scores; for a user's function the largest seen."""
     all_scores = [score for model_scores in scores for score in model_scores]
     is_share = name in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
     return 1.0 if is_share else max(all_scores) - min(all_scores)
@@ -75,7 +73,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         "regex": _by_pattern(pattern),
         "json": lambda _, expected, answer: json_score(expected, answer),
         "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
-        **dict.fromkeys(("calls", "tokens", "loss"), lambda *_: RowScore(0.0)),  # of rows, not of texts
+        **dict.fromkeys(("calls", "tokens", "loss"), lambda *_: RowScore(0.0)),  # unused: `ModelOutputs.score` computes them
     }
     return Scorer(TOKEN_ACCURACY if name == "tokens" else name, functions[name])
 
@@ -86,8 +84,8 @@ def fitting_score(answers: Sequence[str]) -> tuple[str, str]:
         return "loss", "plain text"
     if all(isinstance(_parse_json(answer), dict) for answer in answers):
         return "json", "JSON objects"
-    texts = sum(len(answer) > _LABEL_LENGTH or "\n" in answer.strip() for answer in answers)
-    return ("tokens", "free text") if 2 * texts > len(answers) else ("exact", "short answers")
+    free_texts = sum(len(answer) > _MAX_SHORT_ANSWER or "\n" in answer.strip() for answer in answers)
+    return ("tokens", "free text") if 2 * free_texts > len(answers) else ("exact", "short answers")
 
 
 def json_score(expected: str, answer: str) -> RowScore:
@@ -99,10 +97,14 @@ def json_score(expected: str, answer: str) -> RowScore:
     if not isinstance(expected_value, dict) or not expected_value:
         return RowScore(float(json_equal(expected_value, answer_value)), {}, answer_value is not _NOT_JSON)
     # fields of nested objects are named a.b; lists are compared as a whole
-    targets = dict(_flat_fields(expected_value))
-    answers = dict(_flat_fields(answer_value)) if isinstance(answer_value, dict) else {}
-    fields = {name: name in answers and json_equal(target, answers[name]) for name, target in targets.items()}
-    return RowScore(sum(fields.values()) / len({*targets, *answers}), fields, answer_value is not _NOT_JSON)
+    expected_fields = dict(_flat_fields(expected_value))
+    answer_fields = dict(_flat_fields(answer_value)) if isinstance(answer_value, dict) else {}
+    is_right = {
+        name: name in answer_fields and json_equal(value, answer_fields[name]) for name, value in expected_fields.items()
+    }
+    # a field that is not expected counts as a wrong one
+    score = sum(is_right.values()) / len({*expected_fields, *answer_fields})
+    return RowScore(score, is_right, answer_value is not _NOT_JSON)
 
 
 def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
@@ -123,8 +125,9 @@ def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
         expected_match, answer_match = search(expected), search(answer)
         if expected_match is None:
             raise DataError(f"the pattern finds nothing in the expected answer {expected[:100]!r}", "Change --pattern.")
-        groups = [match and (match.groups() or match[0]) for match in (expected_match, answer_match)]
-        return RowScore(float(groups[0] == groups[1]))
+        # the pattern's groups are compared, without groups the whole match
+        expected_part, answer_part = (match and (match.groups() or match[0]) for match in (expected_match, answer_match))
+        return RowScore(float(expected_part == answer_part))
 
     return score_answer
 
@@ -137,8 +140,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         raise CommandError(problem, r"For example --pattern '#### (\d+)'") from None
 
 
-#: The value of text that is not JSON.
-_NOT_JSON = object()
+_NOT_JSON = object()  # the value of text that is not JSON
 
 
 def _parse_json(text: str) -> Any:
@@ -215,41 +217,39 @@ def _function(reference: str) -> Callable[[str, str, str], Any]:
 
 def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer: Answer) -> RowScore:
     """Return 1 for the same calls in any order, or for no call where none is expected."""
-    offered = {tool.get("function", {}).get("name") for tool in tools}
-    fields = {KNOWN_TOOL: not offered or all(_name(call) in offered for call in answer.calls)}
+    offered_names = {tool.get("function", {}).get("name") for tool in tools}
+    fields = {KNOWN_TOOL: not offered_names or all(_name(call) in offered_names for call in answer.calls)}
     if not expected:
         # an answer that begins an unreadable call is not free of calls
         fields[NO_CALL_DUE] = not answer.calls and not answer.is_unreadable
         return RowScore(float(fields[NO_CALL_DUE]), fields, not answer.is_unreadable)
-    names, answered = [*map(_name, expected)], [*map(_name, answer.calls)]
-    matched = _matched(expected, answer.calls, tools)
-    fields[NAMES] = sorted(set(names)) == sorted(set(answered))
-    fields[ARGUMENTS] = all(matched)
+    expected_names, answer_names = [*map(_name, expected)], [*map(_name, answer.calls)]
+    is_matched = _match_calls(expected, answer.calls, tools)
+    fields[NAMES] = set(expected_names) == set(answer_names)
+    fields[ARGUMENTS] = all(is_matched)
     fields[COUNT] = len(expected) == len(answer.calls)
     if len(expected) > 1:
-        fields[ORDER] = names == answered
+        fields[ORDER] = expected_names == answer_names
     # fields depend on the expected calls alone, so that both models have the same
-    for tool_name in dict.fromkeys(names):
-        fields[f"tool {tool_name}"] = all(
-            is_matched for name, is_matched in zip(names, matched, strict=True) if name == tool_name
-        )
-    return RowScore(float(all(matched) and fields[COUNT]), fields, not answer.is_unreadable)
+    for tool_name in dict.fromkeys(expected_names):
+        matches = zip(expected_names, is_matched, strict=True)
+        fields[f"tool {tool_name}"] = all(is_match for name, is_match in matches if name == tool_name)
+    return RowScore(float(all(is_matched) and fields[COUNT]), fields, not answer.is_unreadable)
 
 
 def _name(call: Call) -> str:
     return str(call["function"]["name"])
 
 
-def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
+def _match_calls(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
     remaining = [_with_defaults(call, tools) for call in calls]
-    results = []
-    for wanted in [_with_defaults(call, tools) for call in expected]:
-        matches = [index for index, answered in enumerate(remaining) if json_equal(answered, wanted)]
-        results.append(bool(matches))
-        # a call of the answer counts once
-        for index in matches[:1]:
-            del remaining[index]
-    return results
+    is_matched = []
+    for expected_call in [_with_defaults(call, tools) for call in expected]:
+        indices = [index for index, call in enumerate(remaining) if json_equal(call, expected_call)]
+        is_matched.append(bool(indices))
+        if indices:  # a call of the answer counts once
+            del remaining[indices[0]]
+    return is_matched
 
 
 def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Run tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the tuning's chat template."""
+"""Run tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the run's chat template."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import TASKS_FILE, Journal, TaskScore, answers_without_thoughts, digest, keep_result, read_tasks
+from finetune.evaluate.results import TASKS_FILE, Journal, TaskScore, answers_without_thoughts, digest, read_tasks, save_result
 from finetune.printable import Progress
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import RunDirectory, require_data
 
-#: As the harness's own command: seeds of the examples in a prompt.
-_EXAMPLES_SEED = 1234
+_EXAMPLES_SEED = 1234  # of the examples in a prompt, as in the harness's own command
 _MAX_BATCH = 64
 _ANSWER_TOKENS = 256  # the harness's limit of an answer where a task has none
 
@@ -38,26 +37,26 @@ def measure_tasks(
         raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
     require_data(run)
     folder = adapter_folder(run, last=last)
-    loaded = _load(tasks)
+    loaded_tasks = _load_tasks(tasks)
     progress("loading base model and adapter")
     answerer = Answerer(run, last=last)
-    outputs = {}
+    results = {}
     for model, adapter in (("base", None), ("tuned", folder)):
         with answerer.using(model):
             # every answer is saved in the run, so an interrupted evaluation continues
             journal = answer_journal(run, f"tasks-{model}", adapter)
-            outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
-    scores = _compare(outputs["base"], outputs["tuned"])
+            results[model] = _evaluate(answerer, journal, loaded_tasks, rows, model, progress)
+    scores = _compare(results["base"], results["tuned"])
     measured = {score.task for score in scores}
     others = [score for score in read_tasks(run) if score.task not in measured]
-    keep_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
+    save_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
     return scores
 
 
-def _load(tasks: Sequence[str]) -> dict[str, Any]:
+def _load_tasks(tasks: Sequence[str]) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
-    for name in ("lm_eval", "transformers"):  # they warn of a model that is not a name, and of two limits of an answer
+    for name in ("lm_eval", "transformers"):  # which warn of a model given as an object, and of two limits of an answer
         logging.getLogger(name).setLevel(logging.ERROR)
     names = [name for task in tasks if (name := task.strip())]
     if not names:
@@ -66,14 +65,14 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
     manager = TaskManager(include_defaults=len(files) < len(names))  # the index of all tasks takes seconds
     specs: list[str] = []
     for name in names:
-        matched = [name] if name in files else manager.match_tasks([name])
-        if not matched:
+        matches = [name] if name in files else manager.match_tasks([name])
+        if not matches:
             similar = difflib.get_close_matches(name, manager.all_tasks, 3)
             raise CommandError(
                 f"lm-eval has no task {name[:80]!r}{'; similar: ' if similar else ''}{', '.join(similar)}",
                 "See all:  lm-eval ls tasks  (a file of your own: --tasks ./task.yaml)",
             )
-        specs += matched
+        specs += matches
     try:
         # the harness downloads the datasets of the named tasks
         loaded: dict[str, Any] = dict(manager.load(list(dict.fromkeys(specs))))
@@ -106,9 +105,9 @@ def _evaluate(
 def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    # a task's stop strings would end an empty thought, and its limit a long one
-    without_thought = answers_without_thoughts(answerer.run) and answerer.chat_format
-    prompt_end = without_thought.before_answer if without_thought else ""
+    # no thought, so that a task's stop strings and limit don't end the answer in it
+    thoughtless_format = answers_without_thoughts(answerer.run) and answerer.chat_format
+    prompt_end = thoughtless_format.before_answer if thoughtless_format else ""
 
     class JournalledModel(HFLM):
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -116,8 +115,9 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return f"{text}{prompt_end}" if add_generation_prompt else str(text)
 
         def _complete(self, kind: str, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-            keys, batch_size = [digest([kind, *request.args]) for request in requests], 0
-            # only answers that the journal lacks, in batches that fit
+            keys = [digest([kind, *request.args]) for request in requests]
+            batch_size = 0  # chosen by memory, halved if that is too much
+            # only answers that the journal lacks
             while remaining := {
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
             }:
@@ -131,10 +131,11 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
                         problem = "a row of the task does not fit in memory beside the model"
                         raise OutOfMemory(problem, "Choose another task, or close other programs.") from None
                     continue
-                missing = zip(remaining, results, strict=True)
-                journal.add({key: {"result": result} for key, result in missing if key not in journal.entries})
-            entries = [journal.entries[key]["result"] for key in keys]
-            return [tuple(result) if isinstance(result, list) else result for result in entries]
+                computed = zip(remaining, results, strict=True)
+                # `add_partial` has added most of them
+                journal.add({key: {"result": result} for key, result in computed if key not in journal.entries})
+            results = [journal.entries[key]["result"] for key in keys]
+            return [tuple(result) if isinstance(result, list) else result for result in results]  # JSON has lists for tuples
 
         loglikelihood = partialmethod(_complete, "loglikelihood")
         loglikelihood_rolling = partialmethod(_complete, "loglikelihood_rolling")
@@ -149,44 +150,42 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
 
 
 def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: int) -> int:
-    longest = max(requests, key=lambda request: sum(len(part) for part in request.args if isinstance(part, str)))
-    text = "".join(part for part in longest.args if isinstance(part, str))
-    tokens = min(max_length, len(answerer.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1)
+    longest = max(requests, key=lambda request: sum(len(text) for text in request.args if isinstance(text, str)))
+    text = "".join(text for text in longest.args if isinstance(text, str))
+    row_tokens = min(max_length, len(answerer.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1)
     if kind == "generate_until":
-        tokens += int(longest.args[1].get("max_gen_toks", _ANSWER_TOKENS))
-        limit = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
+        row_tokens += int(longest.args[1].get("max_gen_toks", _ANSWER_TOKENS))
+        batch_tokens = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
     else:
-        limit = loss_batch_tokens(answerer.model)
-    return max(1, min(_MAX_BATCH, limit // tokens))
+        batch_tokens = loss_batch_tokens(answerer.model)
+    return max(1, min(_MAX_BATCH, batch_tokens // row_tokens))
 
 
 def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
     scores = []
     for task, values in tuned["results"].items():
         for name, value in values.items():
-            metric, _, answer_filter = name.partition(",")
+            metric, _, answer_filter = name.partition(",")  # lm-eval's key, such as "exact_match,strict-match"
             if not answer_filter or metric.endswith("_stderr") or _number(value) is None:
                 continue
-            samples = (results.get("samples", {}).get(task, []) for results in (base, tuned))
-            pairs = [_row_values(of_task, metric, answer_filter) for of_task in samples]
-            same_rows = pairs[0].keys() == pairs[1].keys()
-            columns = [[by_row[row] for row in sorted(by_row)] for by_row in pairs]
+            base_values, tuned_values = (_row_values(results, task, metric, answer_filter) for results in (base, tuned))
+            columns = [[by_row[row] for row in sorted(by_row)] for by_row in (base_values, tuned_values)]
             is_share = all(0 <= row_value <= 1 for column in columns for row_value in column)
             scores.append(TaskScore(
                 task, metric if answer_filter == "none" else f"{metric} ({answer_filter})",
-                len(pairs[1]) or int(tuned.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                len(tuned_values) or int(tuned.get("n-samples", {}).get(task, {}).get("effective", 0)),
                 _number(base["results"].get(task, {}).get(name)), _number(value),
                 tuned.get("higher_is_better", {}).get(task, {}).get(metric),
-                difference(*columns, span=float(is_share)) if same_rows else None,
+                difference(*columns, span=float(is_share)) if base_values.keys() == tuned_values.keys() else None,
             ))  # fmt: skip
     return scores
 
 
-def _row_values(samples: list[dict[str, Any]], metric: str, answer_filter: str) -> dict[int, float]:
+def _row_values(results: dict[str, Any], task: str, metric: str, answer_filter: str) -> dict[int, float]:
+    samples = results.get("samples", {}).get(task, [])
     values = {sample["doc_id"]: _number(sample.get(metric)) for sample in samples if sample["filter"] == answer_filter}
     numbers = {row: value for row, value in values.items() if value is not None}
-    # a metric without a number for some row has no difference
-    return numbers if len(numbers) == len(values) else {}
+    return numbers if len(numbers) == len(values) else {}  # a metric without a number for some row has no difference
 
 
 def _number(value: Any) -> float | None:

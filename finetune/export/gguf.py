@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.tokenizer import run_tokenizer
+from finetune.data.tokenizer import read_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
@@ -94,7 +94,7 @@ class _Expected:
     # the adapter's prompts, greedy answers and stop tokens
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
-        from finetune.evaluate.score import scores
+        from finetune.evaluate.score import score_models
 
         self.encoder = run_encoder(run)
         self.tokenizer = self.encoder.tokenizer
@@ -108,7 +108,7 @@ class _Expected:
         self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references, self.rows.answer_tokens)
         self.context_tokens = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
         models = [("tuned", adapter_folder(run))]
-        [score] = scores(run, answerer_loader(run), self.rows, models, "exact", self.max_new_tokens, progress)
+        [score] = score_models(run, answerer_loader(run), self.rows, models, "exact", self.max_new_tokens, progress)
         self.answers = score.answers
 
 
@@ -144,7 +144,7 @@ def _write_base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
             link_or_copy(path.resolve(), folder / path.name)
         elif path.name in ("config.json", "generation_config.json") or path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+    read_tokenizer(run.adapter, settings).save_pretrained(str(folder))
 
 
 def _run_converter(llama_cpp: Path, pre_tokenizer_name: str, script: str, output: Path, *arguments: str) -> None:
@@ -228,8 +228,9 @@ def _write_modelfile(file: Path, adapter: Path | None, model: parity.LlamaCpp, e
     bos = expected.tokenizer.bos_token if model.adds_bos and expected.tokenizer.bos_token else ""
     try:
         form = role_form(
-            lambda messages, prompt: template.render(messages, prompt=prompt), bos=bos, writes_today=template.writes_today
-        )
+            lambda messages, prompt: template.render(messages, add_generation_prompt=prompt),
+            bos=bos, writes_today=template.writes_today,
+        )  # fmt: skip
     except TemplateUnsupported as error:
         return f"this chat template can't be written for Ollama: {error}"
     for prompt in expected.rows.prompts:

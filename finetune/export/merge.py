@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.data.report import first_line
-from finetune.data.tokenizer import run_tokenizer
+from finetune.data.tokenizer import read_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export import shards
@@ -99,7 +99,7 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     if settings.trained_embedding_rows or not is_streamed:
         _update_config(folder / "config.json", settings, is_streamed)
     if settings.trained_embedding_rows or not is_multimodal(config) or settings.chat_template is not None:
-        run_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's files are copied
+        read_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's files are copied
 
 
 def _update_config(path: Path, settings: Any, is_streamed: bool) -> None:

@@ -32,7 +32,7 @@ class MergeEffect:
 
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
     """Answer held-out rows with both models, loaded in turn. Raise DataError."""
-    from finetune.evaluate.score import ModelOutputs, scores
+    from finetune.evaluate.score import ModelOutputs, score_models
 
     eval_rows = held_out_rows(run, rows)
     tokenizer, references = run_encoder(run).tokenizer, eval_rows.references
@@ -44,7 +44,7 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
             return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
     models = [("tuned", adapter_folder(run))]
-    [before] = scores(run, answerer_loader(run), eval_rows, models, "exact", max_new_tokens, progress)
+    [before] = score_models(run, answerer_loader(run), eval_rows, models, "exact", max_new_tokens, progress)
     with tempfile.TemporaryDirectory() as empty_folder:
         journal = Journal(Path(empty_folder), "merged", {})
         load = functools.cache(lambda: MergedAnswerer(run))

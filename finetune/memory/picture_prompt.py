@@ -19,7 +19,7 @@ from finetune.compat.processors import processor_from_settings, token_types
 from finetune.data.pictures.placement import PICTURE_MARK
 from finetune.data.pictures.processing import PictureProcessor, blank
 from finetune.data.pictures.source import PictureSource, require_pillow
-from finetune.data.tokenizer import ModelPictures, load_tokenizer
+from finetune.data.tokenizer import ProcessorLoader, load_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import ModelError
 from finetune.hub import VALID_S
@@ -89,7 +89,7 @@ def _prompt(
         tokenizer = load_tokenizer(recipe)
     except ModelError:
         return _catalogue_prompt(recipe, pictures)
-    encoder = Encoder(tokenizer, pictures=ModelPictures(recipe))
+    encoder = Encoder(tokenizer, processor_loader=ProcessorLoader(recipe))
     message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
     message |= {"pictures": len(pictures)} if pictures else {}
     sources = [PictureSource(Path(), "", *size) for size in pictures]

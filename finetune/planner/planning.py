@@ -209,7 +209,7 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     say("reading the data")
     from finetune.data.preparation import encode
     from finetune.data.sources import sources_of
-    from finetune.data.tokenizer import load_tokenizer, rows_of_tokens
+    from finetune.data.tokenizer import load_tokenizer, trained_embedding_rows
 
     sources = sources_of(recipe.dataset)
     with ThreadPoolExecutor(1) as pool:
@@ -222,7 +222,7 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     except ModelError:  # rows can be read without a model; the plan reports the error
         vocabulary = None
     highest_token = max(split.stored.highest_token() for split in rows.splits)
-    rows.trained_embedding_rows = rows_of_tokens(rows.encoder.tokenizer, recipe, vocabulary, highest_token)
+    rows.trained_embedding_rows = trained_embedding_rows(rows.encoder.tokenizer, recipe, vocabulary, highest_token)
     return rows
 
 

@@ -243,11 +243,11 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Visi
     """Count the work on a row with these images. Raises RecipeError for an unknown processor."""
     if recipe.vision is not True or not pictures:
         return None
-    from finetune.data.tokenizer import ModelPictures
+    from finetune.data.tokenizer import ProcessorLoader
 
     key = cache.key_of(
         kind="vision work", config=unquantised(config), model=recipe.model_name_or_path, revision=recipe.model_revision,
-        processor=ModelPictures(recipe).identity,
+        processor=ProcessorLoader(recipe).identity,
         targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
     )  # fmt: skip
     return cache.cached(key, VisionWork, lambda: _count_vision(config, recipe, pictures))

@@ -7,9 +7,9 @@ from typing import Any
 
 from finetune.compat.processors import save_processor
 from finetune.data.pictures.processing import PictureProcessor
-from finetune.data.pictures.source import source_of
+from finetune.data.pictures.source import source_from_dict
 from finetune.data.shards import PICTURES
-from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tokenizer import ProcessorLoader, read_tokenizer
 from finetune.files import read_object, write_json
 from finetune.methods.method import Collator
 from finetune.settings import Settings
@@ -26,7 +26,7 @@ class PictureCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = dict(self._tokens([{name: value for name, value in row.items() if name != PICTURES} for row in rows]))
         # raises DataError for a missing or changed image
-        sources = [[source_of(value) for value in row[PICTURES]] for row in rows]
+        sources = [[source_from_dict(value) for value in row[PICTURES]] for row in rows]
         return batch | self._processor.batch(batch["input_ids"], sources)
 
 
@@ -39,6 +39,6 @@ def save_picture_processor(processor: PictureProcessor, data: Path) -> None:
 def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:
     """Return the processor in a run's data folder."""
     folder = data / "tokenizer"
-    processor = ModelPictures(settings, folder)(run_tokenizer(folder, settings))
+    processor = ProcessorLoader(settings, folder)(read_tokenizer(folder, settings))
     processor.value_counts |= read_object(data / _PIXEL_VALUES) or {}
     return processor

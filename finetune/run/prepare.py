@@ -111,7 +111,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data.preparation import questions_of
     from finetune.data.splits import pack
-    from finetune.data.tokenizer import ModelPictures
+    from finetune.data.tokenizer import ProcessorLoader
     from finetune.data.tokens import Encoder
     from finetune.model.library_warnings import quiet_libraries
     from finetune.run.picture_collator import save_picture_processor
@@ -127,7 +127,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     held_out = data.eval_report and data.eval_report.as_json()
     write_json(run.data / "report.json", {**data.report.as_json(), "eval_report": held_out, "plain": data.is_plain})
     examples = [example for split in data.splits[1:] for example in split.examples]
-    questions = questions_of(examples, Encoder(prepared.tokenizer, pictures=ModelPictures(settings)))
+    questions = questions_of(examples, Encoder(prepared.tokenizer, processor_loader=ProcessorLoader(settings)))
     write_json(run.data / "eval_examples.json", questions)
     (run.data / "fingerprint").write_text(data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))

@@ -21,8 +21,8 @@ from trl import SFTConfig, SFTTrainer
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.processing import PictureProcessor
-from finetune.data.pictures.source import source_of
-from finetune.data.shards import PICTURES, sizes_of
+from finetune.data.pictures.source import source_from_dict
+from finetune.data.shards import PICTURES, picture_sizes
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks
@@ -106,12 +106,12 @@ class Samples:
         # out of memory ends sampling, not the run
         if not self._rows:
             return
-        encoder = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None)
+        encoder = Encoder(self._tokenizer, with_template=self._tokenizer.chat_template is not None)
         questions = [row["prompt_ids"] for row in self._rows]
         try:
             more = None
             if self._processor:
-                sources = [[source_of(value) for value in row.get("pictures", ())] for row in self._rows]
+                sources = [[source_from_dict(value) for value in row.get("pictures", ())] for row in self._rows]
                 more = partial(self._processor.batch, rows=sources)
             answers = greedy_answers(
                 model, self._tokenizer, questions, stops=encoder.stops, max_new_tokens=_ANSWER_TOKENS,
@@ -212,7 +212,7 @@ class RunTrainer(SFTTrainer):
         batch, steps = self.plan.settings.effective_batch_size, self.plan.total_steps or 0
         values: Sequence[int] = ()
         if self._processor is not None and PICTURES in rows.column_names:
-            values = self._processor.values_by_row(sizes_of(rows.with_format("arrow")[:][PICTURES]), len(rows)).tolist()
+            values = self._processor.values_by_row(picture_sizes(rows.with_format("arrow")[:][PICTURES]), len(rows)).tolist()
         return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, values)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:

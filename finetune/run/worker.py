@@ -158,7 +158,7 @@ class Worker:
 
         from finetune.compat.peft import save_without_vocabulary
         from finetune.compat.transformers import keep_fsdp_wrap_policy
-        from finetune.data.tokenizer import run_tokenizer
+        from finetune.data.tokenizer import read_tokenizer
         from finetune.memory.depth import fewest_layers
         from finetune.model.adapters import attach_adapters, prepare_for_training
         from finetune.model.library_warnings import quiet_libraries
@@ -186,7 +186,7 @@ class Worker:
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
         base = load_base(settings, config, device, self.events.warn, sharded=reads_own_rows(settings))
-        tokenizer = run_tokenizer(self.run.data / "tokenizer", settings)
+        tokenizer = read_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)

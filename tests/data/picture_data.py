@@ -53,4 +53,4 @@ class OneTokenEach:
 @pytest.fixture(autouse=True)
 def pictures_stay_one_token(monkeypatch):
     """The tiny model has no processor; that of a model is tried in tests/methods/test_pictures_are_trls.py."""
-    monkeypatch.setattr("finetune.data.tokenizer.ModelPictures.__call__", lambda *_: OneTokenEach())
+    monkeypatch.setattr("finetune.data.tokenizer.ProcessorLoader.__call__", lambda *_: OneTokenEach())

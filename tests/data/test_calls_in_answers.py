@@ -73,7 +73,7 @@ def is_read_back(template, reader, arguments):
         "parameters": {"type": "object", "properties": {k: {"type": TYPES[type(v)]} for k, v in arguments.items()}},
     }
     call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    prompt = template.render(QUESTION, prompt=True)
+    prompt = template.render(QUESTION, add_generation_prompt=True)
     try:
         whole = template.render([*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
     except BadRow:
@@ -97,7 +97,7 @@ def test_random_and_hostile_arguments_are_read_back_or_refused_in_training(name)
 def test_parallel_calls_keep_their_order_and_the_text_before_them(name):
     template, reader = reader_of(name)
     calls = [{"type": "function", "function": {"name": f"tool_{n}", "arguments": {"n": n}}} for n in (2, 1, 2)]
-    prompt = template.render(QUESTION, prompt=True)
+    prompt = template.render(QUESTION, add_generation_prompt=True)
     whole = template.render([*QUESTION, {"role": "assistant", "content": "Let me see.", "tool_calls": calls}])
     answer = reader.read(whole[common_prefix_length(prompt, whole) :])
     assert (answer.text, answer.calls, answer.is_unreadable) == ("Let me see.", calls, False)

@@ -19,7 +19,7 @@ from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
 from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer
 
 from finetune.data.preparation import encode
-from finetune.data.tokenizer import PLAIN_TEMPLATE, ModelPictures
+from finetune.data.tokenizer import PLAIN_TEMPLATE, ProcessorLoader
 from finetune.data.tokens import decode_spans
 from finetune.errors import FinetuneError
 from finetune.recipe import recipe_from
@@ -108,12 +108,12 @@ def _split(report, dataset, split, tokenizer):
 @pytest.mark.parametrize("name", CASES)
 def test_a_small_file_is_read_as_it_was(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ModelPictures, "__call__", lambda *_: OneTokenEach())
+    monkeypatch.setattr(ProcessorLoader, "__call__", lambda *_: OneTokenEach())
     assert result_of(CASES[name]) == CASES[name]["result"]
 
 
 if __name__ == "__main__":
-    ModelPictures.__call__ = lambda *_: OneTokenEach()  # type: ignore[method-assign]
+    ProcessorLoader.__call__ = lambda *_: OneTokenEach()  # type: ignore[method-assign]
     for golden_case in CASES.values():
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)

@@ -15,9 +15,9 @@ from app.views.data import marked
 from finetune.data import token_cache
 from finetune.data.pictures import source
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
-from finetune.data.pictures.source import open_picture, small_pictures
+from finetune.data.pictures.source import open_picture, thumbnails
 from finetune.data.sources import read_hub
-from finetune.data.tokens import with_counts
+from finetune.data.tokens import shorten_repeats
 from finetune.errors import PackagesError
 
 RED = encoded(picture(8, 6, seed=1))
@@ -128,13 +128,13 @@ def test_rows_of_text_never_import_pillow():
 def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
     example = _read(write("rows.jsonl", [ROWS["llava"]]))[0]
     row = {"sequences": 1, "index": 0, "marked": [["<b>", True]], "tokens": 3, "trained_tokens": 1}
-    (shown,) = small_pictures(example.pictures)
+    (shown,) = thumbnails(example.pictures)
     html = marked({**row, "pictures": [shown]})
     assert shown["address"].startswith("data:image/jpeg;base64,/9j/") and shown["address"] in html
     assert 'alt="Image, 8 x 6 pixels"' in html and "<mark><b>" not in html
     (cats / "cats" / "1.png").unlink()
-    assert "can no longer be opened" in marked({**row, "pictures": small_pictures(example.pictures)})
-    assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
+    assert "can no longer be opened" in marked({**row, "pictures": thumbnails(example.pictures)})
+    assert shorten_repeats("a" + "<|image_pad|>" * 1002 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
 
 
 def test_the_mark_in_a_message_without_pictures_is_a_character():

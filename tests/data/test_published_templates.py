@@ -31,7 +31,7 @@ def tokenizer_of_all():
 def sequences(name, *turns):
     tokenizer = tokenizer_of_all()
     tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
-    encoder = Encoder(tokenizer, conversations=True)
+    encoder = Encoder(tokenizer, with_template=True)
     [result] = encoder.encode([parse(talk(*turns), "messages", "rows.jsonl", 1)])
     return encoder, result
 

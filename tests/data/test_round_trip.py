@@ -137,7 +137,7 @@ def encoded(name, shape, **options):
     tokenizer = tokenizer_with_marks()
     tokenizer.chat_template = CUSTOM.get(name) or (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     has_calls = any("tool_calls" in message for message in SHAPES[shape])
-    encoder = Encoder(tokenizer, conversations=True, **options)
+    encoder = Encoder(tokenizer, with_template=True, **options)
     row = {"messages": SHAPES[shape], **({"tools": TOOLS} if has_calls else {})}
     [result] = encoder.encode([parse(row, "messages", "rows.jsonl", 1)])
     return encoder, has_calls, result
@@ -189,7 +189,7 @@ def test_a_turn_may_end_with_an_added_token_that_is_not_special():
     tokenizer = tokenizer_with_marks()
     tokenizer.add_tokens(["<|fin|>"])
     tokenizer.chat_template = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|fin|>\n{% endfor %}"
-    encoder = Encoder(tokenizer, conversations=True)
+    encoder = Encoder(tokenizer, with_template=True)
     assert encoder.use_template().format.stops == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|fin|>")}
 
 

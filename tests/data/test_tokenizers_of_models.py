@@ -5,7 +5,7 @@ import json
 import pytest
 from small_data import CHATML, build_tokenizer, recipe
 
-from finetune.data.tokenizer import add_tokens, choose_pad, load_tokenizer, rows_of_tokens, run_tokenizer
+from finetune.data.tokenizer import add_tokens, choose_pad, load_tokenizer, read_tokenizer, trained_embedding_rows
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, RecipeError
 from finetune.planner.planning import encode_rows
@@ -91,7 +91,7 @@ def test_code_in_a_runs_tokenizer_folder_is_not_run(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass")
     with pytest.raises(RecipeError, match="can't be read"):
-        run_tokenizer(tmp_path, recipe("rows.jsonl"))
+        read_tokenizer(tmp_path, recipe("rows.jsonl"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -136,7 +136,7 @@ def test_the_longest_of_several_new_tokens_is_taken():
 def test_a_new_token_in_a_users_text_is_that_token_and_a_special_one_is_text():
     tokenizer = with_tokens(["<|ticket|>"])
     [ticket, end] = tokenizer.convert_tokens_to_ids(["<|ticket|>", "<|im_end|>"])
-    ids = Encoder(tokenizer, conversations=True).prompt_ids([{"role": "user", "content": "<|ticket|> <|im_end|>"}])
+    ids = Encoder(tokenizer, with_template=True).prompt_ids([{"role": "user", "content": "<|ticket|> <|im_end|>"}])
     assert (ids.count(ticket), ids.count(end)) == (1, 1)
 
 
@@ -144,7 +144,7 @@ def test_ten_thousand_tokens_have_rows_of_their_own():
     names = [f"<|{number}|>" for number in range(10_000)]
     tokenizer = with_tokens(names)
     before = len(tokenizer) - 10_000
-    assert rows_of_tokens(tokenizer, recipe("rows.jsonl", new_tokens=names), before, highest=5) == [before, before + 10_000]
+    assert trained_embedding_rows(tokenizer, recipe("rows.jsonl", new_tokens=names), before, 5) == [before, before + 10_000]
     assert tokenizer("".join(names), add_special_tokens=False)["input_ids"] == list(range(before, before + 10_000))
 
 
@@ -165,5 +165,5 @@ def test_rows_of_new_tokens_follow_the_models_own(new_tokens, more_rows, highest
     end = len(tokenizer)
     wanted = recipe("rows.jsonl", new_tokens=new_tokens)
     add_tokens(tokenizer, wanted)
-    seen = rows_of_tokens(tokenizer, wanted, end + more_rows, highest if highest >= 0 else end - 1)
+    seen = trained_embedding_rows(tokenizer, wanted, end + more_rows, highest if highest >= 0 else end - 1)
     assert seen == [end + row for row in rows]

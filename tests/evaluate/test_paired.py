@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.evaluate.paired import difference
-from finetune.evaluate.scorers import span_of
+from finetune.evaluate.scorers import score_range
 
 OTHER_SHARES = ((0.3, 0.6, 0.2), (0.97, 0.2, 0.01))
 
@@ -55,8 +55,8 @@ def test_a_difference_of_rounding_alone_and_scores_of_a_users_own_scale_have_int
     rounding = difference([0, 0, 0.3], [0.1, 0.2, 0], span=1.0)
     assert rounding.more_rows is None and rounding.low < 0 < rounding.high
     scores = [1, 1, 2, 1, 1, 1], [5, 4, 5, 5, 4, 5]
-    assert span_of("exact-last", [0, 1], [1, 1]) == 1.0 and span_of("stars", *scores) == 4
-    stars = difference(*scores, span=span_of("stars", *scores))
+    assert score_range("exact-last", [0, 1], [1, 1]) == 1.0 and score_range("stars", *scores) == 4
+    stars = difference(*scores, span=score_range("stars", *scores))
     assert stars.low < stars.value < stars.high
 
 

@@ -74,9 +74,9 @@ IN_GO = {
 @pytest.mark.parametrize(("text", "bos"), [(None, ""), (CHATML, ""), (GEMMA, "<bos>"), (PLAIN_TEMPLATE, "")])
 def test_a_template_that_writes_message_by_message_is_the_same_in_ollamas_language(template, text, bos):
     source = template(text)
-    form = role_form(lambda messages, prompt: source.render(messages, prompt=prompt), bos=bos)
+    form = role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt), bos=bos)
     for messages in conversations("system" in form.around):
-        expected = source.render(messages, prompt=True).removeprefix(bos)
+        expected = source.render(messages, add_generation_prompt=True).removeprefix(bos)
         assert form.text(messages) == expected
     assert text not in IN_GO or form.as_go() == IN_GO[text]
     file = modelfile("a.gguf", form, ["<|end|>"])
@@ -87,15 +87,15 @@ def test_a_template_that_writes_message_by_message_is_the_same_in_ollamas_langua
 def test_another_template_is_refused_with_the_reason(template, text):
     source = template(text)
     with pytest.raises(TemplateUnsupported, match="it (writes|leaves)"):
-        role_form(lambda messages, prompt: source.render(messages, prompt=prompt))
+        role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt))
 
 
 def test_a_template_with_todays_date_or_without_its_bos_is_refused(template):
     source = template()
     with pytest.raises(TemplateUnsupported, match="date"):
-        role_form(lambda messages, prompt: source.render(messages, prompt=prompt), writes_today=True)
+        role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt), writes_today=True)
     with pytest.raises(TemplateUnsupported, match="does not begin"):
-        role_form(lambda messages, prompt: source.render(messages, prompt=prompt), bos="<s>")
+        role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt), bos="<s>")
 
 
 def test_a_template_without_generation_tags_writes_the_same_text(template):
@@ -103,7 +103,7 @@ def test_a_template_without_generation_tags_writes_the_same_text(template):
     portable = template(gguf.without_generation_tags(original.source))
     assert "generation" in original.source and "generation %}" not in portable.source.replace("generation_prompt", "")
     for messages in conversations(True):
-        assert original.render(messages, prompt=True) == portable.render(messages, prompt=True)
+        assert original.render(messages, add_generation_prompt=True) == portable.render(messages, add_generation_prompt=True)
 
 
 def test_the_bundled_tokenizers_first_steps_have_llama_cpps_name():

@@ -135,7 +135,7 @@ def test_what_is_stored_otherwise_is_merged_in_memory_as_peft_does(
     model = get_peft_model(small_models.load(settings), LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **lora_options))
     model.save_pretrained(adapter)
     monkeypatch.setattr(
-        "finetune.export.merge.run_tokenizer", lambda *_: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+        "finetune.export.merge.read_tokenizer", lambda *_: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     )
     write_merged(settings, adapter, target, None, lambda _: None)
     merged, info = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", output_loading_info=True)

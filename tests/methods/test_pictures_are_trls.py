@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
 
-from finetune.data.pictures.source import open_picture, source_of
+from finetune.data.pictures.source import open_picture, source_from_dict
 from finetune.events import read_events
 from finetune.planner.plan import read_plan
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
@@ -43,7 +43,7 @@ def test_a_batch_is_that_of_trls_vision_collator(picture_model, tmp_path, kind):
     ours = PictureCollator(DataCollatorForLanguageModeling(pad_token_id=0), processor)(rows)
     examples = trl_examples(tmp_path / "rows" / "rows.jsonl")
     for example, row in zip(examples, rows, strict=True):
-        example["images"] = [open_picture(source_of(picture)) for picture in row["pictures"]]
+        example["images"] = [open_picture(source_from_dict(picture)) for picture in row["pictures"]]
     theirs = DataCollatorForVisionLanguageModeling(processor.processor, assistant_only_loss=True)(examples)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():

@@ -8,7 +8,7 @@ from picture_models import kinds, save_picture_model
 
 import finetune.compat.processors as processors
 from finetune.data.pictures.processing import PictureProcessor, blank
-from finetune.data.tokenizer import ModelPictures, load_tokenizer
+from finetune.data.tokenizer import ProcessorLoader, load_tokenizer
 from finetune.recipe import recipe_from
 from picture_types import COMPARED, NOT_COMPARED, outcome_of, picture_types, table
 
@@ -20,7 +20,7 @@ SIZES = [(RANDOM.randint(8, 260), RANDOM.randint(8, 260)) for _ in range(60)]
 
 def processor_of(kind, folder):
     recipe = recipe_from({"model_name_or_path": save_picture_model(kind, folder / kind), "dataset": "unread"})
-    return ModelPictures(recipe)(load_tokenizer(recipe))
+    return ProcessorLoader(recipe)(load_tokenizer(recipe))
 
 
 @pytest.mark.slow

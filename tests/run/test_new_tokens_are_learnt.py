@@ -52,7 +52,7 @@ def test_the_merged_model_has_the_token_and_loads_as_any_other(learnt, tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert (model.config.vocab_size, len(model.get_input_embeddings().weight), len(tokenizer)) == (642, 642, 642)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    prompt = torch.tensor([Encoder(tokenizer, conversations=True).prompt_ids(QUESTION)])
+    prompt = torch.tensor([Encoder(tokenizer, with_template=True).prompt_ids(QUESTION)])
     answer = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == TICKET
 

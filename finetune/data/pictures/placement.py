@@ -1,4 +1,4 @@
-"""Read a row's images, paths or bytes, without opening them, and place them in its texts."""
+"""Find a row's images, as paths or bytes, without opening them, and mark their places in its texts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,22 @@ if TYPE_CHECKING:
 
 #: Bytes of one image; one of 64 megapixels without compression has 192 MB.
 MAX_FILE_BYTES = 256 * 2**20
-#: An image in a message's text: OBJECT REPLACEMENT CHARACTER.
-PICTURE_MARK = "\ufffc"
+PICTURE_MARK = "\ufffc"  # an image in a message's text: OBJECT REPLACEMENT CHARACTER
 #: Types of content parts that are images: of transformers and TRL, of OpenAI's two interfaces.
 PICTURE_PARTS = ("image", "image_url", "input_image")
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<options>(?:;[^;,]*)*),", re.IGNORECASE)
 _SCHEME = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+):/")
 #: Beginnings of PNG, JPEG, GIF and WebP in base64.
 _BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-_MIN_BASE64 = 64
-#: Characters of a path that are shown.
-_SHOWN_PATH = 120
+_MIN_BASE64 = 64  # characters; shorter text is a path
+_SHOWN_PATH = 120  # characters of a path in a message
 
 
 @dataclass(frozen=True)
 class PictureReference:
     """An image as a row names it."""
 
-    #: Where in the row.
-    field: str
+    field: str  # where in the row
     path: str | None = None
     content: bytes | None = None
 
@@ -44,9 +41,9 @@ class PictureReference:
         return "" if self.path is None else f": {quoted(self.path, _SHOWN_PATH)}"
 
 
-def _plain(value: Any, field: str) -> PictureReference:
+def _from_value(value: Any, field: str) -> PictureReference:
     if isinstance(value, dict):
-        return _from_object(value, field, _INNER_KEYS)
+        return _from_object(value, field, _INNER_READERS)
     if isinstance(value, bytes):
         return PictureReference(field, content=value)
     if is_blank(value):
@@ -60,14 +57,15 @@ def part_reference(part: Values, path: str) -> PictureReference | None:
     """Return a content part's image; None to take the column's next image. Raise BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
         raise BadRow(path, "is an image without image_url" + ("; file_id works only at OpenAI" if part.get("file_id") else ""))
-    return _from_object(part, path, _OBJECT_KEYS) if any(not is_blank(part.get(key)) for key in _OBJECT_KEYS) else None
+    has_image = any(not is_blank(part.get(key)) for key in _OBJECT_READERS)
+    return _from_object(part, path, _OBJECT_READERS) if has_image else None
 
 
-def _from_object(value: Values, field: str, keys: _Keys) -> PictureReference:
-    for key, read in keys.items():
+def _from_object(value: Values, field: str, readers: _Readers) -> PictureReference:
+    for key, read in readers.items():
         if not is_blank(value.get(key)):
             return read(value[key], f"{field}.{key}")
-    raise BadRow(field, f"is an object without {', '.join(keys)}; an image has one of them")
+    raise BadRow(field, f"is an object without {', '.join(readers)}; an image has one of them")
 
 
 def _from_text(text: str, field: str) -> PictureReference:
@@ -104,19 +102,21 @@ def _from_base64(text: Any, field: str) -> PictureReference:
         raise BadRow(field, "is not base64") from None
 
 
-_Keys = dict[str, Callable[[Any, str], PictureReference]]
-#: Keys of an object that is an image, and of an object inside, such as `{"url": ...}`, in the order of search -> their reader.
-_INNER_KEYS: _Keys = {"url": _plain, "path": _plain, "bytes": _plain, "data": _from_base64}
-_OBJECT_KEYS: _Keys = {
-    "bytes": _from_base64, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
-    "source": _plain,
-}  # fmt: skip
+#: Key of an object, in the order of search -> the reader of its value.
+_Readers = dict[str, Callable[[Any, str], PictureReference]]
+#: Of an object inside an image, such as OpenAI's `"image_url": {"url": ...}`.
+_INNER_READERS: _Readers = {"url": _from_value, "path": _from_value, "bytes": _from_value, "data": _from_base64}
+#: Of an object that is an image.
+_OBJECT_READERS: _Readers = {
+    "bytes": _from_base64,
+    "base64": _from_base64,
+    **dict.fromkeys(("image_url", "image", "url", "path", "source"), _from_value),
+}
 
 
-#: Other tools' mark for an image of the row in a text.
-IMAGE_TAG = "<image>"
-#: Columns of images, and of image files beside a file of metadata, as `datasets` reads a folder of images.
+IMAGE_TAG = "<image>"  # other tools' mark for an image of the row in a text
 _PICTURE_COLUMNS = ("images", "image")
+#: Columns of a metadata file that name image files beside it, as `datasets` reads a folder of images.
 _METADATA_COLUMNS = ("file_name", "file_names")
 # In an Example an image is U+FFFC (Unicode's character for embedded objects) in a message's text. The message counts its
 # images in `pictures`, and the Example has them in order. So code that reads texts works on rows with images, too.
@@ -128,30 +128,30 @@ class PictureUse(NamedTuple):
     """How a file's rows have images."""
 
     columns: tuple[str, ...]
-    #: Some of the first rows have an image.
-    are_usual: bool
-    #: Most of the first rows have `<image>` and some an image.
-    have_tags: bool
+    are_usual: bool  # some of the first rows have an image
+    have_tags: bool  # most of the first rows have `<image>` and some an image
 
 
 def picture_use(file: str, rows: Sequence[Values]) -> PictureUse:
     """Return how the first rows of a file of this name have images."""
-    columns = (*_PICTURE_COLUMNS, *(_METADATA_COLUMNS if _METADATA_FILE.search(file) else ()))
-    are_usual = any(
-        any(not is_blank(row.get(name)) for name in columns) or any(map(_has_picture_part, row.values())) for row in rows
-    )
+    columns = _PICTURE_COLUMNS + _METADATA_COLUMNS if _METADATA_FILE.search(file) else _PICTURE_COLUMNS
+    in_columns = any(not is_blank(row.get(name)) for row in rows for name in columns)
+    are_usual = in_columns or any(_has_picture_part(value) for row in rows for value in row.values())
     return PictureUse(columns, are_usual, have_tags=are_usual and 2 * sum(map(_has_tag, rows)) > len(rows))
 
 
 def _has_picture_part(value: Any) -> bool:
-    contents = (message.get("content") for message in value if isinstance(message, dict)) if isinstance(value, list) else ()
+    messages = value if isinstance(value, list) else ()
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, dict) and part.get("type") in PICTURE_PARTS for part in parts)
 
 
 def _has_tag(value: Any) -> bool:
+    if isinstance(value, str):
+        return IMAGE_TAG in value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return IMAGE_TAG in value if isinstance(value, str) else any(map(_has_tag, items))
+    return any(map(_has_tag, items))
 
 
 def message_with_pictures(text: str, count: int) -> Values:
@@ -170,15 +170,15 @@ def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[Pic
     filled = [name for name in present if not is_blank(row[name])]
     if len(filled) > 1:
         raise BadRow(filled[1], f"has images, and so does column {filled[0]}; leave one out with dataset.ignore_columns")
-    items: Values = {}
-    for field in filled:
-        value = row[field]
+    items: Values = {}  # by their field
+    for name in filled:
+        value = row[name]
         if isinstance(value, str) and value.lstrip().startswith("["):
-            value = parse_if_text(value, field)
-        items = {f"{field}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {field: value}
-    # objects as OpenAI and `datasets` write them
-    references = [
-        _from_object(item, at, _OBJECT_KEYS) if isinstance(item, dict) else _plain(item, at) for at, item in items.items()
+            value = parse_if_text(value, name)
+        items = {f"{name}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {name: value}
+    references = [  # objects as OpenAI and `datasets` write them
+        _from_object(item, field, _OBJECT_READERS) if isinstance(item, dict) else _from_value(item, field)
+        for field, item in items.items()
     ]
     return {name: value for name, value in row.items() if name not in present}, references
 
@@ -187,13 +187,12 @@ def place_pictures(
     example: Example, column: list[PictureReference] | None, use: PictureUse
 ) -> tuple[Example, list[PictureReference]]:
     """Mark each image in the texts, and return the images in order. Raise BadRow."""
-    parts: list[PictureReference | int | None] = [
-        reference for message in example.messages for reference in message.get("pictures", ())
-    ]
+    # a content part has an image, the index of an image in the column, or takes the column's next image (None)
+    parts: list[PictureReference | int | None] = [part for message in example.messages for part in message.get("pictures", ())]
     if not parts and not column:
-        tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if use.are_usual else 0
-        if tags:
-            raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no image")
+        tag_count = sum(text.count(IMAGE_TAG) for text in example.texts()) if use.are_usual else 0
+        if tag_count:
+            raise BadRow(None, f"has {tag_count} {IMAGE_TAG} in its text and no image")
         return example, []
     example, references = _as_conversation(example), column or []
     messages = example.messages
@@ -221,24 +220,23 @@ def _fill_parts(
         raise BadRow(None, f"has images as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
     if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
         raise BadRow(None, _LITERAL_MARK)
-    # a part has an image, the index of an image in the column, or takes the column's next image
     open_parts = [part for part in parts if not isinstance(part, PictureReference)]
     if len(open_parts) != len(column):
         raise BadRow(None, f"has {len(open_parts)} image part(s) without an image of their own and {len(column)} image(s)")
-    order = [index if part is None else part for index, part in enumerate(open_parts)]
-    if sorted(order) != list(range(len(column))):
-        raise BadRow(None, f"has image parts with the index {', '.join(map(str, order))} for {len(column)} image(s)")
-    following = map(column.__getitem__, order)
-    return [part if isinstance(part, PictureReference) else next(following) for part in parts]
+    indices = [position if part is None else part for position, part in enumerate(open_parts)]
+    if sorted(indices) != list(range(len(column))):
+        raise BadRow(None, f"has image parts with the index {', '.join(map(str, indices))} for {len(column)} image(s)")
+    next_index = iter(indices)
+    return [part if isinstance(part, PictureReference) else column[next(next_index)] for part in parts]
 
 
 def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool) -> tuple[Message, ...]:
     if any(PICTURE_MARK in message["content"] for message in messages):
         raise BadRow(None, _LITERAL_MARK)
-    tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
-    if tags != count and (tags or expects_tags):
-        raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} image(s)")
-    if tags:
+    tag_count = sum(message["content"].count(IMAGE_TAG) for message in messages)
+    if tag_count != count and (tag_count or expects_tags):
+        raise BadRow(None, f"has {tag_count} {IMAGE_TAG} in its text and {count} image(s)")
+    if tag_count:
         return tuple({**message, "content": message["content"].replace(IMAGE_TAG, PICTURE_MARK)} for message in messages)
     # in a file without tags, images stand before the first user's text, as in TRL
     first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
@@ -272,10 +270,10 @@ def with_parts(messages: list[Message]) -> list[Message]:
 
 
 def _parts_of(message: Message) -> list[Values]:
-    # without images the mark is a character like others
-    pieces = re.split(f"({PICTURE_MARK})", message["content"]) if "pictures" in message else [message["content"]]
-    # the marks have the odd positions
-    return [{"type": "text", "text": piece} if n % 2 == 0 else {"type": "image"} for n, piece in enumerate(pieces) if piece]
+    if "pictures" not in message:  # the mark is a character like others
+        return [{"type": "text", "text": message["content"]}] if message["content"] else []
+    pieces = re.split(f"({PICTURE_MARK})", message["content"])
+    return [{"type": "image"} if piece == PICTURE_MARK else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
 def text_pieces(message: Message) -> list[str]:

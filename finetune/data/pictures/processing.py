@@ -21,7 +21,7 @@ from finetune.compat.processors import (
 )
 from finetune.data.checks import BadRow
 from finetune.data.pictures.source import BadPicture, open_picture, require_pillow
-from finetune.data.template import Rendered, moved
+from finetune.data.template import Rendered, moved_spans
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from finetune.data.pictures.source import PictureSource
 
 #: Width and height of an image that checks a processor's rule for patches: no multiple of any patch, and no square.
-_PROBE = (430, 310)
+_PROBE_SIZE = (430, 310)
 
 
 class PictureProcessor:
     """A model's processor for images."""
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
-        #: Larger images are scaled down first; None is no limit.
-        self.processor, self.max_pixels = processor, max_pixels
-        self._kinds: dict[Hashable, tuple[str, int]] = {}
+        self.processor = processor
+        self.max_pixels = max_pixels  # larger images are scaled down first; None is no limit
+        self._kinds: dict[Hashable, tuple[str, int]] = {}  # text and number of pixel values
         #: Pixel values by size (`640x480`), for sizes that were counted.
         self.value_counts: dict[str, int] = {}
 
@@ -52,9 +52,9 @@ class PictureProcessor:
 
     def batch(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
         """Return pixels of each row's images, and kinds of tokens. Raise DataError."""
-        return token_types(self.processor, input_ids) | self.tensors([list(map(self._opened, sources)) for sources in rows])
+        return token_types(self.processor, input_ids) | self.tensors([list(map(self._open, sources)) for sources in rows])
 
-    def _opened(self, source: PictureSource) -> Image:
+    def _open(self, source: PictureSource) -> Image:
         try:
             picture = open_picture(source)
         except BadPicture as error:
@@ -74,14 +74,16 @@ class PictureProcessor:
             raise BadRow("messages", f"the chat template writes {count} image tokens for {len(texts)} image(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
         replaced = [(before, end - start) for before, (start, end) in moves]
-        spans, escaped_spans = moved(rendered.spans, replaced), moved(rendered.escaped_spans, replaced)
-        return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
+        return replace(
+            rendered, text=text, spans=moved_spans(rendered.spans, replaced),
+            escaped_spans=moved_spans(rendered.escaped_spans, replaced),
+        )  # fmt: skip
 
     def text_of(self, width: int, height: int) -> str:
         return self._text_and_values(*self.size(width, height))[0]
 
     def _text_and_values(self, width: int, height: int) -> tuple[str, int]:
-        kind = picture_kind(self.processor, width, height)
+        kind = picture_kind(self.processor, width, height)  # the number of patches, if the processor has a rule
         if kind not in self._kinds:
             if isinstance(kind, int) and self._values_of_a_patch is not None:
                 self._kinds[kind] = patch_text(self.processor, kind), kind * self._values_of_a_patch
@@ -92,7 +94,7 @@ class PictureProcessor:
 
     @cached_property
     def _values_of_a_patch(self) -> int | None:
-        return values_of_a_patch(self.processor, blank(*_PROBE))
+        return values_of_a_patch(self.processor, blank(*_PROBE_SIZE))
 
     def token_count(self, width: int, height: int) -> int:
         return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
@@ -108,10 +110,10 @@ class PictureProcessor:
         tensors = self.tensors([[blank(width, height)]]).values()
         return sum(tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point())
 
-    def values_by_row(self, sizes: np.ndarray, rows: int) -> np.ndarray:
-        """Return each row's number of pixel values; `sizes` (`shards.sizes_of`) are unscaled."""
-        counts = [self.value_count(*self.size(*pair)) for pair in sizes[:, 1:].tolist()]
-        return np.bincount(sizes[:, 0], counts, rows).astype(np.int64)
+    def values_by_row(self, sizes: np.ndarray, row_count: int) -> np.ndarray:
+        """Return each row's number of pixel values from unscaled `shards.picture_sizes`."""
+        counts = [self.value_count(*self.size(width, height)) for width, height in sizes[:, 1:].tolist()]
+        return np.bincount(sizes[:, 0], counts, row_count).astype(np.int64)
 
 
 def blank(width: int, height: int) -> Image:

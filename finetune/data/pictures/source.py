@@ -1,4 +1,4 @@
-"""Find, check and size the images of rows, and read them: bytes, pixels in RGB, and a thumbnail."""
+"""Find the images of rows, check and measure them, and read their bytes, RGB pixels and thumbnails."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ MAX_PIXELS = 64_000_000
 MIN_SIDE = 4
 #: Longer side over shorter side, from which an image is refused: Qwen2-VL's resize raises above it.
 MAX_ASPECT = 200
-#: Images of one message in a chat.
-MAX_PICTURES = 16
-#: Longer side of a thumbnail in pixels, and thumbnails of a row.
-_MAX_SIDE, _SHOWN = 160, 4
+MAX_PICTURES = 16  # images of one message in a chat
+_THUMBNAIL_SIDE = 160  # the longer one, in pixels
+_ROW_THUMBNAILS = 4  # at most
 #: Formats that are opened: files are untrusted, and EPS, for example, starts Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
@@ -48,7 +47,7 @@ _EXIF_ORIENTATION = 0x0112
 
 
 class BadPicture(Exception):
-    """An image that can't be trained on; the reason follows the image's name in a sentence."""
+    """An image that can't be trained on; the reason follows the image's name."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ class PictureSource:
         return content
 
 
-def source_of(value: dict[str, Any]) -> PictureSource:
+def source_from_dict(values: dict[str, Any]) -> PictureSource:
     """Read an image of a stored row."""
-    return PictureSource(**value | {"path": Path(value["path"])})
+    return PictureSource(**values | {"path": Path(values["path"])})
 
 
-def stored(source: PictureSource) -> dict[str, Any]:
-    """Return an image as JSON values for `source_of`."""
+def source_to_dict(source: PictureSource) -> dict[str, Any]:
+    """Return an image as JSON values."""
     return vars(source) | {"path": str(source.path)}
 
 
 def digest_of(content: bytes) -> str:
-    """Return blake2b of an image's bytes as 40 hexadecimal digits."""
+    """Return blake2b of an image's bytes, in hexadecimal."""
     return blake2b(content, digest_size=20).hexdigest()
 
 
@@ -103,7 +102,7 @@ def checked_size(content: bytes) -> tuple[int, int]:
         # decoded once to find damage, JPEG at an eighth of its size
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
         _load(image)
-        # from 5 on the sides change places (EXIF 2.32, 4.6.4)
+        # 5 to 8 turn by 90 degrees (EXIF 2.32, 4.6.4)
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
@@ -127,27 +126,27 @@ def open_picture(source: PictureSource) -> Image:
     return picture
 
 
-def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
-    """Return thumbnails of a row's first images, with sizes."""
-    return [small_copy(source) for source in pictures[:_SHOWN]]
+def thumbnails(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
+    """Return thumbnails of a row's first images."""
+    return [thumbnail(source) for source in pictures[:_ROW_THUMBNAILS]]
 
 
-def small_copy_of(path: Path) -> dict[str, Any]:
+def file_thumbnail(path: Path) -> dict[str, Any]:
     """Return the thumbnail of an image file."""
     try:
-        return small_copy(picture_file(path))
+        return thumbnail(picture_file(path))
     except (BadPicture, PackagesError):
         return {"address": "", "width": 0, "height": 0}
 
 
-def small_copy(source: PictureSource) -> dict[str, Any]:
-    """Return a JPEG as a data: address, empty for a missing file, and the image's size."""
+def thumbnail(source: PictureSource) -> dict[str, Any]:
+    """Return a JPEG as a data: URL, empty for an unusable file, and the image's size."""
     try:
         picture = open_picture(source)
     except BadPicture:
         address = ""
     else:
-        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
+        picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
         buffer = BytesIO()
         picture.save(buffer, "JPEG", quality=80)
         address = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -166,11 +165,11 @@ def require_pillow() -> None:
 
 
 def size_problem(width: int, height: int) -> str | None:
-    """Return why an image's size is refused, as a sentence after the image's name."""
+    """Return why an image's size is refused, or None."""
     if width * height > MAX_PIXELS:
         return f"has {width:,} x {height:,} pixels, {too_many_pixels(width * height)}"
     if min(width, height) < MIN_SIDE:
-        return f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}"
+        return f"has {width} x {height} pixels; the shorter side must have at least {MIN_SIDE}"
     if max(width, height) >= MAX_ASPECT * min(width, height):
         return f"has {width:,} x {height:,} pixels, one side at least {MAX_ASPECT} times as long as the other"
     return None
@@ -208,14 +207,14 @@ def _opened(content: bytes) -> Image:
 
     if not content:
         raise BadPicture("is empty (0 bytes)")
-    with _decoding():
+    with _decoding():  # reads the header only
         image = Image.open(BytesIO(content), formats=_FORMATS)
     # files are untrusted: the size is checked before anything is decoded
     if problem := size_problem(*image.size):
         raise BadPicture(problem)
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
-    with _decoding():  # the second frame is looked for; phones write photos as MPO, a JPEG with more frames
+    with _decoding():  # is_animated reads the next frame; phones write photos as MPO, a JPEG with more frames
         is_animated = image.format not in ("JPEG", "MPO") and bool(getattr(image, "is_animated", False))
     if is_animated:
         raise BadPicture("is animated or has several pages; only one is allowed")
@@ -241,23 +240,22 @@ def _as_rgb(image: Image) -> Image:
     if image.mode in _SIXTEEN_BIT:
         import numpy as np
 
-        # 65535 / 257 = 255
+        # Pillow would clip 16 bits; 65535 / 257 = 255
         return PIL.Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
-        white = PIL.Image.new("RGB", image.size, (255, 255, 255))
-        white.paste(with_alpha, mask=with_alpha.getchannel("A"))
-        return white
+        on_white = PIL.Image.new("RGB", image.size, (255, 255, 255))
+        on_white.paste(with_alpha, mask=with_alpha.getchannel("A"))
+        return on_white
     return image.convert("RGB")
 
 
 #: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
-#: Most images whose sizes are kept; a line has 55 bytes.
+#: Most images whose sizes are cached; a line of the file has 55 bytes.
 MAX_SIZES = 200_000
-_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")
-#: Size, time and inode of a file that was looked at; None if there was none.
-FileStat = tuple[int, int, int] | None
+_SIZE_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")  # digest, width, height
+FileStat = tuple[int, int, int] | None  # size, modification time and inode of a file; None if it is missing
 
 
 class PictureReader:
@@ -279,7 +277,7 @@ class PictureReader:
 
     def _read(self, reference: PictureReference) -> PictureSource:
         try:
-            path = None if reference.path is None else self._path(reference)
+            path = None if reference.path is None else self._find(reference)
             if path is not None:
                 self.files[str(path)] = file_stat(path)
             content = read_bytes(path) if path is not None else reference.content or b""
@@ -295,7 +293,7 @@ class PictureReader:
             self.files[str(path)] = file_stat(path)
         return PictureSource(path, digest, *size)
 
-    def _path(self, reference: PictureReference) -> Path:
+    def _find(self, reference: PictureReference) -> Path:
         text = reference.path or ""
         if not self._folders:
             problem = "is a path, but the rows have no folder; put the image's bytes in the row"
@@ -309,33 +307,31 @@ class PictureReader:
 
 
 class SizeCache(dict[str, tuple[int, int]]):
-    """Sizes of checked images by digest, so that each image is decoded once for all runs."""
+    """Sizes of checked images by digest, shared by all runs."""
 
     def __init__(self, folder: Path) -> None:
-        # other limits, other answers
+        # images in the file passed the checks, which depend on these limits
         self.path = folder / f"sizes-{MAX_PIXELS}-{MIN_SIDE}-{MAX_ASPECT}.txt"
         with suppress(OSError, ValueError):
             # other processes append to the file; a damaged line is left out
-            matches = map(_LINE.fullmatch, self.path.read_text("ascii").splitlines(keepends=True))
+            matches = map(_SIZE_LINE.fullmatch, self.path.read_text("ascii").splitlines(keepends=True))
             self.update({match[1]: (int(match[2]), int(match[3])) for match in matches if match})
 
     def add(self, digest: str, size: tuple[int, int]) -> None:
         if is_full := len(self) >= MAX_SIZES:
             self.clear()
         self[digest] = size
-        # a disk that can't be written costs only time
-        with suppress(OSError):
+        with suppress(OSError):  # without the file, a later run decodes the images again
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("w" if is_full else "a", encoding="ascii") as file:
                 file.write(f"{digest} {size[0]} {size[1]}\n")
 
 
-#: Sizes in a folder, read once in a process.
-size_cache = cache(SizeCache)
+size_cache = cache(SizeCache)  # sizes in a folder, read once in a process
 
 
 def pictures_folder() -> Path:
-    """Return the folder of sizes, and of images stored in rows."""
+    """Return the folder of cached sizes and images."""
     return cache_dir() / "pictures"
 
 
