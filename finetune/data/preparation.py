@@ -132,7 +132,7 @@ class SelectedRows:
             fixes.append(f"Correct these rows, or leave them out:  dataset.on_bad_rows=skip  {in_recipe}")
             fixes += json_advice(refused, recipe.dataset)
         if too_long and recipe.excess_length in ("raise", "chunk"):
-            longest = sorted((entry for split in splits for entry in split.longest()), key=lambda entry: -entry[1])
+            longest = sorted((entry for split in splits for entry in split.longest_rows()), key=lambda entry: -entry[1])
             problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
             problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
             fixes.append(

@@ -59,7 +59,7 @@ class LimitedSplit:
         self.unlimited = unlimited
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = unlimited.stored
-        # row masks of the split
+        # row masks
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
         truncates, in_chunks = excess_length == "truncate", excess_length == "chunk"
@@ -70,22 +70,21 @@ class LimitedSplit:
         self.too_long = over_limit & ~answer_cut_off & ~self.chunked
         self.truncated = self.too_long & truncates
         usable = unlimited.row_mask & ~without_sequences & ~answer_cut_off & (~self.too_long | self.truncated)
-        #: A mask for each pass over the data in an epoch; one without `dataset.weights`, which held-out rows don't have.
-        # later passes repeat rows of the first
+        #: A row mask for each pass over the data in an epoch: more than one only with `dataset.weights`, to repeat rows.
         self.passes = [usable] if unlimited.split_off else _passes(stored, usable, seed)
         self.used = self.passes[0]
-        self.left_out = int((usable & ~self.used).sum())
+        self.left_out = int((usable & ~self.used).sum())  # rows, by a weight below 1
         self.refused = [] if unlimited.split_off else [row for source in stored.sources for row in source.refused]
         self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
         self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut_off).tolist())
+        # of truncated rows the tokens above the limit, of dropped rows all
         long_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
         self.tokens_dropped = int(np.maximum(long_lengths - self._limit * truncates, 0).sum())
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]  # sequence masks
         self._is_cut = stored.lengths > self._limit
-        #: The end of each sequence after truncating, and the number of its chunks.
-        self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)
-        self._chunks = -(-self._ends // self._limit)
-        lengths = [_chunk_lengths(self._ends[mask], self._chunks[mask]) for mask in self.sequences]
+        self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)  # of each sequence
+        self._chunk_counts = -(-self._ends // self._limit)
+        lengths = [_chunk_lengths(self._ends[mask], self._chunk_counts[mask]) for mask in self.sequences]
         self._sequence_lengths = np.concatenate(lengths)
 
     @cached_property
@@ -101,7 +100,7 @@ class LimitedSplit:
         return int(prompt_lengths.max(initial=0) + answer_lengths.max(initial=0))
 
     def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
-        """Return scaled image sizes of the row with most pixel values and of a usual row, and mean / usual pixel values."""
+        """Return image sizes of the row with most pixel values and of a usual row, and the ratio of mean to usual values."""
         sizes = self._picture_sizes
         value_counts = processor.values_by_row(sizes, len(self.stored))
         rows_with_pictures = np.flatnonzero(value_counts)
@@ -142,7 +141,7 @@ class LimitedSplit:
 
     @cached_property
     def _trained_sequence_lengths(self) -> np.ndarray:
-        counts = [np.array([], np.int64)]  # for data without shards
+        counts = [np.array([], np.int64)]  # concatenate needs at least one
         for table, mask, indices in self._shards():
             if self._is_cut[indices][mask].any():
                 labels = self._cut(table, mask, indices)["labels"].combine_chunks()
@@ -155,8 +154,8 @@ class LimitedSplit:
     def examples(self) -> list[Example]:
         return [self.stored.example(int(row)) for row in np.flatnonzero(self.used)]
 
-    def longest(self) -> list[tuple[tuple[str, int], int]]:
-        """Return the five longest rows over max_length, and their tokens."""
+    def longest_rows(self) -> list[tuple[tuple[str, int], int]]:
+        """Return ((file, row), tokens) of the five longest rows over max_length."""
         rows = np.flatnonzero(self.too_long)
         ordered = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:5]
         return [(self.stored.row_location(index), int(self.stored.longest[index])) for index in ordered]
@@ -166,9 +165,9 @@ class LimitedSplit:
         from datasets.table import InMemoryTable
 
         tables = self.tables()
-        are_stored = not self.stored.are_pairs and all(mask.all() for mask in self.sequences) and not self._is_cut.any()
-        # stored tables stay mapped from their files; ids and labels have 8 bytes
-        if not are_stored and 8 * self.total_tokens > _IN_MEMORY_BYTES:
+        has_stored_tables = not self.stored.are_pairs and all(mask.all() for mask in self.sequences) and not self._is_cut.any()
+        # stored tables stay mapped from their files; the id and label of a token have 8 bytes
+        if not has_stored_tables and 8 * self.total_tokens > _IN_MEMORY_BYTES:
             tables = _map_from_file(tables)
         return Dataset(InMemoryTable(pa.concat_tables([*tables] or [self._schema.empty_table()])), fingerprint=fingerprint)
 
@@ -196,14 +195,14 @@ class LimitedSplit:
 
     def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
         selected = table.filter(mask)
-        ends, chunks = self._ends[indices][mask], self._chunks[indices][mask]
-        offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunks)))
+        ends, chunk_counts = self._ends[indices][mask], self._chunk_counts[indices][mask]
+        offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunk_counts)))
         # when truncating, the longest end is max_length; chunks have all tokens
         sliced = (pc.list_slice(selected[name], 0, int(ends.max())) for name in ("input_ids", "labels"))
         ids, labels = (pc.list_flatten(array).to_numpy().copy() for array in sliced)
         labels[offsets[:-1]] = NOT_TRAINED  # nothing predicts the first token of a chunk
         tokens = [pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(array)) for array in (ids, labels)]
-        rows = pa.array(np.repeat(np.arange(len(ends)), chunks))
+        rows = pa.array(np.repeat(np.arange(len(ends)), chunk_counts))
         others = [selected[name].take(rows) for name in selected.column_names[2:]]
         return pa.table([*tokens, *others], names=selected.column_names)
 
@@ -227,6 +226,7 @@ class LimitedSplit:
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:
+    # a pair's chosen sequence is followed by its rejected one
     chosen, rejected = (sequences.take(pa.array(range(first, sequences.num_rows, 2), pa.int64())) for first in (0, 1))
     names = [*sequences.column_names, *(f"rejected_{name}" for name in sequences.column_names)]
     return pa.table([*chosen.columns, *rejected.columns], names=names)
@@ -261,7 +261,7 @@ def _map_from_file(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             writer.write_table(table)
     with pa.memory_map(file.name) as source:
         yield pa.ipc.open_file(source).read_all()
-    with suppress(PermissionError):  # Windows keeps a mapped file
+    with suppress(PermissionError):  # Windows deletes no mapped file; elsewhere the mapping stays readable
         Path(file.name).unlink()
 
 

@@ -98,7 +98,9 @@ class Template:
             located = list[Rendered]()
             with contextlib.suppress(BadRow):  # answers needn't be located; only their notes are used
                 located = self._sequences_by_prefix(messages, example)
-            notes = {note for part in self._read_back(messages, example, located) for note in part.notes} if located else set()
+            notes = set[str]()
+            if located:
+                notes.update(*(sequence.notes for sequence in self._read_back(messages, example, located)))
             return [Rendered(text, [(0, len(text))], notes)]
         if self.has_markers and example.answers == assistant_turns:  # a marker can't leave out an answer
             text, spans = self._render(messages, example.tools, False, with_spans=True)
@@ -120,7 +122,7 @@ class Template:
             prompt = "" if is_greeting else self.render(messages[:turn], example.tools, add_generation_prompt=True)
             start = self.format.header_end(with_answer) if is_greeting else common_prefix_length(prompt, with_answer)
             notes = set()
-            if start < len(prompt):
+            if start < len(prompt):  # without the end of the generation prompt, such as an opened thought
                 start = self.token_boundary(prompt, with_answer, start)
                 if start < len(self.render(messages[:turn], example.tools).rstrip()):
                     raise BadRow(
@@ -131,16 +133,16 @@ class Template:
                 notes.add("unprompted")
             if not with_answer[start:].strip():
                 raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out")
-            # train on it in a text of later answers that begins with exactly this conversation, else in a new text
+            # train on the answer in a text of later answers that begins with this conversation, else in a new text
             ends = self._possible_ends(with_answer)
-            hosts = ((host, end) for end in ends for host in sequences if host.text.startswith(with_answer[:end]))
-            host, end = next(hosts, (None, len(with_answer.rstrip())))
-            if host is None:
-                host = Rendered(with_answer, [])
-                sequences.append(host)
-            host.spans.insert(0, (start, end))
-            host.turns.insert(0, turn)
-            host.notes |= notes
+            matches = ((other, end) for end in ends for other in sequences if other.text.startswith(with_answer[:end]))
+            sequence, end = next(matches, (None, len(with_answer.rstrip())))
+            if sequence is None:
+                sequence = Rendered(with_answer, [])
+                sequences.append(sequence)
+            sequence.spans.insert(0, (start, end))
+            sequence.turns.insert(0, turn)
+            sequence.notes |= notes
         return sorted((sequence for sequence in sequences if sequence.spans), key=lambda sequence: len(sequence.text))
 
     def token_boundary(self, prompt: str, text: str, position: int) -> int:
@@ -333,7 +335,7 @@ def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
 def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
     # write ids and arguments of calls as the template takes them; a tool's reply without an id answers the oldest open call
     converted, unanswered_ids = [], list[str]()
-    ids: dict[str, str] = {}  # id in the row -> id in the template
+    template_ids: dict[str, str] = {}  # by the id in the row
     call_count = 0
     for message in messages:
         if message.get("tool_calls"):
@@ -345,14 +347,15 @@ def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:
                 call = {**call, "function": function}
                 if form.ids:
                     call_count += 1
-                    new_id = f"call{call_count:05d}"
+                    new_id = f"call{call_count:05d}"  # nine characters, as `_SHORT_ID`
                     own_id = call.get("id") or new_id
-                    call["id"] = ids[own_id] = own_id if form.ids == "own" or _SHORT_ID.fullmatch(own_id) else new_id
+                    is_accepted = form.ids == "own" or _SHORT_ID.fullmatch(own_id)
+                    call["id"] = template_ids[own_id] = own_id if is_accepted else new_id
                     unanswered_ids.append(call["id"])
                 calls.append(call)
             message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and (unanswered_ids or message.get("tool_call_id") in ids):
-            call_id = ids.get(message.get("tool_call_id", "")) or unanswered_ids[0]
+        elif message["role"] == "tool" and (unanswered_ids or message.get("tool_call_id") in template_ids):
+            call_id = template_ids.get(message.get("tool_call_id", "")) or unanswered_ids[0]
             message = {**message, "tool_call_id": call_id}
             unanswered_ids = [other for other in unanswered_ids if other != call_id]
         converted.append(message)

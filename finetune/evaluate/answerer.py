@@ -59,7 +59,8 @@ class Answerer:
     def require_vision(self) -> None:
         """Raise CommandError for a model that reads no images."""
         if not self.plan.settings.vision:
-            raise CommandError(f"{self.run.path.name} was trained on text; its model is loaded without a vision tower", "")
+            problem = f"{self.run.path.name} was trained on text; its model is loaded without a vision tower"
+            raise CommandError(problem, "Leave the images out.")
 
     def load(self, adapter: Path | None) -> Any:
         return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
@@ -83,7 +84,7 @@ class Answerer:
         self, prompts: list[list[int]], *, max_new_tokens: int, with_special_tokens: bool,
         pictures: Sequence[Sequence[PictureSource]] = (),
     ) -> list[tuple[str, bool]]:  # fmt: skip
-        """Return greedy answers to tokenised prompts, and whether each was cut."""
+        """Return greedy answers to tokenised prompts, and whether the token limit cut each."""
         return greedy_answers(
             self.model, self.tokenizer, prompts, stops=self._stops(), max_new_tokens=max_new_tokens,
             with_special_tokens=with_special_tokens, more_inputs=self.more_inputs(pictures),

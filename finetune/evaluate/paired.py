@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,7 @@ def format_difference(difference: Difference | None, scale: float = 1.0, unit: s
 
 def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list[int]:
     """Return row indices by the tuned model's `worst` or `best` score, or by the difference (`differ`)."""
-    keys: dict[str, Callable[[int], tuple[float, float]]] = {
+    keys = {  # of a row
         "worst": lambda row: (tuned[row], tuned[row] - base[row]),
         "best": lambda row: (-tuned[row], base[row] - tuned[row]),
         "differ": lambda row: (-abs(tuned[row] - base[row]), tuned[row] - base[row]),

@@ -54,7 +54,7 @@ def compare(
     chosen_scorer, why = (score, "") if score else _fitting_scorer(eval_rows)
     max_new_tokens = None
     if chosen_scorer.name != "loss":
-        _check(eval_rows, chosen_scorer)
+        _require_scorable(eval_rows, chosen_scorer)
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run, last=last)
     # a method with a reference is compared with the adapter that the run continued, if any
@@ -62,8 +62,8 @@ def compare(
     load = load or answerer_loader(run, progress, last=last)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     # rows without thoughts are asked without a thought; the tuned model learned to answer so by itself
-    thoughtless_format = None if against_adapter or eval_rows.has_thoughts else chat_format
-    base_prompt_end = thoughtless_format.before_answer if thoughtless_format else ""
+    format_without_thought = None if against_adapter or eval_rows.has_thoughts else chat_format
+    base_prompt_end = format_without_thought.before_answer if format_without_thought else ""
     end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False)
     base_rows = replace(eval_rows, prompt_ids=[[*ids, *end_ids] for ids in eval_rows.prompt_ids])
     # after a kill, the journals have all but the remaining rows
@@ -119,7 +119,7 @@ def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Dif
     return {name: gap for name, gap in gaps.items() if gap}
 
 
-def _check(rows: EvalRows, scorer: Scorer) -> None:
+def _require_scorable(rows: EvalRows, scorer: Scorer) -> None:
     # rows that can't be scored are reported before the model is loaded
     if not rows.prompts:
         raise DataError("no row has a prompt and an answer: they are plain text", "Use --score loss.")
@@ -152,11 +152,11 @@ class ModelOutputs:
         self.row_scores: list[RowScore] = []
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
-        key_end = ["with special tokens"] if chat_format else []
+        decoding = ["with special tokens"] if chat_format else []  # of the answers, which are read with the format
         prompt_digests = _picture_digests(rows.prompt_pictures, rows.prompt_ids)
         # without a limit of new tokens, only losses are computed
         prompts = zip(rows.prompt_ids, prompt_digests, strict=True) if max_new_tokens else ()
-        self._answer_keys = [digest([ids, max_new_tokens, *key_end, *pictures]) for ids, pictures in prompts]
+        self._answer_keys = [digest([ids, max_new_tokens, *decoding, *pictures]) for ids, pictures in prompts]
         self._sequences = list(zip((*rows.ids, *rows.rejected_ids), (*rows.labels, *rows.rejected_labels), strict=True))
         sequences = zip(self._sequences, _picture_digests(rows.pictures, self._sequences), strict=True)
         self._loss_keys = [digest([*ids_and_labels, *pictures]) for ids_and_labels, pictures in sequences]
@@ -231,7 +231,7 @@ class ModelOutputs:
                 if tools == [] and not rows.calls[row] and self._format.read(rows.references[row], tools).calls:
                     tools = None  # the expected answer is text that looks like a call
                 answers[row] = self._format.read(entry["answer"], tools, is_cut=entry["is_cut"])
-        texts = [display_text(answer) for answer in answers]
+        texts = [display_text(answer) for answer in answers]  # none if only losses were computed: so no strict zips below
         if scorer.name == "calls":
             expected_calls = zip(rows.calls, rows.tools, answers, strict=False)
             row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]

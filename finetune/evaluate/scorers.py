@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # --help imports this module
 
 #: Described in docs/after-training.md.
 SCORES = ("exact", "contains", "regex", "json", "numeric", "calls", "tokens", "loss")
+#: A number, also with a sign, thousands separators, decimals or an exponent.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 TOKEN_ACCURACY = "token accuracy"  # the name of the score `tokens`
 #: Longer answers, and answers of several lines, are free text, which no model writes to the letter.
@@ -181,12 +182,12 @@ def _last_number(text: str) -> float | None:
 
 
 def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
-    function = _function(source)
+    function = _load_function(source)
 
     def score_answer(prompt: str, expected: str, answer: str) -> RowScore:
         try:
             value = function(prompt, expected, answer)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a user's code may call exit()
             raise CommandError(f"{source} failed for the answer {answer[:100]!r}: {type(error).__name__}: {error}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise CommandError(
@@ -197,7 +198,7 @@ def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
     return score_answer
 
 
-def _function(reference: str) -> Callable[[str, str, str], Any]:
+def _load_function(reference: str) -> Callable[[str, str, str], Any]:
     file, _, name = reference.rpartition(":")
     if name in SCORES:
         raise CommandError(f"{name} is a score of finetune", f"Rename your function, or use --score {name}.")
@@ -218,12 +219,12 @@ def _function(reference: str) -> Callable[[str, str, str], Any]:
 def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer: Answer) -> RowScore:
     """Return 1 for the same calls in any order, or for no call where none is expected."""
     offered_names = {tool.get("function", {}).get("name") for tool in tools}
-    fields = {KNOWN_TOOL: not offered_names or all(_name(call) in offered_names for call in answer.calls)}
+    fields = {KNOWN_TOOL: not offered_names or all(_tool_name(call) in offered_names for call in answer.calls)}
     if not expected:
         # an answer that begins an unreadable call is not free of calls
         fields[NO_CALL_DUE] = not answer.calls and not answer.is_unreadable
         return RowScore(float(fields[NO_CALL_DUE]), fields, not answer.is_unreadable)
-    expected_names, answer_names = [*map(_name, expected)], [*map(_name, answer.calls)]
+    expected_names, answer_names = [*map(_tool_name, expected)], [*map(_tool_name, answer.calls)]
     is_matched = _match_calls(expected, answer.calls, tools)
     fields[NAMES] = set(expected_names) == set(answer_names)
     fields[ARGUMENTS] = all(is_matched)
@@ -237,7 +238,7 @@ def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer
     return RowScore(float(all(is_matched) and fields[COUNT]), fields, not answer.is_unreadable)
 
 
-def _name(call: Call) -> str:
+def _tool_name(call: Call) -> str:
     return str(call["function"]["name"])
 
 
@@ -254,9 +255,9 @@ def _match_calls(expected: Sequence[Call], calls: Sequence[Call], tools: Sequenc
 
 def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> list[Any]:
     functions = [function for tool in tools if isinstance(function := tool.get("function"), dict)]
-    parameters = next((function.get("parameters") for function in functions if function.get("name") == _name(call)), None)
+    parameters = next((function.get("parameters") for function in functions if function.get("name") == _tool_name(call)), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     schemas = properties.items() if isinstance(properties, dict) else ()
     # a missing argument has the default of the tool's schema
     defaults = {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
-    return [_name(call), {**defaults, **call["function"]["arguments"]}]
+    return [_tool_name(call), {**defaults, **call["function"]["arguments"]}]

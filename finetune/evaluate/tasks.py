@@ -106,8 +106,8 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
     from lm_eval.models.huggingface import HFLM
 
     # no thought, so that a task's stop strings and limit don't end the answer in it
-    thoughtless_format = answers_without_thoughts(answerer.run) and answerer.chat_format
-    prompt_end = thoughtless_format.before_answer if thoughtless_format else ""
+    format_without_thought = answers_without_thoughts(answerer.run) and answerer.chat_format
+    prompt_end = format_without_thought.before_answer if format_without_thought else ""
 
     class JournalledModel(HFLM):
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

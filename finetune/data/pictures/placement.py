@@ -170,17 +170,19 @@ def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[Pic
     filled = [name for name in present if not is_blank(row[name])]
     if len(filled) > 1:
         raise BadRow(filled[1], f"has images, and so does column {filled[0]}; leave one out with dataset.ignore_columns")
-    items: Values = {}  # by their field
-    for name in filled:
-        value = row[name]
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            value = parse_if_text(value, name)
-        items = {f"{name}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {name: value}
+    other_columns = {name: value for name, value in row.items() if name not in present}
+    if not filled:
+        return other_columns, []
+    [name] = filled
+    value = row[name]
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_if_text(value, name)
+    items = {f"{name}[{index}]": item for index, item in enumerate(value)} if isinstance(value, list) else {name: value}
     references = [  # objects as OpenAI and `datasets` write them
         _from_object(item, field, _OBJECT_READERS) if isinstance(item, dict) else _from_value(item, field)
         for field, item in items.items()
     ]
-    return {name: value for name, value in row.items() if name not in present}, references
+    return other_columns, references
 
 
 def place_pictures(
@@ -220,7 +222,7 @@ def _fill_parts(
         raise BadRow(None, f"has images as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
     if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
         raise BadRow(None, _LITERAL_MARK)
-    open_parts = [part for part in parts if not isinstance(part, PictureReference)]
+    open_parts = [part for part in parts if not isinstance(part, PictureReference)]  # which take an image of the column
     if len(open_parts) != len(column):
         raise BadRow(None, f"has {len(open_parts)} image part(s) without an image of their own and {len(column)} image(s)")
     indices = [position if part is None else part for position, part in enumerate(open_parts)]
@@ -264,7 +266,7 @@ def with_parts(messages: list[Message]) -> list[Message]:
     if not any("pictures" in message for message in messages):
         return messages
     return [
-        {**{key: value for key, value in message.items() if key != "pictures"}, "content": _parts_of(message)}
+        {key: value for key, value in message.items() if key != "pictures"} | {"content": _parts_of(message)}
         for message in messages
     ]
 
