@@ -121,7 +121,10 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
     """Return one shard, with a row for each example."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
-    prompts = [[row.question() or row.text, row.tools, *(picture.digest for picture in row.pictures)] for row in examples]
+    prompts = [
+        [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
+        for example in examples
+    ]
     references = [example.reference() for example in examples]
     contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
     columns = {
@@ -153,9 +156,9 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
     texts = example.texts()
     is_set = {
         "conversation": example.messages,
-        "pair": example.prompt is not None,
+        "pair": example.prompt is not None,  # prompt and completion
         "system": example.messages and example.messages[0]["role"] in ("system", "developer"),
-        script_of(example.reference() or example.text or ""): True,
+        script_of(example.reference() or example.text or ""): True,  # may be None
         "labelled": example.desirable is not None,
         "undesirable": example.desirable is False,
         "placeholder": any("{{" in text and _PLACEHOLDER.search(text) for text in texts),

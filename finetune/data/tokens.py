@@ -318,6 +318,7 @@ class SpecialTokenEscaper:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added_tokens = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        # the longest first: a pattern takes its first alternative that matches
         self._special_tokens = sorted({*added_tokens, *map(str, tokenizer.all_special_tokens)} - {""}, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")  # which never matches
         self._placeholder_pattern = re.compile(f"[{_placeholder(0)}-{_placeholder(len(self._special_tokens))}]")

@@ -105,7 +105,7 @@ def _evaluate(
 def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    # no thought, so that a task's stop strings and limit don't end the answer in it
+    # asked without a thought: a task's stop strings or limit could end the answer within one
     format_without_thought = answers_without_thoughts(answerer.run) and answerer.chat_format
     prompt_end = format_without_thought.before_answer if format_without_thought else ""
 
