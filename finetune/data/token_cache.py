@@ -169,7 +169,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
     if folder is None:
         tokenised.tables = [table for _, table in ordered]
     else:
-        values = {
+        metadata = {
             "sha256": [sha256 for _, sha256 in ordered], "read": tokenised.rows_read, "format": tokenised.format,
             "columns": tokenised.columns, "unused_columns": tokenised.unused_columns,
             "refused": [(row.row, row.field, row.reason) for row in tokenised.refused],
@@ -178,7 +178,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
         with disk_errors(folder, "tokenised rows"):
             tokenised.tables = [_map_table(_shard_path(folder, index)) for index in range(len(ordered))]
             # the last file: a folder without it is unfinished
-            write_text(folder / "source.json", with_checksum(json.dumps(values)))
+            write_text(folder / "source.json", with_checksum(json.dumps(metadata)))
     return tokenised
 
 
@@ -205,23 +205,23 @@ def _tokenise_batch(
 
 def _read_cached(folder: Path, name: str) -> TokenisedSource | None:
     """Return the rows in a folder; None if unfinished or damaged, or if an image changed."""
-    values = read_object(folder / "source.json")
-    if values is None:
+    metadata = read_object(folder / "source.json")
+    if metadata is None:
         return None
     # JSON has lists for tuples
-    if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in values["pictures"].items()):
+    if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in metadata["pictures"].items()):
         return None
-    paths = [_shard_path(folder, index) for index in range(len(values["sha256"]))]
+    paths = [_shard_path(folder, index) for index in range(len(metadata["sha256"]))]
     try:
         with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing takes longer than mapping the files
-            if list(pool.map(sha256_of, paths)) != values["sha256"]:
+            if list(pool.map(sha256_of, paths)) != metadata["sha256"]:
                 return None
         tables = [*map(_map_table, paths)]
     except OSError:
         return None
-    refused = [Refused(name, *row) for row in values["refused"]]
-    unused_columns = tuple(values["unused_columns"])
-    return TokenisedSource(name, values["format"], values["columns"], unused_columns, values["read"], refused, tables)
+    refused = [Refused(name, *row) for row in metadata["refused"]]
+    unused_columns = tuple(metadata["unused_columns"])
+    return TokenisedSource(name, metadata["format"], metadata["columns"], unused_columns, metadata["read"], refused, tables)
 
 
 def _shard_path(folder: Path, index: int) -> Path:

@@ -290,15 +290,15 @@ def _names_and_arguments(values: list[Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _bare_objects(text: str, match: re.Match[str]) -> _CallsAndEnd:
     # JSON objects without an end mark, separated by white space, `;` or `,`
-    position, values = match.end(), []
+    position, calls = match.end(), []
     while position < len(text) and text[position] == "{":
-        value, end = _json_at(text, position)
-        values.append(value)
+        call, end = _json_at(text, position)
+        calls.append(call)
         position = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
     # other JSON is no call
     if text[position:].strip():
         raise ValueError("text after the calls")
-    return _names_and_arguments(values), position
+    return _names_and_arguments(calls), position
 
 
 def _tagged_call(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> _CallsAndEnd:
