@@ -111,7 +111,7 @@ def _run(
     model.train()
     method = method_of(settings)
     trainable = trainable_parameters(model)
-    method.keep_reference(model)
+    method.copy_reference(model)
     for (name, _), copy in zip(trainable, method.reference_copies, strict=False):
         tracker.retag(copy, "weights", layer_number(name))
     batches: list[dict[str, Any]] = []
@@ -156,7 +156,7 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
             inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
         return inputs
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
-    return inputs | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
+    return inputs | method_of(settings).dry_run_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
 def _forward(

@@ -35,12 +35,12 @@ class Dpo(TrainingMethod):
     def collator(self, answers: Collator) -> Collator:
         return PairCollator(answers)
 
-    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
         return {_REFERENCE: torch.zeros(rows)} if self.settings.precompute_ref_log_probs is True else {}
 
     def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
-        """Return the mean loss of the pairs, with rewards in nats times beta."""
-        reference, inputs = inputs.get(_REFERENCE), {name: value for name, value in inputs.items() if name != _REFERENCE}
+        reference = inputs.get(_REFERENCE)
+        inputs = {name: value for name, value in inputs.items() if name != _REFERENCE}
         # The reference is the model before training: no second model. Its forward pass comes first, when no activations of
         # the training pass are in memory.
         if reference is None:
@@ -63,7 +63,6 @@ class Dpo(TrainingMethod):
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Return means over the pairs, by TRL's names."""
         pairs = counts.get("chosen")
         if not pairs:
             return {}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
 from finetune.settings.methods import NOT_TRAINED, has_kl
 
-_KL = "kl_"
+_KL_PREFIX = "kl_"
 
 
 class LabelledCollator:
@@ -27,20 +27,18 @@ class LabelledCollator:
             return batch
         # each prompt with the answer of the row before, as in TRL
         mismatched = [self._mismatched(row, rows[index - 1]) for index, row in enumerate(rows)]
-        return batch | {f"{_KL}{name}": value for name, value in self._answers(mismatched).items()}
+        return batch | {f"{_KL_PREFIX}{name}": value for name, value in self._answers(mismatched).items()}
 
     def _mismatched(self, row: dict[str, Any], other: dict[str, Any]) -> dict[str, list[int]]:
         prompt = row["input_ids"][: _answer_start(row)]
         start = _answer_start(other)
-        sequence = {
-            "input_ids": [*prompt, *other["input_ids"][start:]],
-            "labels": [NOT_TRAINED] * len(prompt) + list(other["labels"][start:]),
-        }
-        return {name: values[: self._max_length] for name, values in sequence.items()}
+        input_ids = [*prompt, *other["input_ids"][start:]]
+        labels = [NOT_TRAINED] * len(prompt) + list(other["labels"][start:])
+        return {"input_ids": input_ids[: self._max_length], "labels": labels[: self._max_length]}
 
 
 def _answer_start(row: dict[str, Any]) -> int:
-    """Return the index of the first trained token, or the end of an example without an answer."""
+    # the first trained token, or the end of an example without an answer
     return next((index for index, label in enumerate(row["labels"]) if label != NOT_TRAINED), len(row["labels"]))
 
 
@@ -54,15 +52,15 @@ class Kto(TrainingMethod):
     def collator(self, answers: Collator) -> Collator:
         return LabelledCollator(answers, self.settings.max_length, has_kl=self._has_kl)
 
-    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
         batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}
         names = ("input_ids", "labels", "attention_mask") if self._has_kl else ()
-        return batch | {f"{_KL}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
+        return batch | {f"{_KL_PREFIX}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
 
     def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
         desirable = inputs["desirable"]
-        kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
-        batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}
+        kl_batch = {name.removeprefix(_KL_PREFIX): value for name, value in inputs.items() if name.startswith(_KL_PREFIX)}
+        batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL_PREFIX)}
         # the passes without gradients come first, when no activations are in memory
         reference = self.reference_log_probs(model, batch)
         kl = reference.new_zeros(())
@@ -77,9 +75,9 @@ class Kto(TrainingMethod):
         log_ratios = outputs.log_probs.sum(dim=1) - reference
         beta = self.settings.beta or USUAL_BETA
         sign = torch.where(desirable, 1.0, -1.0)
-        good, bad = self.settings.desirable_weight or 1.0, self.settings.undesirable_weight or 1.0
+        weights = torch.where(desirable, self.settings.desirable_weight or 1.0, self.settings.undesirable_weight or 1.0)
         margins = sign * (log_ratios - kl)
-        losses = torch.where(desirable, good, bad) * (1 - (beta * margins).sigmoid())
+        losses = weights * (1 - (beta * margins).sigmoid())
         rewards = beta * log_ratios.detach()
         counts = {
             "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "chosen": desirable.sum(),
@@ -91,12 +89,13 @@ class Kto(TrainingMethod):
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Return means over the examples, by TRL's names."""
         rows, chosen = counts.get("rows"), counts.get("chosen")
         if not rows or chosen is None:
             return {}
-        sizes = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
-        means = {name: counts[name] / size for name, size in (sizes | {"kl": rows} if self._has_kl else sizes).items() if size}
+        divisors = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
+        if self._has_kl:
+            divisors["kl"] = rows
+        means = {name: counts[name] / divisor for name, divisor in divisors.items() if divisor}
         # no margin without answers of both labels
         if chosen and rows > chosen:
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]

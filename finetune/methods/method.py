@@ -20,7 +20,7 @@ Items = torch.Tensor | int | None
 USUAL_BETA = 0.1  # beta in DPO's paper, TRL, LLaMA-Factory and Axolotl
 #: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
 REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
-#: Nats by which collapsed answers are less likely than under the reference: an answer on average, and a token.
+#: Nats by which collapsed answers are less likely than under the reference: per answer and per token, on average.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 
 
@@ -46,7 +46,7 @@ class TrainingMethod(ABC):
         #: Copies of the adapter that training continues from, in the order of the trainable parameters.
         self.reference_copies: list[torch.Tensor] = []
 
-    def keep_reference(self, model: Any) -> None:
+    def copy_reference(self, model: Any) -> None:
         """Copy the adapter that training continues from, before the first step, if the method needs a reference."""
         continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
         if METHODS[self.settings.method].reference_passes and continues:
@@ -58,11 +58,13 @@ class TrainingMethod(ABC):
         if self.reference_copies:
             parameters = _trainable(model)
             trained = [parameter.data for parameter in parameters]
-            _set_data(parameters, self.reference_copies)
+            for parameter, reference in zip(parameters, self.reference_copies, strict=True):
+                parameter.data = reference
             try:
                 yield
             finally:
-                _set_data(parameters, trained)
+                for parameter, data in zip(parameters, trained, strict=True):
+                    parameter.data = data
         elif self.settings.adapter_name_or_path is None:  # a new adapter: the base model is the reference
             with getattr(model, "module", model).disable_adapter():
                 yield
@@ -73,8 +75,8 @@ class TrainingMethod(ABC):
         """Return a collator based on the collator of single answers; None for that collator itself."""
         return None
 
-    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the method's tensors in a dry run's batch. `mismatched_tokens`: width of KTO's KL batch."""
+    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+        """Return this method's extra inputs for the dry run. `mismatched_tokens`: width of KTO's KL batch."""
         return {}
 
     @abstractmethod
@@ -91,30 +93,24 @@ class TrainingMethod(ABC):
             return sequence_log_probs(model, inputs)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
-        """Return this method's metrics from the sums of its counts."""
+        """Return this method's metrics, by TRL's names: means from the sums in `counts`."""
         return {}
 
     def collapse(self, counts: dict[str, Any]) -> str | None:
-        """Return a sentence on collapsed chosen answers, or None."""
+        """Return a sentence if the chosen answers have become much less likely, or None."""
         answers, tokens = counts.get("chosen"), counts.get("chosen_tokens")
         # `apo_down` makes the chosen answers less likely on purpose
         if not answers or not tokens or self.settings.loss_type == "apo_down":
             return None
-        nats = -counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
-        if nats < max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
+        lost_nats = -counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
+        if lost_nats < max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
             return None
-        return (
-            f"the chosen answers are {nats / answers:.0f} nats less likely than before training, {nats / tokens:.1f} per token"
-        )
+        per_token = f"{lost_nats / tokens:.1f} per token"
+        return f"the chosen answers are {lost_nats / answers:.0f} nats less likely than before training, {per_token}"
 
 
 def _trainable(model: Any) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _set_data(parameters: list[Any], values: list[torch.Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data = value
 
 
 def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:

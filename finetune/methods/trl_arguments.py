@@ -13,7 +13,7 @@ from finetune.settings.methods import METHODS
 def trl_arguments(
     settings: Settings, *, output_dir: str, total_steps: int | None, evaluates: bool, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return fields of SFTConfig, with TRL's silent defaults switched off (truncation, dropped rows, NaN filter, bf16)."""
+    """Return fields of SFTConfig, with TRL's silent truncation, dropping of rows and NaN filter switched off."""
     warmup_steps = settings.warmup_steps
     return dict(
         output_dir=output_dir,

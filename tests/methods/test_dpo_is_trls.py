@@ -156,7 +156,7 @@ def test_the_reference_is_the_adapter_that_training_went_on_from_as_trls_second_
     ours, trls = rows()
     model = trainer.model.train()
     method = method_with(method="dpo", adapter_name_or_path="sft")
-    method.keep_reference(model)
+    method.copy_reference(model)
     model.add_adapter("ref", model.peft_config["default"])
     weights = dict(model.named_parameters())
     for name, parameter in weights.items():
