@@ -38,38 +38,39 @@ class Settings(Recipe):
 
 
 def resolved(recipe: R, **choices: Any) -> R:
-    """Fill in `choices` in a copy. Raises ValueError when settings conflict."""
+    """Return a copy with `choices` filled in. Raises ValueError with a line per conflict."""
     return _filled(type(recipe), recipe, choices)
 
 
 def _filled(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
-    """Fill in `choices`. Raises ValueError with a line per conflict."""
     try:
         return kind.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
     except ValidationError as error:
+        # the setting's name, except for a conflict of several settings
         lines = (": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in error.errors())
         raise ValueError("\n".join(lines)) from None
 
 
 def resolve(recipe: Recipe, **choices: Any) -> Settings:
-    """Fill in `choices`. Raises ValueError for conflicts or a remaining `auto`."""
+    """Return settings with `choices` filled in. Raises ValueError for conflicts or a remaining `auto`."""
     return _filled(Settings, recipe, choices)
 
 
 def plainest(recipe: Recipe, **choices: Any) -> Settings:
-    """Fill in PLAINEST for every `auto`, overridden by `choices`."""
+    """Return settings with PLAINEST for every `auto`, overridden by `choices`."""
     auto_names = unresolved(recipe)
-    least = min_rows(recipe)
+    least_rows = min_rows(recipe)
     layers = 0 if recipe.layer_offloading in (AUTO, False) else 1
-    every = {**PLAINEST, "per_device_eval_batch_size": least, "offloaded_layers": layers}
-    values = {name: value for name, value in every.items() if name in auto_names}
+    plainest_values = {**PLAINEST, "per_device_eval_batch_size": least_rows, "offloaded_layers": layers}
+    values = {name: value for name, value in plainest_values.items() if name in auto_names}
     micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
     if "effective_batch_size" in auto_names:
-        micro_batch, steps = least if micro_batch == AUTO else micro_batch, 1 if steps == AUTO else steps
+        micro_batch = least_rows if micro_batch == AUTO else micro_batch
+        steps = 1 if steps == AUTO else steps
         batch = micro_batch * steps * world_size
     elif "per_device_train_batch_size" in auto_names:
-        steps = batch // (world_size * least) if "gradient_accumulation_steps" in auto_names else steps
+        steps = batch // (world_size * least_rows) if "gradient_accumulation_steps" in auto_names else steps
         micro_batch = batch // (world_size * steps)
     else:
         steps = batch // (world_size * micro_batch)

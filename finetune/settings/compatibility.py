@@ -59,10 +59,10 @@ def _method(recipe: Recipe) -> Iterator[str]:
     if recipe.method == AUTO:  # checked again when the rows have decided the method
         return
     name, method = recipe.method, METHODS[recipe.method]
-    for setting in dict.fromkeys(setting for its in METHODS.values() for setting in its.settings):
+    for setting in dict.fromkeys(setting for other in METHODS.values() for setting in other.settings):
         if setting not in method.settings and getattr(recipe, setting) is not None:
-            *others, last = (other for other, its in METHODS.items() if setting in its.settings)
-            methods = " and ".join(filter(None, [", ".join(others), last]))
+            *others, last = (other_name for other_name, other in METHODS.items() if setting in other.settings)
+            methods = f"{', '.join(others)} and {last}" if others else last
             yield f"{setting} is a setting of method {methods}; the method is {name}"
     if recipe.loss_type is not None and recipe.loss_type not in method.losses and method.losses:
         yield f"loss_type {recipe.loss_type} is not one of method {name}: {', '.join(method.losses)}"
@@ -85,16 +85,16 @@ def _method(recipe: Recipe) -> Iterator[str]:
 
 
 def _min_rows(recipe: Recipe) -> Iterator[str]:
-    least, world_size = min_rows(recipe), recipe.launch.num_processes
-    if least == 1:
+    least_rows, world_size = min_rows(recipe), recipe.launch.num_processes
+    if least_rows == 1:
         return
     reason = "its KL term needs an answer to another prompt; loss_type apo_zero_unpaired has no KL term"
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        if (rows := getattr(recipe, name)) not in (AUTO, None) and rows < least:
-            yield f"{name} {rows} is too small for method {recipe.method}, use {least} or more: {reason}"
+        if (rows := getattr(recipe, name)) not in (AUTO, None) and rows < least_rows:
+            yield f"{name} {rows} is too small for method {recipe.method}, use {least_rows} or more: {reason}"
     batch, steps = recipe.effective_batch_size, recipe.gradient_accumulation_steps
     rows = None if batch == AUTO else batch // (world_size * (1 if steps == AUTO else steps))
-    if rows is not None and rows < least:
+    if rows is not None and rows < least_rows:
         yield f"effective_batch_size {batch} leaves a micro-batch of {rows} for method {recipe.method}: {reason}"
 
 
@@ -157,7 +157,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 
 
 def compiling_conflict(recipe: Recipe) -> str:
-    """Return the setting that rules out compiled layers."""
+    """Return the setting that rules out compiled layers, or an empty text."""
     if recipe.int8_activations:
         return "int8_activations: saved activations of compiled layers can't be quantised"
     if base_format_of(recipe) is INT8:
@@ -170,14 +170,14 @@ def compiling_conflict(recipe: Recipe) -> str:
 
 
 def padding_multiple(recipe: Recipe, rows: int) -> int:
-    """Return the token multiple to which micro-batches are padded."""
-    # Layers compiled for any length are compiled again for a length that breaks an assumption, such as divisibility by 8
+    """Return the multiple of tokens to which a micro-batch of `rows` is padded."""
+    # layers compiled for any length are compiled again for a length that breaks an assumption, such as divisibility by 8
     sequences = rows * method_of(recipe).sequences
     return 64 if recipe.torch_compile is True and sequences > 1 and recipe.packing is not True else 1
 
 
 def lean_layers_conflict(recipe: Recipe) -> str:
-    """Return the setting that rules out lean layers."""
+    """Return the setting that rules out lean layers, or an empty text."""
     if recipe.torch_compile is True:
         return "torch_compile: lean layers break its graphs"
     if is_zero3(recipe.launch):
@@ -196,7 +196,7 @@ def _lean(recipe: Recipe) -> Iterator[str]:
 
 
 def layer_offloading_conflict(recipe: Recipe) -> str:
-    """Return the setting that rules out layer offloading, and the fix."""
+    """Return the setting that rules out layer offloading, and the fix; or an empty text."""
     checkpointing, every_n = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
     if checkpointing is False or every_n not in (AUTO, 1):
         name = "activation_checkpointing" if checkpointing is False else "activation_checkpointing_every_n_layers"

@@ -101,8 +101,8 @@ def min_rows(recipe: Any) -> int:
 
 
 def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
-    """Return the recipe's method, with the reference passes of its loss."""
-    method = METHODS.get(recipe.method, METHODS["sft"])  # not decided yet
+    """Return the recipe's method, with the reference passes of its loss. `precomputes`: without any."""
+    method = METHODS.get(recipe.method, METHODS["sft"])  # `auto` until the rows decide
     if precomputes:
         return replace(method, reference_passes=0)
     return method if method.min_rows == 1 or has_kl(recipe.method, recipe.loss_type) else replace(method, reference_passes=1)
@@ -110,5 +110,5 @@ def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
 
 def methods_reading(row_format: str) -> list[str]:
     """Return the methods that read this row format."""
-    others = {None, row_format} - ({None} if row_format in METHOD_FORMATS else set())
-    return [name for name, method in METHODS.items() if method.row_format in others]
+    own_formats = {row_format} if row_format in METHOD_FORMATS else {row_format, None}
+    return [name for name, method in METHODS.items() if method.row_format in own_formats]

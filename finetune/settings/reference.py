@@ -39,9 +39,9 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
             rows += settings_reference(annotation, f"{prefix}{name}.")
             continue
         row: Any = field.json_schema_extra
-        parts = _alternatives(schemas[name])
-        choices = _choices(parts)
-        type_name = _joined(choices) if choices else " | ".join(map(_type_name, parts))
+        alternatives = _alternatives(schemas[name])
+        choices = _choices(alternatives)
+        type_name = _joined(choices) if choices else " | ".join(map(_type_name, alternatives))
         rows.append(Setting(
             name=prefix + name, type=f"{type_name} | auto" if field.default == AUTO or takes_auto(field) else type_name,
             default="required" if field.is_required() else field.default, choices=choices,
@@ -52,19 +52,22 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return [part for inner in schema["anyOf"] for part in _alternatives(inner)] if "anyOf" in schema else [schema]
+    if "anyOf" not in schema:
+        return [schema]
+    return [alternative for inner in schema["anyOf"] for alternative in _alternatives(inner)]
 
 
-def _choices(parts: list[dict[str, Any]]) -> list[Any]:
+def _choices(alternatives: list[dict[str, Any]]) -> list[Any]:
     # a plain switch, and several values at a time, are no choice
-    if not any("enum" in part for part in parts):
+    if not any("enum" in schema for schema in alternatives):
         return []
-    return [choice for part in parts for choice in part.get("enum", [False, True] if part.get("type") == "boolean" else [])]
+    switch = {"boolean": [False, True]}
+    return [choice for schema in alternatives for choice in schema.get("enum", switch.get(schema.get("type", ""), []))]
 
 
-def _type_name(part: dict[str, Any]) -> str:
-    choices = part.get("items", {}).get("enum")
-    return f"list of {_joined(choices)}" if choices else _TYPE_NAMES[part["type"]]
+def _type_name(schema: dict[str, Any]) -> str:
+    choices = schema.get("items", {}).get("enum")
+    return f"list of {_joined(choices)}" if choices else _TYPE_NAMES[schema["type"]]
 
 
 def _joined(choices: list[Any]) -> str:

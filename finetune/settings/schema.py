@@ -51,19 +51,21 @@ def _layers(value: Any) -> Any:
 def _tokens(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list):
-        if repeated := sorted({str(name) for name, count in Counter(map(str, names)).items() if count > 1}):
+        if repeated := sorted(name for name, count in Counter(map(str, names)).items() if count > 1):
             raise ValueError(f"has {', '.join(repeated[:5])} more than once")
         if not all(isinstance(name, str) for name in names):
             raise ValueError("give a list of tokens, or a mapping of tokens to the text that they stand for")
         names = dict.fromkeys(names, "")
-    for name in names if isinstance(names, dict) else ():
+    if not isinstance(names, dict):
+        return names  # pydantic refuses it
+    for name in names:
         is_text = isinstance(name, str) and name == name.strip() and name.isprintable()
         if not is_text or not 0 < len(name) <= _TOKEN_CHARACTERS:
             raise ValueError(
                 f"{str(name)[:60]!r} is no token: give printable text of at most {_TOKEN_CHARACTERS} characters, "
                 "without white space at its ends"
             )
-    return {name: text or "" for name, text in names.items()} if isinstance(names, dict) else names
+    return {name: text or "" for name, text in names.items()}
 
 
 #: A setting that the planner resolves if `auto`; after planning the value is a plain T.

@@ -39,8 +39,8 @@ def vision_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.vision is not True:
         return
     for name, (value, reason) in ONLY_WITH_VISION.items():
-        if (own := getattr(recipe, name)) not in (value, "auto"):
-            yield f"{name} {str(own).lower()} does not work with images: {reason}"
+        if (recipe_value := getattr(recipe, name)) not in (value, "auto"):
+            yield f"{name} {str(recipe_value).lower()} does not work with images: {reason}"
     if recipe.method not in ("sft", "auto"):
         yield f"method {recipe.method} does not work with images yet; use sft"
     if recipe.excess_length in ("truncate", "chunk"):
