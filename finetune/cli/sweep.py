@@ -23,7 +23,7 @@ from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, FinetuneErr
 from finetune.privacy import keep_private
 from finetune.recipe.load import load_changes
 from finetune.settings import Recipe
-from finetune.sweep.sweep import JOURNAL, LOCK, LOG, RULE, STOP, Sweep, create_sweep, drive, label, open_sweep
+from finetune.sweep.sweep import JOURNAL, LOCK, LOG, RULE, STOP, Sweep, create_sweep, label, open_sweep, train_arms
 from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds
 
@@ -150,7 +150,7 @@ def main() -> int:
         journal = path / JOURNAL
         # a full disk can leave half a line, which the next line would extend
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        drive(open_sweep(path), functools.partial(print, flush=True))
+        train_arms(open_sweep(path), functools.partial(print, flush=True))
     except (FinetuneError, OSError) as error:
         print(f"the sweep has stopped: {error}. To continue: finetune sweep {path}")
         return FAILED

@@ -25,7 +25,7 @@ class RowLosses:
 
 
 def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: list[tuple[float, int]]) -> None:
-    """Write the row losses and their mean over batches. Raises OSError."""
+    """Write the loss and trained tokens of each row, and the mean loss over batches. Raises OSError."""
     path = run.path / "evaluations" / f"held-out-{step}.json"
     path.parent.mkdir(exist_ok=True)
     losses, tokens = zip(*rows, strict=True) if rows else ((), ())
@@ -38,14 +38,15 @@ def row_losses_of(run: RunDirectory) -> list[RowLosses]:
     return sorted(filter(None, entries), key=lambda entry: entry.step)
 
 
-def lowest(curve: Iterable[RowLosses]) -> RowLosses | None:
-    """Return the lowest finite losses."""
-    return min((entry for entry in curve if math.isfinite(entry.mean)), key=lambda entry: entry.mean, default=None)
+def lowest_losses(evaluations: Iterable[RowLosses]) -> RowLosses | None:
+    """Return the losses with the lowest finite mean."""
+    finite = (losses for losses in evaluations if math.isfinite(losses.mean))
+    return min(finite, key=lambda losses: losses.mean, default=None)
 
 
 @contextlib.contextmanager
 def recorded_row_losses(model: Any) -> Iterator[list[tuple[float, int]]]:
-    """Yield a list that collects the row losses of each forward pass."""
+    """Yield a list to which each forward pass adds the loss and trained tokens of its rows."""
     rows: list[tuple[float, int]] = []
 
     def record(_module: Any, _arguments: Any, inputs: dict[str, Any], outputs: Any) -> None:
@@ -62,14 +63,12 @@ def recorded_row_losses(model: Any) -> Iterator[list[tuple[float, int]]]:
 
 def row_losses(outputs: Any, inputs: dict[str, Any]) -> list[tuple[float, int]]:
     """Return mean loss and trained tokens of each row of a batch."""
-    losses, counted = -outputs.log_probs.double(), outputs.label_mask
+    losses, is_trained = -outputs.log_probs.double(), outputs.label_mask
     positions = inputs.get("position_ids")
     if positions is None or positions.shape[0] != 1:  # padded batch: one row per tensor row
-        sums, counts = losses.sum(dim=1).tolist(), counted.sum(dim=1).tolist()
-        return [(total / max(1, count), int(count)) for total, count in zip(sums, counts, strict=True)]
-    starts = (positions[0] == 0).nonzero().flatten().tolist()  # rows of a padding-free batch
-    parts = [
-        (losses[0, start:end].sum().item(), int(counted[0, start:end].sum()))
-        for start, end in itertools.pairwise([*starts, losses.shape[1]])
-    ]
-    return [(total / max(1, count), count) for total, count in parts]
+        sums, counts = losses.sum(dim=1).tolist(), is_trained.sum(dim=1).tolist()
+    else:  # padding-free batch: each row starts at position 0
+        starts = (positions[0] == 0).nonzero().flatten().tolist()
+        spans = [slice(start, end) for start, end in itertools.pairwise([*starts, losses.shape[1]])]
+        sums, counts = [losses[0, span].sum().item() for span in spans], [is_trained[0, span].sum() for span in spans]
+    return [(total / max(1, int(count)), int(count)) for total, count in zip(sums, counts, strict=True)]

@@ -1,7 +1,8 @@
-"""Sweeps: Optuna's study in a journal, whose trials are the arms, and a run directory per arm; arms train one after another."""
+"""Sweeps: an Optuna study in a journal, whose trials are the arms, and a run directory per arm."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.held_out import RowLosses, lowest, row_losses_of
+from finetune.run.held_out import RowLosses, lowest_losses, row_losses_of
 from finetune.run.state import is_alive, read_state
 from finetune.serialise import to_json
 from finetune.settings import AUTO, Recipe
@@ -30,7 +31,7 @@ from finetune.units import format_seconds
 
 #: Files of a sweep: Optuna's study; output and lock of the driving process; request to stop.
 JOURNAL, LOG, LOCK, STOP = "study.journal", "log.txt", "lock", "stop"
-_FULL_ARMS = 3
+_FULL_ARMS = 3  # the first arms, with which the pruner compares later ones
 RULE = (
     "From half of the steps on, an arm is dropped if its lowest held-out loss is above the median of the finished arms at that "
     f"step; the first {_FULL_ARMS} arms always train to the end."
@@ -46,7 +47,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True)
 class ArmResult:
-    """Result of an arm."""
+    """Result of an arm so far."""
 
     name: str
     run: str
@@ -81,29 +82,30 @@ class Sweep:
     def results(self) -> list[ArmResult]:
         """Return every arm, by loss, dropped arms last."""
         arms = [(arm, row_losses_of(self.run_of(arm))) for arm in self.study.trials]
-        winner = lowest(losses for arm, curve in arms if arm.state not in _DROPPED for losses in curve)
+        winner = lowest_losses(losses for arm, curve in arms if arm.state not in _DROPPED for losses in curve)
         results = [_result(arm, self.run_of(arm), curve, winner) for arm, curve in arms]
         return sorted(results, key=lambda entry: (entry.dropped_at is not None, math.inf if entry.loss is None else entry.loss))
 
-    def sentence(self, named: Callable[[dict[str, Any]], str] | None = None) -> str:
-        """Return the winner in words, and the arms that may be as good."""
-        named = named or label
+    def sentence(self, arm_name: Callable[[dict[str, Any]], str] | None = None) -> str:
+        """Return the winner in words, and the arms that may be as good. `arm_name`: by default `label`."""
+        arm_name = arm_name or label
         results = [entry for entry in self.results() if entry.loss is not None]
         if not results:
             return "no arm has a held-out loss yet"
         winner, verb = results[0], "wins" if self.is_finished else "leads"
-        trained = [(named(entry.values), entry.behind) for entry in results[1:] if entry.dropped_at is None]
-        surely = [
-            f"{name}, by {behind.value:.4f} (95 % interval {behind.low:.4f} to {behind.high:.4f})"
-            for name, behind in trained if behind and behind.is_significant
-        ]  # fmt: skip
-        parts = {
-            "can't be told apart from it": [name for name, behind in trained if behind and not behind.is_significant],
-            "not compared row by row": [name for name, behind in trained if behind is None],
-            "clearly behind": surely[:1],
-        }
-        first = f"{named(winner.values)} {verb} with a held-out loss of {winner.loss:.4f} after step {winner.loss_step:,}"
-        return "; ".join([first, *(f"{text}: {', '.join(names)}" for text, names in parts.items() if names)])
+        clauses = [
+            f"{arm_name(winner.values)} {verb} with a held-out loss of {winner.loss:.4f} after step {winner.loss_step:,}"
+        ]
+        others = [(arm_name(entry.values), entry.behind) for entry in results[1:] if entry.dropped_at is None]
+        if as_good := [name for name, behind in others if behind and not behind.is_significant]:
+            clauses.append(f"can't be told apart from it: {', '.join(as_good)}")
+        if not_compared := [name for name, behind in others if behind is None]:
+            clauses.append(f"not compared row by row: {', '.join(not_compared)}")
+        clearly_behind = [(name, behind) for name, behind in others if behind and behind.is_significant]
+        for name, behind in clearly_behind[:1]:
+            interval = f"95 % interval {behind.low:.4f} to {behind.high:.4f}"
+            clauses.append(f"clearly behind: {name}, by {behind.value:.4f} ({interval})")
+        return "; ".join(clauses)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -113,15 +115,15 @@ class Sweep:
 
 
 def _result(arm: FrozenTrial, run: RunDirectory, curve: list[RowLosses], winner: RowLosses | None) -> ArmResult:
-    state, best = read_state(run), lowest(curve)
+    state, best = read_state(run), lowest_losses(curve)
     dropped_at = (arm.last_step or state.step or 0) if arm.state in _DROPPED else None
-    waits = "waiting" if dropped_at is None else "dropped"
+    idle_state = "waiting" if dropped_at is None else "dropped"
     behind = None
     if best and winner and best is not winner and best.tokens == winner.tokens:
         behind = difference(winner.losses, best.losses, winner.tokens)
     return ArmResult(
         name=run.path.name, run=str(run.path), values=arm.params, step=state.step, dropped_at=dropped_at,
-        state=waits if state.state in ("paused", "queued") else state.state,
+        state=idle_state if state.state in ("paused", "queued") else state.state,
         loss=best.mean if best else None, loss_step=best.step if best else None,
         behind=behind, curve=[(losses.step, losses.mean) for losses in curve],
     )  # fmt: skip
@@ -162,31 +164,32 @@ def create_sweep(
 
     def prepared(values: dict[str, Any], **changes: str) -> Any:
         recipe = recipe_of(values)
-        evaluations = {"eval_steps": AUTO} if recipe.eval_steps == 0 else {}
-        return prepare(recipe.model_copy(update={**evaluations, **changes}))
+        if recipe.eval_steps == 0:  # arms are compared at evaluations
+            recipe = recipe.model_copy(update={"eval_steps": AUTO})
+        return prepare(recipe.model_copy(update=changes))
 
     if recipe_of({}).launch.num_processes > 1:
         raise CommandError("a sweep trains each arm in one process", "Leave out launch.num_processes.")
     progress("planning")
-    plain = prepared({}).plan
-    if not (plain.data and plain.data.eval_rows):
+    plan = prepared({}).plan
+    if not (plan.data and plan.data.eval_rows):
         raise DataError("a sweep compares held-out losses, but no examples are held out", "Add dataset.test_split_size=0.1.")
     # by default the learning rate is swept around the planner's advice
-    swept = swept or {"learning_rate": rates_around(plain.settings.learning_rate)}
-    base = plain.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
-    path = next(path for end in ("", *(f"-{n}" for n in range(2, 1000))) if not (path := Path(base + end)).exists())
-    run_s, arms = plain.run_time and plain.run_time.load_s + plain.run_time.train_s, grid(swept)
+    swept = swept or {"learning_rate": rates_around(plan.settings.learning_rate)}
+    base = plan.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
+    candidates = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
+    path = next(path for path in candidates if not path.exists())
+    arms = grid(swept)
+    run_s = plan.run_time.load_s + plan.run_time.train_s if plan.run_time else None
     if budget_s and not run_s:
-        raise CommandError(
-            "--budget needs a time forecast, but no such run has been measured on this machine",
-            "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.",
-        )
-    affordable = int(budget_s // run_s) if budget_s and run_s else len(arms)
+        problem = "--budget needs a time forecast, but no such run has been measured on this machine"
+        raise CommandError(problem, "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.")
+    affordable_arms = int(budget_s // run_s) if budget_s and run_s else len(arms)
     left_out: list[dict[str, Any]] = [
-        {"values": arm.params, "reason": f"only {affordable} arms fit the budget"} for arm in arms[affordable:]
+        {"values": arm.params, "reason": f"only {affordable_arms} arms fit the budget"} for arm in arms[affordable_arms:]
     ]
     fitting: list[tuple[Trial, Any]] = []
-    for arm in arms[:affordable]:
+    for arm in arms[:affordable_arms]:
         progress(f"planning {label(arm.params)}")
         try:
             fitting.append((arm, prepared(arm.params, output_dir=str(path / f"{path.name}-{len(fitting) + 1}"))))
@@ -219,18 +222,18 @@ def rates_around(advice: float) -> list[float]:
 
 
 def grid(swept: dict[str, list[Any]]) -> list[Trial]:
-    """Return every combination of values, the middle first."""
+    """Return every combination of values as a trial, the middle first."""
     study = optuna.create_study(sampler=optuna.samplers.GridSampler(swept))
     choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(values) for name, values in swept.items()}
 
     def distance(arm: Trial) -> float:
         return sum(abs(swept[name].index(value) - (len(swept[name]) - 1) / 2) for name, value in arm.params.items())
 
-    # Optuna's pruner compares later arms with the first arms
-    return sorted((study.ask(choices) for _ in range(math.prod(map(len, swept.values())))), key=distance)
+    arms = [study.ask(choices) for _ in range(math.prod(map(len, swept.values())))]
+    return sorted(arms, key=distance)  # Optuna's pruner compares later arms with the first arms
 
 
-def drive(sweep: Sweep, log: Callable[[str], object]) -> None:
+def train_arms(sweep: Sweep, log: Callable[[str], object]) -> None:
     """Train the arms that have not ended. Raises OSError and FinetuneError."""
     # all state is in the study and the run directories: a killed sweep can go on
     for arm in sweep.study.trials:
@@ -239,16 +242,18 @@ def drive(sweep: Sweep, log: Callable[[str], object]) -> None:
         run, began_s = sweep.run_of(arm), time.monotonic()
         if not is_alive(run) and not _has_result(run):
             log(f"{label(arm.params)}: training  ({run.path})")
-            (control.start if read_state(run).state == "queued" else control.resume)(run)
+            begin = control.start if read_state(run).state == "queued" else control.resume
+            begin(run)
         try:
-            outcome = _follow(sweep, Trial(sweep.study, arm.number), run)  # trial ids are arm numbers in a journal's only study
+            # trial ids are arm numbers in a journal's only study
+            outcome = _wait_for_end(sweep, Trial(sweep.study, arm.number), run)
         finally:  # a dropped arm, or a stopped sweep
             control.stop(run)
             control.wait(run, _STOP_DEADLINE_S)
         log(f"{label(arm.params)}: {outcome} ({format_seconds(time.monotonic() - began_s)})")
 
 
-def _follow(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
+def _wait_for_end(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     has_ended = False
     while not has_ended:
         # before the losses are read: an arm writes its losses before it ends
@@ -263,7 +268,7 @@ def _follow(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
         if (sweep.path / STOP).exists() and not has_ended:
             raise FinetuneError("on request")
         time.sleep(_POLL_S)
-    state, best = read_state(run), lowest(row_losses_of(run))
+    state, best = read_state(run), lowest_losses(row_losses_of(run))
     if not _has_result(run):
         raise FinetuneError(f"{run.path} {state.state}: {state.message}")
     if state.state != "finished" or best is None:

@@ -16,7 +16,7 @@ from finetune.recipe import load_recipe
 from finetune.run import prepare as prepare_module
 from finetune.run.state import process_record, read_state
 from finetune.sweep import sweep as sweep_module
-from finetune.sweep.sweep import JOURNAL, create_sweep, drive, open_sweep, storage_in
+from finetune.sweep.sweep import JOURNAL, create_sweep, open_sweep, storage_in, train_arms
 
 RECIPE = (
     "max_steps=8", "save_steps=2", "eval_steps=2", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4",
@@ -63,7 +63,7 @@ def drive_to_the_end(path, train, monkeypatch, kills):
     stops = 0
     while not open_sweep(path).is_finished:
         try:
-            drive(open_sweep(path), lambda _: None)
+            train_arms(open_sweep(path), lambda _: None)
         except FinetuneError:
             stops += 1
     return stops
@@ -99,7 +99,7 @@ def test_an_arm_that_falls_behind_is_stopped_with_a_checkpoint(tmp_path, train, 
         sweep_module.control, "start", lambda run: write_json(run.process, {"worker": process_record(train.start(run))})
     )
     log = []
-    drive(open_sweep(sweep.path), log.append)
+    train_arms(open_sweep(sweep.path), log.append)
     state = read_state(sweep.run_of(last))
     assert state.state == "paused" and 30 <= state.step < 60 and "dropped at step 30" in log[-1]
     assert open_sweep(sweep.path).results()[-1].dropped_at == 30
