@@ -50,8 +50,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     return problems
 
 
-def write_configuration(run: Path, plan: Plan) -> Path:
-    """Write the files in RUN/launch; return the path of `accelerate.yaml`."""
+def _write_configuration(run: Path, plan: Plan) -> Path:
     folder = run.absolute() / "launch"
     folder.mkdir(exist_ok=True)
     deepspeed = folder / "deepspeed.json"
@@ -100,11 +99,11 @@ def deepspeed_configuration(settings: Settings) -> dict[str, Any]:
         "gradient_accumulation_steps": steps, "gradient_clipping": settings.max_grad_norm,
         "bf16": {"enabled": settings.dtype == "bfloat16"}, "fp16": {"enabled": settings.dtype == "float16"},
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "zero_optimization": _zero(settings), "steps_per_print": 10**9, "wall_clock_breakdown": False,
+        "zero_optimization": _zero_configuration(settings), "steps_per_print": 10**9, "wall_clock_breakdown": False,
     }  # fmt: skip
 
 
-def _zero(settings: Settings) -> dict[str, Any]:
+def _zero_configuration(settings: Settings) -> dict[str, Any]:
     launch = settings.launch
     nvme = {"nvme_path": launch.nvme_path} if launch.offload == "nvme" else {}
     offload = {"device": launch.offload, "pin_memory": True, **nvme}
@@ -127,7 +126,7 @@ def _zero(settings: Settings) -> dict[str, Any]:
 
 
 class Launcher:
-    """Runs the worker through `accelerate launch` or torchrun."""
+    """Runs a worker per rank through `accelerate launch` or torchrun."""
 
     def __init__(self, run: Path, log: Path, plan: Plan) -> None:
         self.run, self.log, self.plan = run, log, plan
@@ -135,33 +134,34 @@ class Launcher:
 
     def command(self) -> list[str]:
         """Return the command line of the launcher; write its configuration."""
-        # final events of an earlier attempt would count for this attempt
         ending_path(self.run, 0).parent.mkdir(exist_ok=True)
-        for local in range(self.local_world_size):
-            ending_path(self.run, local).unlink(missing_ok=True)
+        # final events of an earlier attempt would count for this attempt
+        for local_rank in range(self.local_world_size):
+            ending_path(self.run, local_rank).unlink(missing_ok=True)
         worker = ["-m", _WORKER, str(self.run)]
         if not self.plan.card.is_cpu:
-            configuration = write_configuration(self.run, self.plan)
+            configuration = _write_configuration(self.run, self.plan)
             return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *worker]
         launch = self.plan.settings.launch
         port = launch.main_process_port if launch.num_machines > 1 else _free_port()
-        rendezvous = ["--master-addr", launch.main_process_ip, "--master-port", str(port)]
-        node = ["--nnodes", str(launch.num_machines), "--node-rank", str(launch.machine_rank)]
-        size = ["--nproc-per-node", str(self.local_world_size)]
         # accelerate can't launch ranks on the CPU
-        return [sys.executable, "-m", "torch.distributed.run", *node, *rendezvous, *size, *worker]
+        return [
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes={launch.num_machines}", f"--node-rank={launch.machine_rank}", f"--master-addr={launch.main_process_ip}",
+            f"--master-port={port}", f"--nproc-per-node={self.local_world_size}", *worker,
+        ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        values = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
         if "OMP_NUM_THREADS" not in os.environ:
-            values["OMP_NUM_THREADS"] = str(max(1, (psutil.cpu_count(logical=False) or 1) // self.local_world_size))
+            variables["OMP_NUM_THREADS"] = str(max(1, (psutil.cpu_count(logical=False) or 1) // self.local_world_size))
         launch = self.plan.settings.launch
-        if launch.num_machines > 1 and (interface := interface_towards(launch.main_process_ip)):
-            values |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-        return values
+        if launch.num_machines > 1 and (interface := _interface_towards(launch.main_process_ip)):
+            variables |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+        return variables
 
-    def send(self, launcher: subprocess.Popen[bytes], number: int) -> None:
-        # not to the launcher: it would end the ranks in the middle of a step
+    def send_signal(self, launcher: subprocess.Popen[bytes], number: int) -> None:
+        # to the ranks, not to the launcher: it would end the ranks in the middle of a step
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(launcher.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -169,19 +169,18 @@ class Launcher:
                         child.send_signal(number)
 
     def exit_status(self, code: int, emit: Callable[[Event], None]) -> int:
-        """Return one exit status for all local ranks; emit the event of the failure."""
-        ranks = range(self.local_world_size)
-        endings = {local: ending for local in ranks if (ending := read_object(ending_path(self.run, local)))}
+        """Return one exit status for all local ranks; emit the event of the failure. `code`: the launcher's exit status."""
+        local_ranks = range(self.local_world_size)
+        endings = {rank: ending for rank in local_ranks if (ending := read_object(ending_path(self.run, rank)))}
         if 0 in endings and endings[0]["exit_code"] in COMMON_EXITS:  # local rank 0 has written the event
             return int(endings[0]["exit_code"])
-        # `code` is the launcher's own exit status
         if not endings:  # no rank wrote a final event
             return code
-        cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
-        silent = [str(local) for local in ranks if local not in endings]
+        cause = min(endings.values(), key=lambda ending: _CAUSE_ORDER.index(ending["exit_code"]))
+        killed = [str(rank) for rank in local_ranks if rank not in endings]
         message, resume = "", f"with: finetune resume {self.run}"
-        if silent and cause["exit_code"] == FAILED:  # lost connections of the remaining ranks follow from the kill
-            reason = f"process {', '.join(silent)} of {self.local_world_size} was killed (often: out of host memory)"
+        if killed and cause["exit_code"] == FAILED:  # lost connections of the remaining ranks follow from the kill
+            reason = f"process {', '.join(killed)} of {self.local_world_size} was killed (often: out of host memory)"
             message = f"{reason}, see {self.log}; resume from the last checkpoint {resume}"
         elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
             # any process on any machine may have failed first: the remaining processes only report a lost connection
@@ -193,20 +192,19 @@ class Launcher:
 
 #: The first of these exit statuses is the cause when ranks end differently.
 _CAUSES = sorted(errors.exit_code_causes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
-_ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
+_CAUSE_ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
 
 
-def interface_towards(address: str) -> str | None:
-    """Return the network interface on the route to `address`; None if unknown."""
+def _interface_towards(address: str) -> str | None:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing, only selects the route
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own for entry in addresses):
+        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
             return name
     return None
 

@@ -24,16 +24,16 @@ _OUT_OF_MEMORY_KEY = "finetune/out_of_memory"
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank, local rank and world size; 0 of 1 without a launcher."""
+    """Rank, local rank and world size; rank 0 of 1 without a launcher."""
 
     number: int = 0
-    local: int = 0
-    world: int = 1
+    local_rank: int = 0
+    world_size: int = 1
 
     @property
     def is_local_rank_0(self) -> bool:
         # local rank 0 writes its machine's run directory: events, checkpoints, adapter
-        return self.local == 0
+        return self.local_rank == 0
 
 
 def this_rank() -> Rank:
@@ -43,20 +43,22 @@ def this_rank() -> Rank:
     return Rank(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
-def ending_path(run: Path, local: int) -> Path:
+def ending_path(run: Path, local_rank: int) -> Path:
     """Return the file of a local rank's final event."""
-    return run / "launch" / f"ending-{local}.json"
+    return run / "launch" / f"ending-{local_rank}.json"
 
 
 class RankEvents(EventWriter):
-    """Event writer of a rank; failures go to the supervisor."""
+    """Event writer of a rank; a final event goes to a file that the supervisor reads."""
 
     def __init__(self, events: Path, rank: Rank) -> None:
         super().__init__(events)
-        self._rank, self._ending = rank, ending_path(events.parent, rank.local)
+        self._rank, self._ending = rank, ending_path(events.parent, rank.local_rank)
 
     def emit(self, event: Event) -> None:
-        code = _OUT_OF_MEMORY if isinstance(event, OutOfMemory) else event.exit_code if isinstance(event, State) else None
+        code = _OUT_OF_MEMORY if isinstance(event, OutOfMemory) else None
+        if isinstance(event, State):
+            code = event.exit_code
         # the supervisor reports one failure for all ranks
         if code is not None:
             self._write_ending(event, code)
@@ -67,23 +69,23 @@ class RankEvents(EventWriter):
         if code == _OUT_OF_MEMORY:
             if (store := _store()) is not None:
                 store.set(_OUT_OF_MEMORY_KEY, str(self._rank.number))
-        elif code == errors.FAILED and (culprit := _shared_out_of_memory()) is not None:
-            # a lost connection after another rank's out of memory
-            event = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory")
+        elif code == errors.FAILED and (other_rank := _rank_out_of_memory()) is not None:
+            # this rank only lost the connection to that rank
+            event = OutOfMemory(phase="train", message=f"process {other_rank} on another machine ran out of memory")
             code = _OUT_OF_MEMORY
         self._ending.parent.mkdir(exist_ok=True)
         write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 
 
-def set_up(rank: Rank) -> None:
-    """End this process with its launcher."""
-    if rank.world > 1 and sys.platform == "linux":
+def end_with_launcher(rank: Rank) -> None:
+    """Let Linux send SIGTERM to this process when its launcher dies."""
+    if rank.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tear_down(rank: Rank, code: int) -> int:
     """Return the exit status: 0 after a barrier for common exits, 1 for failures."""
-    if rank.world == 1:
+    if rank.world_size == 1:
         return code
     if code not in COMMON_EXITS:
         return 1
@@ -114,7 +116,7 @@ def all_reduce_min(number: int) -> int:
 
 
 def all_reduce(numbers: list[float], operation: str) -> list[float]:
-    """Return SUM, MAX, ... over all ranks."""
+    """Reduce each number over all ranks. `operation`: SUM, MAX, ..."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +128,7 @@ def all_reduce(numbers: list[float], operation: str) -> list[float]:
     return values.tolist()
 
 
-def _shared_out_of_memory() -> int | None:
+def _rank_out_of_memory() -> int | None:
     store = _store()
     try:
         is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])
