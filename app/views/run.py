@@ -184,7 +184,7 @@ def figures(digest: Digest, plan: Plan) -> str:
     smooth = smoothed(loss.points()) if loss else []
     evaluation, step = digest.newest.get(Evaluation.kind), digest.newest_step
     rate = step.tokens_per_s if step else None
-    clauses, values = digest.pace.step_time(plan)
+    clauses, values = digest.pace.step_time_clauses(plan)
     return render(
         "figures", loss=loss, average=next((value for _, value in reversed(smooth) if value is not None), None),
         held_out=held_out if held_out and held_out.last is not None else None,

@@ -88,8 +88,8 @@ def _show(source: str, *, as_json: bool) -> None:
     try:
         plan = adjusted_plan(run)
         cost = cost_of(spent_s, plan.settings.price_per_hour)
-        templates, parameters = Pace.of(events).step_time(plan)
-        step_time = " ".join(templates).format(**parameters)
+        clauses, values = Pace.of(events).step_time_clauses(plan)
+        step_time = " ".join(clauses).format(**values)
     except CommandError:  # the plan is damaged
         cost, step_time = None, ""
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))

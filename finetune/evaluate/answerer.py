@@ -33,7 +33,7 @@ from finetune.model.weights import configuration_fingerprint, generation_fingerp
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
+from finetune.run.fingerprint import reads_quantised_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
@@ -241,7 +241,7 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
     disable_cpu_repacking(base, only_failing=True)
     grow_vocabulary(base, settings, tokenizer)  # the tokenizer gives the rows of new tokens their values
     if adapter:  # compared now, because `load_base` may have downloaded the base model
-        require_same_base(adapter, settings, reread=not reads_own_file(settings))
+        require_same_base(adapter, settings, reread=not reads_quantised_file(settings))
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
     trained = ((name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)

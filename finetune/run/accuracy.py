@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from finetune.card.measured import record_measurement
 from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
+from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import record_run, seconds_spent
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_seconds
@@ -18,27 +19,27 @@ _WARM_UP_STEPS = 2
 def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, step: int) -> ForecastCheck:
     """Return forecast and measured bytes with relative errors; None for unmeasured values."""
     forecast, card = plan.forecast, plan.card
-    measured, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
-    predicted, peak, least, most, predicted_reserved, segments = [None] * 6 if forecast is None else (
-        forecast.allocated_bytes, forecast.peak_bytes, forecast.peak_low_bytes, forecast.peak_high_bytes,
-        forecast.reserved_peaks.get("train"), forecast.segments.get("train"),
-    )  # fmt: skip
-    in_use = None if card.is_cpu else card.total_bytes - card.free_bytes
+    training = forecast.of_phase("train") if forecast else PhaseForecast()
+    predicted_allocated = forecast.allocated_bytes if forecast else None
+    predicted_peak = forecast.peak_bytes if forecast else None
+    allocated, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
+    used_by_others = None if card.is_cpu else card.total_bytes - card.free_bytes
     # median: a program that starts between the driver's two answers would count as context
     contexts = [size for sample in samples if (size := sample.context_bytes) and size > 0]
     return ForecastCheck(
-        at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
-        allocated_error=_error(measured, predicted), predicted_peak_bytes=peak,
-        predicted_low_bytes=least, predicted_high_bytes=most,
+        at=at, step=step, predicted_allocated_bytes=predicted_allocated, measured_allocated_bytes=allocated,
+        allocated_error=_relative_error(allocated, predicted_allocated), predicted_peak_bytes=predicted_peak,
+        predicted_low_bytes=forecast.peak_low_bytes if forecast else None,
+        predicted_high_bytes=forecast.peak_high_bytes if forecast else None,
         measured_card_bytes=_highest(samples, "process_peak_rss_bytes" if card.is_cpu else "own_card_bytes"),
-        measured_reserved_bytes=reserved, predicted_reserved_bytes=predicted_reserved,
-        reserved_error=_error(reserved, predicted_reserved),
-        predicted_segments=segments,
-        measured_segments=_highest(samples, "peak_segments"),
+        measured_reserved_bytes=reserved, predicted_reserved_bytes=training.reserved_bytes,
+        reserved_error=_relative_error(reserved, training.reserved_bytes),
+        predicted_segments=training.segments, measured_segments=_highest(samples, "peak_segments"),
         predicted_context_bytes=card.context_bytes or None,
         measured_context_bytes=int(statistics.median(contexts)) if contexts else None,
-        predicted_other_processes_bytes=in_use, measured_other_processes_bytes=_highest(samples, "other_processes_bytes"),
-        predicted_card_used_bytes=None if in_use is None or peak is None else peak + in_use,
+        predicted_other_processes_bytes=used_by_others,
+        measured_other_processes_bytes=_highest(samples, "other_processes_bytes"),
+        predicted_card_used_bytes=None if used_by_others is None or predicted_peak is None else predicted_peak + used_by_others,
         measured_card_used_bytes=_highest(samples, "card_used_bytes"),
     )  # fmt: skip
 
@@ -47,14 +48,14 @@ def _highest(samples: Sequence[Memory], name: str) -> int | None:
     return max((size for sample in samples if (size := getattr(sample, name)) is not None), default=None)
 
 
-def _error(measured: int | None, predicted: int | None) -> float | None:
+def _relative_error(measured: int | None, predicted: int | None) -> float | None:
     return measured / predicted - 1 if measured and predicted else None
 
 
 def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     """Return a warning when the run allocated far more than forecast."""
     error = check.allocated_error
-    # allocated memory never exceeds the budget, which limits the allocator; NO_FIT: started with --force
+    # the budget limits the allocator, so the run still fits it; NO_FIT: started with --force
     if error is None or error <= MARGIN or plan.verdict == Verdict.NO_FIT:
         return None
     return (
@@ -66,32 +67,34 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
 
 def outcome(events: Sequence[Event]) -> tuple[str, bool]:
     """Return a line of duration, peak and losses, and whether the peak missed its forecast interval."""
-    check, sentences, outside = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))], ""
+    sentences, outside = [format_seconds(seconds_spent(events))], ""
+    check = newest(ForecastCheck, events)
     if check and (peak := check.measured_peak_bytes) and (forecast := check.predicted_peak_bytes):
-        least, most = check.predicted_low_bytes or 0, check.predicted_high_bytes or peak
-        if not least <= peak <= most:
-            outside = f", outside its interval, {format_bytes(least)} to {format_bytes(most)}"
+        lower, upper = check.predicted_low_bytes or 0, check.predicted_high_bytes or peak
+        if not lower <= peak <= upper:
+            outside = f", outside its interval, {format_bytes(lower)} to {format_bytes(upper)}"
         sentences.append(f"Peak {format_bytes(peak)}, forecast {format_bytes(forecast)} ({peak / forecast - 1:+.1%}{outside})")
     losses = [event.loss for event in events if isinstance(event, Step) and event.loss is not None]
     held_out = [event.eval_loss for event in events if isinstance(event, Evaluation) and event.eval_loss is not None]
     if losses:
-        sentences.append(f"Loss {losses[0]:.3g} -> {losses[-1]:.3g}{f', held out {min(held_out):.3g}' if held_out else ''}")
+        lowest_held_out = f", held out {min(held_out):.3g}" if held_out else ""
+        sentences.append(f"Loss {losses[0]:.3g} -> {losses[-1]:.3g}{lowest_held_out}")
     return f"{'. '.join(sentences)}.", bool(outside)
 
 
 def load_and_train_s(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Return the seconds of loading and of training; None for a resumed run."""
+    """Return the seconds of loading and of training; None for a resumed run or unknown times."""
     starts = [event for event in events if isinstance(event, Start)]
-    began = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
-    if len(starts) != 1 or starts[0].step or not (began and began.time_s and starts[0].time_s and events[-1].time_s):
+    starting = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
+    if len(starts) != 1 or starts[0].step or not (starting and starting.time_s and starts[0].time_s and events[-1].time_s):
         return None
-    return starts[0].time_s - began.time_s, events[-1].time_s - starts[0].time_s
+    return starts[0].time_s - starting.time_s, events[-1].time_s - starts[0].time_s
 
 
 def record_measurements(plan: Plan, check: ForecastCheck, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
-    """Record step time, memory and CUDA context for later plans. Raises OSError."""
-    later = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
+    """Record times, memory and CUDA context for later plans. `whole_run`: from `load_and_train_s`. Raises OSError."""
+    warm_steps_s = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
     load_s, train_s = whole_run or (None, None)
-    record_run(plan, check, step_s=statistics.median(later) if later else None, load_s=load_s, train_s=train_s)
+    record_run(plan, check, step_s=statistics.median(warm_steps_s) if warm_steps_s else None, load_s=load_s, train_s=train_s)
     if check.measured_context_bytes:
         record_measurement(plan.card.name, check.measured_context_bytes)

@@ -18,7 +18,7 @@ from finetune.run.directory import RunDirectory
 from finetune.settings import Settings
 
 _FACTS, HELD_OUT = "origin.json", "held-out"  # names in RUN/origin: the adapter's facts, and the held-out rows of its run
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BaseAdapterFacts:
 
 
 def require_usable_adapter(settings: Settings) -> None:
-    """Raise RecipeError for a changed adapter, or an adapter of another base model."""
+    """Raise RecipeError for a missing or changed adapter, or an adapter of another base model."""
     if settings.adapter_name_or_path is None:
         return
     adapter = read_base_adapter(settings.adapter_name_or_path)
@@ -49,14 +49,16 @@ def require_usable_adapter(settings: Settings) -> None:
     if problems := adapter_problems(adapter.folder):
         problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
         raise RecipeError(problems, "Give another adapter.")
-    sealed, base_model, now = facts_of(adapter.folder).base, adapter.base_model, weights_fingerprint(settings)
-    if sealed is None and base_model and (Path(base_model) / CONFIG).is_file():  # two spellings of a local folder
-        sealed = weights_fingerprint(settings.model_copy(update={"model_name_or_path": base_model}))
-    if sealed is not None and now is not None:
-        differs = sealed != now
+    adapter_base, recipe_base = facts_of(adapter.folder).base, weights_fingerprint(settings)
+    if adapter_base is None and adapter.base_model and (Path(adapter.base_model) / CONFIG).is_file():
+        # a local folder: the recipe may spell its path in another way
+        adapter_base = weights_fingerprint(settings.model_copy(update={"model_name_or_path": adapter.base_model}))
+    if adapter_base is not None and recipe_base is not None:
+        is_other_base = adapter_base != recipe_base
     else:  # only names on the hub can be compared: a folder of another machine is unknown here
-        differs = bool(_NAME.fullmatch(adapter.base_model or "")) and adapter.base_model != settings.model_name_or_path
-    if differs:
+        is_hub_name = bool(_HUB_NAME.fullmatch(adapter.base_model or ""))
+        is_other_base = is_hub_name and adapter.base_model != settings.model_name_or_path
+    if is_other_base:
         raise RecipeError(
             f"the adapter in {adapter.folder} was trained on other base weights: {adapter.base_model}, "
             f"and the recipe has {settings.model_name_or_path}",
@@ -67,21 +69,20 @@ def require_usable_adapter(settings: Settings) -> None:
 def facts_of(folder: Path) -> BaseAdapterFacts:
     """Return the facts of the adapter in a folder."""
     manifest = read_object(folder / MANIFEST) or {}
-    run = _run_of(folder)
     base = manifest.get("facts", {}).get("base")
-    return BaseAdapterFacts(str(run or folder), manifest.get("step"), manifest.get("eval_loss"), base)
+    return BaseAdapterFacts(str(_run_of(folder) or folder), manifest.get("step"), manifest.get("eval_loss"), base)
 
 
 def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
-    """Copy the adapter and the held-out rows of its run into `run`."""
-    # from here on `run` does not need the adapter's run
+    """Copy the adapter in `folder`, and the held-out rows of its run, into `run`."""
+    # the adapter's run can be deleted afterwards
     run.base_adapter.mkdir()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         shutil.copyfile(folder / name, run.base_adapter / name)
-    first = _run_of(folder)
-    if first is not None and (first / "data" / "eval").is_dir():
-        shutil.copytree(first / "data" / "eval", run.base_adapter / HELD_OUT / "eval")
-        shutil.copyfile(first / "data" / "eval_examples.json", run.base_adapter / HELD_OUT / "eval_examples.json")
+    adapter_run = _run_of(folder)
+    if adapter_run is not None and (adapter_run / "data" / "eval").is_dir():
+        shutil.copytree(adapter_run / "data" / "eval", run.base_adapter / HELD_OUT / "eval")
+        shutil.copyfile(adapter_run / "data" / "eval_examples.json", run.base_adapter / HELD_OUT / "eval_examples.json")
     write_json(run.base_adapter / _FACTS, asdict(facts_of(folder)))
     write_manifest(run.base_adapter, {})
 
@@ -104,14 +105,13 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
         raise RecipeError(problem, "Continue from another adapter.")
     try:
         load_result: Any = set_peft_model_state_dict(model, tensors)
-    except (RuntimeError, KeyError, ValueError) as error:  # tensors of other shapes
+    except (RuntimeError, KeyError, ValueError) as error:  # such as tensors with other shapes
         raise RecipeError(f"the adapter in {run.base_adapter} does not fit the model: {str(error).splitlines()[0]}") from None
     mismatched = [*load_result.unexpected_keys, *(key for key in load_result.missing_keys if ".lora_" in key)]
     if mismatched:
-        raise RecipeError(
-            f"the adapter in {run.base_adapter} and target_modules name different layers: {', '.join(mismatched[:3])}",
-            "Leave out target_modules: the adapter sets them.",
-        )
+        layers = ", ".join(mismatched[:3])
+        problem = f"the adapter in {run.base_adapter} and target_modules name different layers: {layers}"
+        raise RecipeError(problem, "Leave out target_modules: the adapter sets them.")
 
 
 def _run_of(folder: Path) -> Path | None:

@@ -53,13 +53,12 @@ def since_best(evaluated: list[EvaluatedStep]) -> int:
     return len(evaluated) - (evaluated.index(best) + 1 if best else 0)
 
 
-def weights_of(run: RunDirectory, step: int) -> Path:
-    """Return the folder of a step's adapter; step 0 is the base adapter."""
-    return run.checkpoints / f"checkpoint-{step}" if step else run.base_adapter
+def _adapter_of_step(run: RunDirectory, step: int) -> Path:
+    return run.checkpoints / f"checkpoint-{step}" if step else run.base_adapter  # step 0 is the base adapter
 
 
 def _damage(run: RunDirectory, step: int) -> list[str]:
-    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter)
+    return verify(_adapter_of_step(run, step)) if step else changes_in(run.base_adapter)
 
 
 def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:
@@ -77,19 +76,19 @@ def unusable_best_message(step: int, problem: str) -> str:
 
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     """Write adapter/ with the best step, and adapter-last/ if the last step is another. All ranks call this."""
-    step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
+    step, is_writer = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
     building = run.path / ".adapter"
-    if writes:
+    if is_writer:
         shutil.rmtree(building, ignore_errors=True)
     ranks.barrier()
     if trainer.plan.settings.launch.strategy != "ddp":  # sharded weights: all ranks take part in gathering
         trainer.save_model(str(building))
-    elif writes:
+    elif is_writer:
         model: Any = trainer.model
         model.save_pretrained(str(building), safe_serialization=True)
-    if not writes:
+    if not is_writer:
         return None
     best = trainer.best if trainer.best and trainer.best.step != step else None
     if best and (problems := _damage(run, best.step)):
@@ -97,20 +96,20 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         trainer.events.warn(f"{message}; the result is the last step")
         best = None
     if best is None:
-        _finish(building, run.adapter, trainer, step, loss)
+        _complete(building, run.adapter, trainer, step, loss)
         shutil.rmtree(run.last_adapter, ignore_errors=True)
         return Result(step=step, path=run.adapter.name, eval_loss=loss, last_step=step)
-    _finish(building, run.last_adapter, trainer, step, loss)
+    _complete(building, run.last_adapter, trainer, step, loss)
     shutil.copytree(run.last_adapter, building)
-    shutil.copyfile(weights_of(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
-    _finish(building, run.adapter, trainer, best.step, best.loss)
+    shutil.copyfile(_adapter_of_step(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
+    _complete(building, run.adapter, trainer, best.step, best.loss)
     return Result(
         step=best.step, path=run.adapter.name, eval_loss=best.loss,
         last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss,
     )  # fmt: skip
 
 
-def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
+def _complete(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
     # safetensors makes the file readable only by the owner
@@ -123,14 +122,14 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
 
 
 def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
-    """Return a template and values: losses at the last step that all runs have evaluated."""
+    """Return a sentence's template and values: the losses at the last step that all runs have evaluated."""
     losses = dict[str, dict[int, float]]()
     for run in runs:
         evaluated = [event for event in read_events(run.events) if isinstance(event, Evaluation)]
         losses[str(run.path)] = {event.step: event.eval_loss for event in evaluated if event.eval_loss is not None}
-    rows = [(read_object(run.data / "report.json") or {}).get("eval_report") for run in runs]
+    held_out_reports = [(read_object(run.data / "report.json") or {}).get("eval_report") for run in runs]
     step = max(set.intersection(*map(set, losses.values())), default=None)
-    if step is None or any(held_out != rows[0] for held_out in rows):
+    if step is None or any(report != held_out_reports[0] for report in held_out_reports):
         return NOT_COMPARED, {}
     ranked = sorted((by_step[step], name) for name, by_step in losses.items())
     return COMPARED, {"step": f"{step:,}", "losses": ", ".join(f"{name} {loss:.4f}" for loss, name in ranked)}

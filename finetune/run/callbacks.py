@@ -33,7 +33,7 @@ _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an
 _SPIKE_WINDOW = 5  # losses in the watchdog's median
 _COLLAPSED_STEPS = 8  # consecutive steps
 _FINISH = 1  # request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP
-_OTHERS_GREW_BYTES = 512 * MIB
+_REPORTED_GROWTH_BYTES = 512 * MIB  # of other programs
 _MOST_SKIPPED_STEPS = 20  # fp16's loss scale starts at 65536 and halves per skipped step: it reaches 1 after 16
 
 
@@ -49,30 +49,32 @@ class StopRequest:
         self.signal: int | None = None
         self.finishes = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
+            signal.signal(number, self._remember_first)
 
     def agreed(self) -> int | None:
         """Return the signal of any rank and set `finishes`; all ranks call this after the same step."""
-        # the first request counts
         request = self.signal or next(iter(read_stop_requests(self._run)), 0)
         agreed = all_reduce_max(request or (_FINISH if self._run.finish_request.exists() else 0))
         self.finishes, self.signal = agreed == _FINISH, agreed if agreed > _FINISH else None
         return self.signal
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember_first(self, number: int, _frame: Any) -> None:
         self.signal = self.signal or number
 
 
 def require_gradients(model: Any) -> None:
     """Raise RecipeError for adapters that the model bypasses: no gradient, though the module ran."""
-    trained = [item for item in model.named_parameters() if ".lora_B." in item[0] and item[1].requires_grad]
-    adapted = {name.partition(".lora_B.")[0]: parameter.grad is not None for name, parameter in trained}
-    if bypassed := [path for path, reached in adapted.items() if not reached and _ran(path, adapted)]:
-        out, others = ({path.rpartition(".")[2] for path in paths} for paths in (bypassed, adapted))
+    has_gradient: dict[tuple[str, ...], bool] = {}  # by path of the adapted module
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name and parameter.requires_grad:
+            has_gradient[tuple(name.partition(".lora_B.")[0].split("."))] = parameter.grad is not None
+    bypassed = [path for path in has_gradient if not has_gradient[path] and _module_ran(path, has_gradient)]
+    if bypassed:
+        other_names = {path[-1] for path in has_gradient} - {path[-1] for path in bypassed}
         raise RecipeError(
-            f"target_modules: the adapter of {bypassed[0]} gets no gradient (one of {len(bypassed)} such adapters)",
+            f"target_modules: the adapter of {'.'.join(bypassed[0])} gets no gradient (one of {len(bypassed)} such adapters)",
             "The model bypasses the adapter and reads the layer's weight directly. Leave the name out: "
-            f"target_modules=[{','.join(sorted(others - out))}]",
+            f"target_modules=[{','.join(sorted(other_names))}]",
         )
 
 
@@ -88,19 +90,20 @@ def spill_warning(memory: Memory) -> str:
 
 def others_warning(memory: Memory, before: Memory) -> str:
     """Return a warning when other programs use more memory than `before`."""
-    grown = (memory.other_processes_bytes or 0) - (before.other_processes_bytes or 0)
-    return f"other programs use {format_bytes(grown)} more GPU memory than before" if grown >= _OTHERS_GREW_BYTES else ""
+    grown_bytes = (memory.other_processes_bytes or 0) - (before.other_processes_bytes or 0)
+    if grown_bytes < _REPORTED_GROWTH_BYTES:
+        return ""
+    return f"other programs use {format_bytes(grown_bytes)} more GPU memory than before"
 
 
-def _ran(path: str, adapted: dict[str, bool]) -> bool:
+def _module_ran(path: tuple[str, ...], has_gradient: dict[tuple[str, ...], bool]) -> bool:
     # a module that the batch leaves out (an expert, the vision tower, cross-attention) has no gradient in any adapter
-    module = path.rpartition(".")[0]
-    beside = [reached for other, reached in adapted.items() if other != path and other.rpartition(".")[0] == module]
-    layer = module.rpartition(".")[0]
-    # the module's only adapter: ask the whole decoder layer
-    if not beside and layer.rpartition(".")[2].isdigit():
-        beside = [reached for other, reached in adapted.items() if other.startswith(f"{layer}.")]
-    return any(beside)
+    module, layer = path[:-1], path[:-2]
+    neighbours = [other for other in has_gradient if other != path and other[:-1] == module]
+    # the module's only adapter: look at the whole decoder layer
+    if not neighbours and layer and layer[-1].isdigit():
+        neighbours = [other for other in has_gradient if other[: len(layer)] == layer]
+    return any(has_gradient[other] for other in neighbours)
 
 
 class RunCallback(TrainerCallback):
@@ -108,21 +111,21 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
-        self._began, self._launched, self._skipped_steps, self.collapsed_steps = 0.0, 0.0, 0, 0
+        self._step_began_s, self._launched_s = 0.0, 0.0  # `_launched_s`: the step's last kernel was launched
+        self._steps, self._skipped_steps, self.collapsed_steps = 0, 0, 0
         self._losses = deque[float](maxlen=_SPIKE_WINDOW)
-        self._may_spill, self._before = has_windows_driver(), Memory()
-        self.spike: str | None = None
+        self._first_samples: list[Memory] = []
+        self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
+        # messages, once the run ends for this reason
+        self.spike: str | None = None
         self.diverged: str | None = None
         self.stopped_early: str | None = None
-        self._first: list[Memory] = []
-        self._compilations, self._steps = Compilations(), 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._began = time.perf_counter()
+        self._step_began_s = time.perf_counter()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """Touch `events.jsonl` after each micro-batch."""
         self._require_directory()
         # a long step must not look like a hang to the supervisor
         os.utime(self._events.path)
@@ -136,7 +139,7 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop on request: pause with a checkpoint, or finish early with an evaluation."""
         self._require_directory()
-        self._launched = time.perf_counter()
+        self._launched_s = time.perf_counter()
         if self.trainer.seal_facts.done():
             self.trainer.seal_facts.result()  # raises if a file of the base model is damaged
         # resuming is bit-exact only after a complete optimizer step
@@ -154,10 +157,10 @@ class RunCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         # the trainer has read the loss since `on_step_end`, and reading waits for all kernels of the step
-        host_wait_s = None if self.trainer.plan.card.is_cpu else time.perf_counter() - self._launched
+        host_wait_s = None if self.trainer.plan.card.is_cpu else time.perf_counter() - self._launched_s
         tokens = self.trainer.take_counts()
         supervised = tokens["supervised"]
-        step_s = time.perf_counter() - self._began
+        step_s = time.perf_counter() - self._step_began_s
         memory = self._memory.sample()
         self._events.emit(Step(
             step=state.global_step,
@@ -182,10 +185,10 @@ class RunCallback(TrainerCallback):
         if self._may_spill and (message := spill_warning(memory)):
             self._may_spill = False  # one warning is enough
             self._events.warn(message)
-        if self._before.other_processes_bytes is None:
-            self._before = memory
-        elif message := others_warning(memory, self._before):
-            self._before = memory
+        if self._last_reported.other_processes_bytes is None:
+            self._last_reported = memory
+        elif message := others_warning(memory, self._last_reported):
+            self._last_reported = memory
             self._events.warn(message)
         self._check_finite(state.global_step, logs)
         self._check_collapse(state.global_step, tokens)
@@ -193,14 +196,14 @@ class RunCallback(TrainerCallback):
         if self.diverged or self.spike:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
-        self._compare(state, memory)
+        self._compare_with_forecast(state, memory)
         self._history.after_step(memory, state.global_step, state.max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Recall the best step of a resumed run and apply the plan's learning rate."""
+        """Restore the best step of a resumed run and apply the plan's learning rate."""
         if state.global_step == 0:
             return
-        self.trainer.recall_best()
+        self.trainer.restore_best()
         # the checkpoint restores the old rate; a retry may have lowered the plan's rate since
         rate = args.learning_rate
         groups = self.trainer.optimizer.param_groups  # type: ignore[union-attr]
@@ -210,8 +213,7 @@ class RunCallback(TrainerCallback):
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in groups])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a run that resumes from its last step."""
-        # transformers compares the step with max_steps only after training one more step
+        # when resumed from the last step, transformers compares it with max_steps only after training one more step
         if state.global_step >= state.max_steps:
             raise NothingLeftToTrain
 
@@ -223,10 +225,8 @@ class RunCallback(TrainerCallback):
         control.should_save |= is_best and state.global_step > 0  # step 0 is the base adapter
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
         if patience and waited >= patience:
-            self.stopped_early = (
-                f"stopped early at step {state.global_step} of {state.max_steps}, after {waited} evaluations without a lower "
-                "held-out loss"
-            )
+            reason = f"after {waited} evaluations without a lower held-out loss"
+            self.stopped_early = f"stopped early at step {state.global_step} of {state.max_steps}, {reason}"
             control.should_training_stop = True
             control.should_save = False  # resuming from this step's checkpoint would train on
 
@@ -238,13 +238,13 @@ class RunCallback(TrainerCallback):
         if compilations.graph_breaks > breaks_before:
             self._events.warn(f"torch_compile: the layers are not one graph each: {compilations.graph_breaks} graph breaks")
 
-    def _compare(self, state: Any, memory: Memory) -> None:
+    def _compare_with_forecast(self, state: Any, memory: Memory) -> None:
         # a resumed run starts past this step
         if state.global_step > _COMPARED_STEP:
             return
-        self._first.append(memory)
+        self._first_samples.append(memory)
         if state.global_step == min(_COMPARED_STEP, state.max_steps):
-            check = compare_with_forecast(self.trainer.plan, self._first, at="first steps", step=state.global_step)
+            check = compare_with_forecast(self.trainer.plan, self._first_samples, at="first steps", step=state.global_step)
             self._events.emit(check)
             if message := excess_warning(self.trainer.plan, check):
                 self._events.warn(message)
@@ -252,9 +252,9 @@ class RunCallback(TrainerCallback):
     def _check_spike(self, step: int, loss: float) -> None:
         factor = self.trainer.plan.settings.loss_spike_factor
         if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
-            usual = statistics.median(self._losses)
-            if loss > factor * usual:
-                self.spike = f"loss {loss:.4g} at step {step} is {loss / usual:.1f} times the recent median {usual:.4g}"
+            median = statistics.median(self._losses)
+            if loss > factor * median:
+                self.spike = f"loss {loss:.4g} at step {step} is {loss / median:.1f} times the recent median {median:.4g}"
         self._losses.append(loss)
 
     def _check_finite(self, step: int, logs: dict[str, Any]) -> None:

@@ -28,32 +28,31 @@ _JOIN_S = 10.0  # limit of the wait for another run's `join`, which takes millis
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
     """Return the UUIDs of the run's GPUs on this machine; empty on a CPU."""
-    wanted = plan.card
-    if wanted.is_cpu or wanted.uuid is None:
+    planned = plan.card
+    if planned.is_cpu or planned.uuid is None:
         return ()
     devices = list(usable_devices())
     processes = plan.settings.launch.processes_here
-    # the planned GPU, else a GPU of the same name, else the first; several processes take the first GPUs (plan: fullest GPU)
-    if processes == 1:
-        devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
-    return tuple(device.uuid for device in devices[:processes])
+    if processes == 1:  # the planned GPU, else a GPU of the same name, else the first
+        devices.sort(key=lambda device: (device.uuid != planned.uuid, device.name != planned.name))
+    return tuple(device.uuid for device in devices[:processes])  # of several processes: the first GPUs
 
 
 def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     """Return a message for a run on a smaller GPU or another kind of GPU than planned."""
     if not cards or plan.card.uuid in cards:
         return ""
-    taken = min(_devices(cards), key=lambda device: device.total_bytes, default=None)
-    if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
+    smallest = min(_devices(cards), key=lambda device: device.total_bytes, default=None)
+    if smallest is None or (smallest.name == plan.card.name and smallest.total_bytes >= plan.card.total_bytes):
         return ""
-    size, planned = format_bytes(taken.total_bytes), format_bytes(plan.card.total_bytes)
-    message = f"the planned GPU, {plan.card.name} with {planned}, is missing; the run uses {taken.name} with {size}"
-    need = plan.forecast.peak_high_bytes if plan.forecast else 0
-    return f"{message}, and may need {format_bytes(need)}" if need > taken.total_bytes else message
+    size, planned_size = format_bytes(smallest.total_bytes), format_bytes(plan.card.total_bytes)
+    message = f"the planned GPU, {plan.card.name} with {planned_size}, is missing; the run uses {smallest.name} with {size}"
+    peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
+    return f"{message}, and may need {format_bytes(peak_bytes)}" if peak_bytes > smallest.total_bytes else message
 
 
 def lost_card(plan: Plan, run: Path) -> CardError | None:
-    """Return the error of a GPU that stopped answering the driver."""
+    """Return the error if a GPU of the run has stopped answering the driver: it fell off the bus."""
     visible_entries = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
     visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIX)]
     run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
@@ -61,13 +60,11 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
         devices, lost_devices = nvidia.read_devices()
     except DriverError:
         return None
-    # for example after the GPU fell off the bus
     if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(run_uuids):
         return None
-    return CardError(
-        f"{plan.card.name} no longer responds ({', '.join(sorted({device.why for device in lost_devices}))})",
-        f"{lost_devices[0].fix} Then: finetune resume {run}",
-    )
+    reasons = ", ".join(sorted({device.why for device in lost_devices}))
+    fix = f"{lost_devices[0].fix} Then: finetune resume {run}"
+    return CardError(f"{plan.card.name} no longer responds ({reasons})", fix)
 
 
 def visibility(cards: Sequence[str]) -> dict[str, str]:
@@ -77,7 +74,7 @@ def visibility(cards: Sequence[str]) -> dict[str, str]:
 
 def restrict_visible_devices(run: RunDirectory) -> None:
     """Show this process only the run's GPU; call before other imports."""
-    # bitsandbytes calls CUDA at import
+    # bitsandbytes opens CUDA at import
     os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
 
 
@@ -104,16 +101,17 @@ class Queue:
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear ahead of a started run
         try:
-            taken = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
-            last = max((int(number) for number in taken if number.isdecimal()), default=0)
+            prefixes = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
+            last_number = max((int(prefix) for prefix in prefixes if prefix.isdecimal()), default=0)
             # not the time alone: the clock may have been set back
-            self._ticket = self.folder / f"{max(time.time_ns(), last + 1):020d}-{os.getpid()}.json"
+            self._ticket = self.folder / f"{max(time.time_ns(), last_number + 1):020d}-{os.getpid()}.json"
             write_json(self._ticket, {**process_record(os.getpid()), "run": str(run.resolve()), "cards": self.cards})
         finally:
             if lock is not None:
                 lock.release()
 
     def ahead(self) -> list[str]:
+        """Return the runs that this run waits for; remove tickets of dead processes."""
         ahead = []
         for ticket in sorted(self.folder.glob("*.json")):
             if (record := read_object(ticket)) is None:  # removed meanwhile, or incomplete
@@ -152,37 +150,37 @@ def open_card(plan: Plan, number: int) -> None:
     try:
         cuda.open_card(number)
     except (RuntimeError, AssertionError) as error:
-        raise CardError(*_why_not(plan.card, error)) from error
+        raise CardError(*_problem_and_fix(plan.card, error)) from error
 
 
 def limit_card(plan: Plan) -> str:
     """Limit the allocator to the budget; return a warning when too little is free."""
-    context, free = plan.card.context_bytes or 0, cuda.free_bytes()
-    limit = max(0, plan.usable_bytes - context)
+    context_bytes, free_bytes = plan.card.context_bytes or 0, cuda.free_bytes()
+    limit_bytes = max(0, plan.usable_bytes - context_bytes)
     # the Windows driver would spill to host memory
-    cuda.limit_reserved(min(limit, free) if has_windows_driver() else limit)
-    upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit
-    needed = min(limit, upper_end) - plan.card.context_uncertainty_bytes
-    if free >= needed:
+    cuda.limit_reserved(min(limit_bytes, free_bytes) if has_windows_driver() else limit_bytes)
+    upper_end_bytes = plan.forecast.peak_high_bytes - context_bytes if plan.forecast else limit_bytes
+    needed_bytes = min(limit_bytes, upper_end_bytes) - plan.card.context_uncertainty_bytes
+    if free_bytes >= needed_bytes:
         return ""
-    beside = f"{plan.card.name} has {format_bytes(free)} free besides the run's CUDA context"
-    return f"{beside}; the run may need {format_bytes(needed)}, the upper end of its forecast"
+    free = f"{plan.card.name} has {format_bytes(free_bytes)} free besides the run's CUDA context"
+    return f"{free}; the run may need {format_bytes(needed_bytes)}, the upper end of its forecast"
 
 
 def kernel_problem() -> str:
     """Return why Triton's kernels can't run, or an empty text."""
-    # for TRL's loss and compiled layers; bitsandbytes ships compiled kernels
+    # TRL's loss and compiled layers use Triton; bitsandbytes ships compiled kernels
     problem = triton_problem()
     if not problem:
         try:
             cuda.try_kernel()
         except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver raise different errors
-            line = (str(error).strip().splitlines() or [""])[0][:300]
-            problem = f"Triton can't compile: {type(error).__name__}: {line}"
+            first_line = (str(error).strip().splitlines() or [""])[0][:300]
+            problem = f"Triton can't compile: {type(error).__name__}: {first_line}"
     return problem
 
 
-def _why_not(card: Card, error: Exception) -> tuple[str, str]:
+def _problem_and_fix(card: Card, error: Exception) -> tuple[str, str]:
     try:
         driver = nvidia.driver_versions()
     except DriverError:

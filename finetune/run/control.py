@@ -20,7 +20,7 @@ from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
-from finetune.run.directory import RunDirectory, remember, require_data
+from finetune.run.directory import RunDirectory, register, require_data
 from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state
@@ -29,9 +29,9 @@ from finetune.system import rename, send_line, start_detached
 
 #: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
-_CHOOSE = {"eval_steps", "early_stopping_patience"}  # settings that choose among the steps without changing them
+_CHOOSE_RESULT = {"eval_steps", "early_stopping_patience"}  # settings that choose among the steps without changing them
 _SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
-_WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
+_WHY_FIXED = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
 #: Folder of deleted runs, and the suffix of their names: time and a number.
 _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
@@ -39,7 +39,7 @@ _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 
 @contextlib.contextmanager
 def early_supervisor() -> Iterator[subprocess.Popen[bytes] | None]:
-    """Start a supervisor for `start`: its worker imports the libraries meanwhile. It ends with the block if it gets no run."""
+    """Start a supervisor, whose worker imports the libraries, before the run exists. It ends with the block without a run."""
     try:
         process = _start_supervisor(subprocess.DEVNULL, stdin=subprocess.PIPE, bufsize=0)
     except OSError:  # such as too many processes
@@ -60,19 +60,18 @@ def start(run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> in
     for path in (run.lock, run.worker_lock, run.log, run.process, run.events):
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"
-            raise CommandError(
-                f"{path} is {kind}; the run needs a regular file there", f"Delete it, then: finetune resume {run.path}"
-            )
+            problem = f"{path} is {kind}; the run needs a regular file there"
+            raise CommandError(problem, f"Delete it, then: finetune resume {run.path}")
     if is_alive(run):
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
         for request in (run.stop_requests, run.finish_request, run.snapshot_request):
-            request.unlink(missing_ok=True)  # obeyed by an earlier start
+            request.unlink(missing_ok=True)  # of an earlier start
         with run.log.open("ab") as log:
             if early and early.stdin and early.poll() is None:
                 write_json(run.process, {"supervisor": process_record(early.pid)})  # other commands see the run as alive
-                with contextlib.suppress(BrokenPipeError):  # else it has ended
+                with contextlib.suppress(BrokenPipeError):  # it has ended: a new supervisor is started below
                     send_line(early.stdin, str(run.path))
                     process = early
             if process is None:
@@ -107,8 +106,10 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     for name, value in changes.items():
         if name in _FIXED:
             problems.append(f"{name} can't change once a run exists")
-        elif name not in _CHOOSE and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
-            problems.append(f"{name} would change the training steps: {_WHY.get(name, 'earlier steps used another value')}")
+        elif name not in _CHOOSE_RESULT and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
+            problems.append(
+                f"{name} would change the training steps: {_WHY_FIXED.get(name, 'earlier steps used another value')}"
+            )
         elif value == AUTO:
             problems.append(f"{name}=auto: the run is already planned; give a value")
     if problems:
@@ -117,13 +118,13 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
         find_base(run, str(base))
     settings = read_plan(run.plan).settings
     recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
-    typed = {name: recipe.model_dump(mode="json")[name] for name in changes}
-    if typed:
-        adjust(run, typed)
-    return typed if base is None else {"model_name_or_path": base, **typed}
+    validated = {name: recipe.model_dump(mode="json")[name] for name in changes}
+    if validated:
+        adjust(run, validated)
+    return validated if base is None else {"model_name_or_path": base, **validated}
 
 
-def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
+def stop(run: RunDirectory, signal_number: int = signal.SIGTERM, *, now: bool = False) -> bool:
     """Stop a run after its step, with a checkpoint. Returns False if the run was not running.
 
     `now`: repeat an earlier request, which ends the run immediately.
@@ -131,15 +132,15 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
     processes = living_processes(run)
     for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
         if role in processes:
-            # a worker takes a second request as the first
+            # a worker treats a second request as the first: it does not end immediately
             request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
-            request(run, int(processes[role]["pid"]), number)
+            request(run, int(processes[role]["pid"]), signal_number)
             return True
     return False
 
 
 def finish(run: RunDirectory) -> bool:
-    """End a run after its step, with its best step as the result. Raises DiskFull."""
+    """End a run after its step, with its best step as the result. Returns False if it was not running. Raises DiskFull."""
     if not is_alive(run):
         return False
     try:
@@ -164,15 +165,14 @@ def rename_run(run: RunDirectory, name: str) -> RunDirectory:
     """Rename a run in its folder. Raises CommandError."""
     name = name.strip()
     if not _NAME.fullmatch(name):
-        raise CommandError(
-            f"{name[:100]!r} is not a valid run name", "Begin with a letter or digit; also allowed: . _ + - and spaces."
-        )
+        fix = "Begin with a letter or digit; also allowed: . _ + - and spaces."
+        raise CommandError(f"{name[:100]!r} is not a valid run name", fix)
     target = run.path.with_name(name)
     if target.exists():
         raise CommandError(f"{name!r} exists already", "Choose another name.")
     _refuse_alive(run)
     renamed = RunDirectory(rename(run.path, target))
-    remember(renamed)
+    register(renamed)
     return renamed
 
 
@@ -190,7 +190,7 @@ def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
     folders = [
         path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
     ]
-    folders.sort(key=lambda path: path.name[-22:], reverse=True)
+    folders.sort(key=lambda path: path.name[-22:], reverse=True)  # by the stamp
     return [(_STAMP.sub("", path.name), path) for path in folders]
 
 
@@ -202,7 +202,7 @@ def restore_run(runs: Path, folder_name: str) -> RunDirectory:
     if (runs / name).exists():
         raise CommandError(f"{name!r} exists already", "Rename that run first.")
     run = RunDirectory(rename(runs / _TRASH / folder_name, runs / name))
-    remember(run)
+    register(run)
     return run
 
 

@@ -22,6 +22,7 @@ from finetune.manifest import require_unchanged
 from finetune.system import is_locked, rename, take_lock
 
 _UNFINISHED = ".being-made"  # lock file of a run directory under construction; without a lock its process was killed
+_REGISTRY = "runs.jsonl"  # in the cache: runs outside runs/, with the folder that started each
 _LOCKED_AFTER_S = 60  # seconds after which a living process has taken the lock
 _DISK_ERRORS = {
     errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
@@ -29,6 +30,7 @@ _DISK_ERRORS = {
 
 
 class _Entry:
+    # `run.plan` is RUN/plan.json
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -79,10 +81,10 @@ def create(path: Path, fill: Any) -> RunDirectory:
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for mark in path.parent.glob(f".*/{_UNFINISHED}"):
+        for lock_file in path.parent.glob(f".*/{_UNFINISHED}"):  # of killed processes
             with contextlib.suppress(FileNotFoundError):  # its process has finished the directory meanwhile
-                if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
-                    shutil.rmtree(mark.parent, ignore_errors=True)
+                if time.time() - lock_file.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(lock_file):
+                    shutil.rmtree(lock_file.parent, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
         lock = take_lock(building / _UNFINISHED, 1)
@@ -90,16 +92,13 @@ def create(path: Path, fill: Any) -> RunDirectory:
         if lock is not None:
             lock.release()  # Windows can't delete or rename an open file
         (building / _UNFINISHED).unlink(missing_ok=True)
-        # a taken name gets -2, -3, ...
         return RunDirectory(_rename_to_free_name(building, path))
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise DiskFull(f"output_dir {path}: a part of this path is a file", "Set output_dir to another folder.") from None
         reason = _DISK_ERRORS.get(error.errno or 0, error.strerror or str(error))
-        raise DiskFull(
-            f"the run directory {path} can't be written: {reason}",
-            "Free some space, or set output_dir to a folder that you can write to.",
-        ) from None
+        problem = f"the run directory {path} can't be written: {reason}"
+        raise DiskFull(problem, "Free some space, or set output_dir to a folder that you can write to.") from None
     finally:
         if lock is not None:
             lock.release()
@@ -108,6 +107,7 @@ def create(path: Path, fill: Any) -> RunDirectory:
 
 
 def _rename_to_free_name(building: Path, path: Path) -> Path:
+    # a taken name gets -2, -3, ...
     for number in range(1, 10_000):
         target = path if number == 1 else path.with_name(f"{path.name}-{number}")
         if target.exists():
@@ -122,14 +122,15 @@ def _rename_to_free_name(building: Path, path: Path) -> Path:
     raise OSError(errno.EEXIST, "ten thousand runs have this name already")
 
 
-def remember(run: RunDirectory) -> None:
+def register(run: RunDirectory) -> None:
     """Register a run outside runs/ for look-ups by name in this folder."""
     path, here = run.path.absolute(), Path.cwd()
     if path.parent == here / "runs":
         return
     with contextlib.suppress(OSError):  # a full disk or a read-only home: the run is found by its path
-        _index().parent.mkdir(parents=True, exist_ok=True)
-        with _index().open("a", encoding="utf-8") as file:  # one short append: lines of two processes don't mix
+        registry = cache_dir() / _REGISTRY
+        registry.parent.mkdir(parents=True, exist_ok=True)
+        with registry.open("a", encoding="utf-8") as file:  # one short append: lines of two processes don't mix
             file.write(with_checksum(json.dumps({"from": str(here), "run": str(path)})) + "\n")
 
 
@@ -138,7 +139,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
     here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
-        lines = _index().read_bytes().splitlines()
+        lines = (cache_dir() / _REGISTRY).read_bytes().splitlines()
     for line in lines:
         try:
             entry = parse_checked(line)
@@ -148,10 +149,6 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         if path is not None and path not in by_path and (path / "plan.json").is_file():
             by_path[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)
     return _newest_first(list(by_path.values()))
-
-
-def _index() -> Path:
-    return cache_dir() / "runs.jsonl"
 
 
 def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:

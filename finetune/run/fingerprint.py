@@ -20,37 +20,37 @@ from finetune.model.weights import (
 from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import facts_differ
+from finetune.run.seal import fact_differences
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
 _HASHES = {"data", "base", "base_config", "origin", "reference"}
 #: Not compared by name: hashes identify the base model and the rows wherever they are.
-_NAMES_OF_INPUTS = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
+_INPUT_NAMES = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
 
 
 def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
-    """Return the facts for a checkpoint's manifest."""
+    """Return the facts for a checkpoint's manifest. `base`: with hashes of the base model's files."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
     with contextlib.suppress(FileNotFoundError):  # merging a finished adapter does not need the rows
         facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
     if base:
         # the quantised file is verified when opened; else the base model's files are read again
-        facts |= base_facts(plan.settings, reread=not reads_own_file(plan.settings))
+        facts |= _base_facts(plan.settings, reread=not reads_quantised_file(plan.settings))
     if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
         facts["origin"] = sha256_of(origin)
     return facts
 
 
-def reads_own_file(settings: Settings) -> bool:
-    """Return whether the base model comes from the project's folder of quantised weights."""
+def reads_quantised_file(settings: Settings) -> bool:
+    """Return whether the base model's layers come from the quantised file in the cache."""
     return settings.layer_offloading is not False and bool(base_format_of(settings).quantised_file)
 
 
-def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
-    """Return hashes of the base model's files; empty without local files. Raises ModelError."""
+def _base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
+    # empty without local files
     hashes = {
         "base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings),
         "base_generation": generation_fingerprint(settings),
@@ -61,12 +61,12 @@ def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that must be equal to resume."""
     # a change of other facts only makes resuming inexact
-    names = {*settings_that_decide(Decides.RESULT), *_HASHES} - _NAMES_OF_INPUTS
+    names = {*settings_that_decide(Decides.RESULT), *_HASHES} - _INPUT_NAMES
     return {name: value for name, value in facts.items() if name in names}
 
 
 def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, reread: bool = False) -> None:
-    """Raise CommandError for an adapter of another run, or (`base`) another base model."""
+    """Raise CommandError unless `folder` has an intact adapter of this run and, with `base`, of its base model."""
     if not folder.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if base:
@@ -79,10 +79,10 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     if not sealed:
         return
     plan = adjusted_plan(run)
-    own = deciding_facts(seal_facts(plan, run, base=False))
-    if folder.parent == run.path:  # a retry may have lowered the rate since the checkpoint
-        own["learning_rate"] = plan.settings.learning_rate
-    if differences := facts_differ(sealed, own):
+    run_facts = deciding_facts(seal_facts(plan, run, base=False))
+    if folder.parent == run.path:  # not for a checkpoint: a retry may have lowered the rate since
+        run_facts["learning_rate"] = plan.settings.learning_rate
+    if differences := fact_differences(sealed, run_facts):
         raise CommandError([f"{folder} belongs to another run: {line}" for line in differences[:5]], fix)
     if base:
         require_same_base(folder, plan.settings, reread=reread)
@@ -93,7 +93,7 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
     sealed = _sealed_facts(folder)
     if not {"base", "base_config"} & set(sealed):  # the training machine had no local files to hash
         return
-    if differences := facts_differ(sealed, base_facts(settings, reread=reread)):
+    if differences := fact_differences(sealed, _base_facts(settings, reread=reread)):
         raise CommandError(
             [f"the adapter in {folder} can't be used with {settings.model_name_or_path}: {line}" for line in differences],
             "An adapter only fits the base model that it was trained on: give its folder (--model), or set model_revision.",
@@ -101,29 +101,25 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
 
 
 def find_base(run: RunDirectory, name: str | None = None) -> None:
-    """Save `name` as the folder of the run's base model. Raises ModelError or CommandError."""
+    """Require the base model's folder. `name`: a new folder to check and save. Raises ModelError or CommandError."""
     settings = read_plan(run.plan).settings
     folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
     if (name or folder.is_absolute()) and not folder.is_dir():
-        raise ModelError(
-            f"the base model's folder is missing: {folder.absolute()}",
-            f"If it has moved, give its new path once: finetune {'chat' if run.adapter.is_dir() else 'resume'} {run.path} "
-            "--model FOLDER",
-        )
+        command = "chat" if run.adapter.is_dir() else "resume"
+        fix = f"If it has moved, give its new path once: finetune {command} {run.path} --model FOLDER"
+        raise ModelError(f"the base model's folder is missing: {folder.absolute()}", fix)
     if name is None:
         return
-    saved = [run.adapter, *run.checkpoints.glob("checkpoint-*")]
-    sealed = next((path for path in saved if "base" in _sealed_facts(path)), None)
+    adapters = [run.adapter, *run.checkpoints.glob("checkpoint-*")]
+    sealed = next((path for path in adapters if "base" in _sealed_facts(path)), None)
     if sealed is None:
-        raise CommandError(
-            f"{run.path} has no checkpoint yet, so there is no hash to check its base model",
-            f"Start a new run: finetune run {run.recipe} --model {name}",
-        )
+        problem = f"{run.path} has no checkpoint yet, so there is no hash to check its base model"
+        raise CommandError(problem, f"Start a new run: finetune run {run.recipe} --model {name}")
     require_same_base(sealed, settings.model_copy(update={"model_name_or_path": str(folder)}))
-    values, times = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
-    values.pop("checksum", None)
-    write_json(run.plan, {**values, "base_folder": str(folder.absolute())}, checksum=True)
-    os.utime(run.plan, ns=(times.st_atime_ns, times.st_mtime_ns))  # runs are listed by this time
+    plan, old_stat = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
+    plan.pop("checksum", None)
+    write_json(run.plan, {**plan, "base_folder": str(folder.absolute())}, checksum=True)
+    os.utime(run.plan, ns=(old_stat.st_atime_ns, old_stat.st_mtime_ns))  # runs are listed by this time
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from finetune.system import peak_rss_bytes, replace
 
 _MOST_ENTRIES = 100_000
 _FIRST_STEP = 2  # first step to write: from step 2 on optimizer states are in memory
-_HIGHER = 1.01  # a new file needs a peak higher by this factor
+_HIGHER_PEAK = 1.01  # a new file needs a peak higher by this factor
 _POLL_S = 0.2
 
 
@@ -49,7 +49,7 @@ class MemorySampler:
         if gpu is not None:
             sensors = {"temperature_c": gpu.temperature_c, "power_w": gpu.power_w, "gpu_utilisation": gpu.utilisation}
             for name, read in sensors.items():
-                with contextlib.suppress(DriverError):
+                with contextlib.suppress(DriverError):  # not every GPU has every sensor
                     values[name] = read()
         return values
 
@@ -63,21 +63,20 @@ def _whole_gpu(device: OpenDevice) -> dict[str, int | None]:
         total, _, used = device.memory()
     except DriverError:
         return {}
-    of_others, bytes_by_pid = None, None
+    other_processes_bytes, bytes_by_pid = None, None
     with contextlib.suppress(DriverError):
         bytes_by_pid = device.memory_of_processes()
     if bytes_by_pid and os.getpid() in bytes_by_pid:  # in a container the driver reports the host's process ids
         sizes = [size for pid, size in bytes_by_pid.items() if pid != os.getpid()]
-        of_others = None if None in sizes else sum(size or 0 for size in sizes)
+        other_processes_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     # without the driver's reserve, as torch counts
-    return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": of_others}
+    return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": other_processes_bytes}
 
 
 class MemoryHistory:
-    """Records allocations with their stacks for PyTorch's viewer, and writes them at peaks, on request and at the end.
+    """Records allocations with their stacks for PyTorch's viewer; writes them at peaks, on request and at the end."""
 
-    Costs a few per cent of time and some host memory.
-    """
+    # costs a few per cent of time and some host memory
 
     def __init__(self, run: RunDirectory, warn: Progress, *, records: bool) -> None:
         self._run, self._warn, self._records = run, warn, records
@@ -92,7 +91,7 @@ class MemoryHistory:
         if not self._records:
             return
         self._peak_bytes = max(self._peak_bytes, memory.peak_allocated_bytes or 0)
-        if step >= min(_FIRST_STEP, last_step) and self._peak_bytes > _HIGHER * self._written_bytes:
+        if step >= min(_FIRST_STEP, last_step) and self._peak_bytes > _HIGHER_PEAK * self._written_bytes:
             self._written_bytes = self._peak_bytes
             self.write("peak")
         if self._run.snapshot_request.exists():
@@ -118,13 +117,13 @@ class MemoryHistory:
 
 
 def request_history(run: RunDirectory, deadline_s: float, progress: Progress) -> bool:
-    """Request the allocator history of a living run; return False after the deadline."""
+    """Request the allocator history of a living run and wait for the file; return False after the deadline."""
     run.snapshot_request.touch()
-    end = time.monotonic() + deadline_s
+    deadline = time.monotonic() + deadline_s
     while run.snapshot_request.exists():
         if not is_alive(run):
             run.snapshot_request.unlink(missing_ok=True)
-        elif time.monotonic() > end:
+        elif time.monotonic() > deadline:
             return False
         else:
             progress("waiting for the end of the run's step")

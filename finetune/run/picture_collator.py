@@ -20,18 +20,19 @@ _PIXEL_VALUES = "pixel_values.json"
 class PictureCollator:
     """Makes the same batch as TRL's vision collator."""
 
-    def __init__(self, tokens: Collator, processor: PictureProcessor) -> None:
-        self._tokens, self._processor = tokens, processor
+    def __init__(self, text_collator: Collator, processor: PictureProcessor) -> None:
+        self._text_collator, self._processor = text_collator, processor
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = dict(self._tokens([{name: value for name, value in row.items() if name != PICTURES} for row in rows]))
-        # raises DataError for a missing or changed image
+        text_rows = [{name: value for name, value in row.items() if name != PICTURES} for row in rows]
+        batch = dict(self._text_collator(text_rows))
         sources = [[source_from_dict(value) for value in row[PICTURES]] for row in rows]
+        # raises DataError for a missing or changed image
         return batch | self._processor.batch(batch["input_ids"], sources)
 
 
 def save_picture_processor(processor: PictureProcessor, data: Path) -> None:
-    """Save the processor and its counted pixel values."""
+    """Save the processor and its counts of pixel values by image size."""
     save_processor(processor.processor, str(data / "tokenizer"))
     write_json(data / _PIXEL_VALUES, processor.value_counts)
 

@@ -20,7 +20,7 @@ from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_reci
 from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter
-from finetune.run.directory import RunDirectory, create, remember
+from finetune.run.directory import RunDirectory, create, register
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.trackers import missing_trackers
 from finetune.settings import Recipe
@@ -43,10 +43,10 @@ class Prepared:
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
     """Read and tokenise the data, and plan. Raises FinetuneError; `force` accepts a plan that does not fit."""
-    # first: a missing card is an error before anything is loaded
+    # first: a missing GPU is an error before anything is loaded
     card = find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     _check_machine(recipe, card)
-    selected: SelectedRows
+    selected: SelectedRows  # set by `read`, which the planner calls with a completed recipe
 
     def read(recipe: Recipe) -> RowsRead:
         nonlocal selected
@@ -63,24 +63,24 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     settings = plan.settings
     require_usable_adapter(settings)
     # `finetune run RUN/recipe.yaml` repeats the run
-    named = {name: getattr(settings, name) for name in ("model_name_or_path", "adapter_name_or_path", "method")}
-    recipe = recipe.model_copy(update={name: value for name, value in named.items() if value != getattr(recipe, name)})
+    resolved = {name: getattr(settings, name) for name in ("model_name_or_path", "adapter_name_or_path", "method")}
+    changed = {name: value for name, value in resolved.items() if value != getattr(recipe, name)}
+    recipe = recipe.model_copy(update=changed)
     longest = (plan.data.longest if plan.data else None) or 0
     shorter = settings.max_length if longest > settings.max_length else None  # the planner's max_length cuts longer rows
-    prepared = selected.encoded.select(recipe, limit_of(recipe) or shorter)
-    prepared.raise_problems()
-    if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
-        raise DataError(
-            f"{len(prepared.lengths)} examples are fewer than one batch of {settings.effective_batch_size}",
-            f"Add examples, or set effective_batch_size={max(1, len(prepared.lengths))}.",
-        )
+    data = selected.encoded.select(recipe, limit_of(recipe) or shorter)
+    data.raise_problems()
+    examples = len(data.lengths)
+    if examples < settings.effective_batch_size and settings.max_steps is None:
+        problem = f"{examples} examples are fewer than one batch of {settings.effective_batch_size}"
+        raise DataError(problem, f"Add examples, or set effective_batch_size={max(1, examples)}.")
     if plan.verdict == Verdict.NO_FIT and not force:
-        raise DoesNotFit(*_shortfall(plan))
+        raise DoesNotFit(*_shortfall_and_fixes(plan))
     plan = check_layer_offloading(plan, force=force)
-    if not card.is_cpu and (lacking := triton_problem()):
-        plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
+    if not card.is_cpu and (problem := triton_problem()):
+        plan = plan.with_note(f"{problem}: the run computes the loss without Triton's kernels, which is slower")
     encoder = selected.encoded.encoder
-    return Prepared(recipe, plan, prepared, encoder.tokenizer, encoder.picture_processor if settings.vision else None)
+    return Prepared(recipe, plan, data, encoder.tokenizer, encoder.picture_processor if settings.vision else None)
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
@@ -89,22 +89,20 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
         raise MachineError(problems)
-    if recipe.torch_compile is True and not card.is_cpu and (lacking := triton_problem()):
-        raise CardError(f"torch_compile needs Triton: {lacking}", f"{COMPILER_FIX}. Or set torch_compile=false.")
+    if recipe.torch_compile is True and not card.is_cpu and (problem := triton_problem()):
+        raise CardError(f"torch_compile needs Triton: {problem}", f"{COMPILER_FIX}. Or set torch_compile=false.")
 
 
 def create_run(prepared: Prepared) -> RunDirectory:
     """Create the run directory atomically. Raises DiskFull."""
     plan = prepared.plan
-    path, needed = Path(plan.settings.output_dir), plan.forecast.disk_bytes if plan.forecast else 0
-    if needed > (free := free_disk_bytes(path)):
-        raise DiskFull(
-            f"{existing_parent(path)} has {format_bytes(free)} free, "
-            f"the run needs {format_bytes(needed)} for checkpoints and the adapter",
-            "Free some space, set output_dir to another disk, or lower save_total_limit.",
-        )
+    path, needed_bytes = Path(plan.settings.output_dir), plan.forecast.disk_bytes if plan.forecast else 0
+    if needed_bytes > (free_bytes := free_disk_bytes(path)):
+        needed = f"the run needs {format_bytes(needed_bytes)} for checkpoints and the adapter"
+        problem = f"{existing_parent(path)} has {format_bytes(free_bytes)} free, {needed}"
+        raise DiskFull(problem, "Free some space, set output_dir to another disk, or lower save_total_limit.")
     run = create(path, lambda run: _fill(run, prepared))
-    remember(run)
+    register(run)
     return run
 
 
@@ -142,14 +140,14 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(run.plan, plan.as_json(), checksum=True)
 
 
-def _shortfall(plan: Plan) -> tuple[list[str], str]:
+def _shortfall_and_fixes(plan: Plan) -> tuple[list[str], str]:
     forecast, card = plan.forecast, plan.card
     assert forecast is not None
-    short = forecast.peak_high_bytes - card.free_bytes
+    missing_bytes = forecast.peak_high_bytes - card.free_bytes
     largest = max(forecast.parts, key=forecast.parts.__getitem__)
     problems = [
         f"the peak needs {format_bytes(forecast.peak_bytes)}, {card.name} has {format_bytes(card.free_bytes)} free: "
-        f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
+        f"{format_bytes(missing_bytes)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
     ]
     fixes = [f"{item.override}  (saves {format_bytes(item.saves_bytes)}; {item.cost})" for item in plan.suggestions[:5]]
     if not fixes:

@@ -1,4 +1,4 @@
-"""Reference log-probabilities of every row, computed once before training."""
+"""Reference log-probabilities of every example, computed once before training."""
 
 from __future__ import annotations
 
@@ -21,61 +21,60 @@ from finetune.settings.base_formats import SWITCHES
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
 
-_FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)  # sealed facts that determine the values
+_FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)  # sealed facts that determine the log-probabilities
 
 
 def add_reference(trainer: RunTrainer) -> str:
-    """Add the reference columns to the trainer's rows; return the hash of the values."""
+    """Add the reference columns to the trainer's datasets; return a hash of the log-probabilities."""
     folder = trainer.run.path / "reference"
     facts = {name: value for name, value in trainer.seal_facts.result().items() if name in _FACTS}
-    rows = {name: part for name in ("train", "eval") if (part := getattr(trainer, f"{name}_dataset")) is not None}
+    datasets = {split: dataset for split in ("train", "eval") if (dataset := getattr(trainer, f"{split}_dataset")) is not None}
     # an earlier attempt's values are reused; a checkpoint sealed with other values is refused by the hash
-    values = _read(folder, facts, trainer.events.warn)
-    if values is None or any(len(values.get(name, ())) != len(part) for name, part in rows.items()):
+    log_probs = _read_saved(folder, facts, trainer.events.warn)
+    if log_probs is None or any(len(log_probs.get(split, ())) != len(dataset) for split, dataset in datasets.items()):
         with trainer.measured_phase("reference"):
-            values = {name: _computed(trainer, part) for name, part in rows.items()}
-        _write(folder, values, facts)
-    for name, part in rows.items():
-        for column, numbers in zip(REFERENCE_COLUMNS, values[name].T, strict=True):
-            part = part.add_column(column, numbers.tolist())  # noqa: PLW2901
-        setattr(trainer, f"{name}_dataset", part)
-    return hashlib.sha256(b"".join(values[name].tobytes() for name in rows)).hexdigest()
+            log_probs = {split: _compute_log_probs(trainer, dataset) for split, dataset in datasets.items()}
+        _save(folder, log_probs, facts)
+    for split, dataset in datasets.items():
+        for column, numbers in zip(REFERENCE_COLUMNS, log_probs[split].T, strict=True):
+            dataset = dataset.add_column(column, numbers.tolist())  # noqa: PLW2901
+        setattr(trainer, f"{split}_dataset", dataset)
+    return hashlib.sha256(b"".join(log_probs[split].tobytes() for split in datasets)).hexdigest()
 
 
-def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+def _read_saved(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> dict[str, np.ndarray] | None:
     if not folder.is_dir():
         return None
     problems = changes_in(folder)
     if not problems and read_json(folder / MANIFEST, dict).get("facts") != facts:
         problems = ["it belongs to other examples or another model"]
-    # values of other rows or another model, or damaged values
     if problems:
         warn(f"the precomputed reference is computed again: {problems[0]}")
         return None
     return {path.stem: np.load(path, allow_pickle=False) for path in folder.glob("*.npy")}
 
 
-def _write(folder: Path, values: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
+def _save(folder: Path, log_probs: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for name, numbers in values.items():
-        np.save(folder / f"{name}.npy", numbers, allow_pickle=False)
+    (folder / MANIFEST).unlink(missing_ok=True)  # a folder without a manifest is incomplete
+    for split, numbers in log_probs.items():
+        np.save(folder / f"{split}.npy", numbers, allow_pickle=False)
     write_manifest(folder, {"facts": facts})
 
 
-def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
-    model, size = trainer.model, trainer.plan.settings.per_device_train_batch_size
-    # longest rows first: memory runs out early or never
-    order = np.argsort(-np.array(row_lengths(rows)), kind="stable")
-    # columns: chosen, rejected
-    values = np.zeros((len(rows), 2), np.float32)
+def _compute_log_probs(trainer: RunTrainer, dataset: Any) -> np.ndarray:
+    model, batch_size = trainer.model, trainer.plan.settings.per_device_train_batch_size
+    # longest examples first: memory runs out early or never
+    longest_first = np.argsort(-np.array(row_lengths(dataset)), kind="stable")
+    log_probs = np.zeros((len(dataset), 2), np.float32)  # columns: chosen, rejected
     model.eval()  # type: ignore[union-attr]
-    for start in range(0, len(rows), size):
-        indices = order[start : start + size]
-        inputs = trainer.on_device([rows[int(index)] for index in indices])
+    for start in range(0, len(dataset), batch_size):
+        indices = longest_first[start : start + batch_size]
+        inputs = trainer.on_device([dataset[int(index)] for index in indices])
         with trainer.accelerator.autocast(), narrow_tiles(model.config, on_cpu=trainer.plan.card.is_cpu):  # type: ignore[union-attr]
-            computed = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
-        values[indices] = computed.float().reshape(2, -1).T.cpu().numpy()
-        os.utime(trainer.events.path)  # keeps the supervisor from seeing a hang
+            pair_log_probs = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
+        # a batch is all chosen answers, then all rejected answers
+        log_probs[indices] = pair_log_probs.float().reshape(2, -1).T.cpu().numpy()
+        os.utime(trainer.events.path)  # the supervisor takes an old events.jsonl for a hang
     model.train()  # type: ignore[union-attr]
-    return values
+    return log_probs

@@ -25,28 +25,28 @@ from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
 MOST_RETRIES = 4
-_EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+_CHECKPOINT_EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
     """Return the run's plan with the changes of its retries. Raises CommandError."""
     plan = read_plan(run.plan)
     try:
-        adjusted = _adjustments(run)
-        if not adjusted.changes:
+        adjustments = _read_adjustments(run)
+        if not adjustments.changes:
             return plan
-        unknown = ("modelled_step_s", "modelled_gpu_s") if _decides(adjusted.changes, Decides.SPEED) else ()
-        modelled: dict[str, Any] = dict.fromkeys(unknown)
-        forecast, settings = adjusted.forecast or plan.forecast, resolved(plan.settings, **adjusted.changes)
-        return dataclasses.replace(plan, settings=settings, forecast=forecast, **modelled)
+        if _affect(adjustments.changes, Decides.SPEED):  # the modelled times are of other settings
+            plan = dataclasses.replace(plan, modelled_step_s=None, modelled_gpu_s=None)
+        settings = resolved(plan.settings, **adjustments.changes)
+        return dataclasses.replace(plan, settings=settings, forecast=adjustments.forecast or plan.forecast)
     except (OSError, ValueError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
-def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
-    """Return the adjusted plan with a new, saved forecast, or without one if forecasting fails."""
-    adjusted = _adjustments(run)
-    if plan.forecast is None or adjusted.forecast or not _decides(adjusted.changes, Decides.BYTES):
+def reforecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
+    """Return the adjusted plan with a new, saved forecast, or without a forecast if forecasting fails."""
+    adjustments = _read_adjustments(run)
+    if plan.forecast is None or adjustments.forecast or not _affect(adjustments.changes, Decides.BYTES):
         return plan
     from datasets import load_from_disk
 
@@ -54,22 +54,23 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     from finetune.planner.planning import reforecast, statistics_of_lengths
 
     try:
-        counts: list[Any] = []
-        for folder in (run.data / "train", run.data / "eval"):  # plan.json has no lengths
+        token_counts: list[Any] = []  # plan.json has no lengths
+        for folder in (run.data / "train", run.data / "eval"):
             if folder.is_dir():
                 rows = load_from_disk(str(folder))
-                counts += [row_lengths(rows), trained_counts(rows)]
-        forecast = reforecast(plan, statistics_of_lengths(*counts))
+                token_counts += [row_lengths(rows), trained_counts(rows)]
+        forecast = reforecast(plan, statistics_of_lengths(*token_counts))
     except Exception:  # noqa: BLE001 - a forecast of other settings would mislead, none is fine
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
     with contextlib.suppress(OSError):  # a full disk: the next attempt forecasts again
-        _write(run, _Adjustments(adjusted.changes, forecast, time.time()))
+        new = _Adjustments(adjustments.changes, forecast, time.time())
+        write_json(run.adjustments, to_json(new), checksum=True)
     return dataclasses.replace(plan, forecast=forecast)
 
 
 def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
-    """Shrink the plan until it fits or can't shrink further; save the changes. Return both."""
+    """Shrink the plan until it fits or can't shrink further; save the changes. Return plan and changes."""
     changes: dict[str, Any] = {}
     # each attempt in between would load the model only to run out of memory
     while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:
@@ -78,41 +79,43 @@ def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) ->
             break
         adjust(run, smaller)
         changes |= smaller
-        plan = forecast_adjusted(run, adjusted_plan(run))
+        plan = reforecast_adjusted(run, adjusted_plan(run))
     return plan, changes
 
 
 def adjusted_since_s(run: RunDirectory) -> float:
-    """Return the time of the last change of memory settings."""
+    """Return the time of the last change of memory settings, or 0."""
     try:
-        return _adjustments(run).since_s
+        return _read_adjustments(run).since_s
     except (OSError, ValueError):  # `adjusted_plan` reports the damage
         return 0.0
 
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
     """Save changes for the next attempts."""
-    before = _adjustments(run)
-    valid = _Adjustments({}) if _decides(changes, Decides.BYTES) else before  # a forecast of other settings would mislead
-    _write(run, dataclasses.replace(valid, changes={**before.changes, **changes}))
+    before = _read_adjustments(run)
+    all_changes = {**before.changes, **changes}
+    keeps_forecast = not _affect(changes, Decides.BYTES)  # a forecast of other settings would mislead
+    after = dataclasses.replace(before, changes=all_changes) if keeps_forecast else _Adjustments(all_changes)
+    write_json(run.adjustments, to_json(after), checksum=True)
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     """Return changes that need less memory at the same effective batch size, or None."""
     # only settings whose row in the schema does not decide RESULT: the checkpoints must stay usable
     settings = plan.settings
-    if phase == "load":
+    if phase == "load":  # the other changes do not reduce its memory
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
     least = min_rows(settings)
     if phase == "evaluate" and settings.per_device_eval_batch_size > least:
         return {"per_device_eval_batch_size": max(least, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    # then gradient checkpointing, its offload, the embedding, the layers: only the last two reduce the memory of loading
-    divisor = next((part for part in range(2, micro + 1) if micro % part == 0 and micro // part >= least), None)
+    # first the micro-batch, then gradient checkpointing, its offload, the embedding, the layers
+    divisor = next((number for number in range(2, micro + 1) if micro % number == 0 and micro // number >= least), None)
     if divisor and not settings.packing:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
-        return {**_EVERY_LAYER}
+        return {**_CHECKPOINT_EVERY_LAYER}
     # ZeRO-3 can't offload the checkpoints
     if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
@@ -144,14 +147,14 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
     if settings.torch_compile and plan.reasons["torch_compile"] != AS_SET:
         changes |= {"torch_compile": False, "lean_layers": not lean_layers_conflict(resolved(settings, torch_compile=False))}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
-        changes |= _EVERY_LAYER
+        changes |= _CHECKPOINT_EVERY_LAYER
     with contextlib.suppress(ValueError):  # another setting excludes the offload
         resolved(settings, **changes)
         return changes
     return None
 
 
-def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
+def no_smaller_plan_message(plan: Plan, phase: str, holders: list[str], recipe: Path) -> str:
     """Return the message for out of memory without a smaller plan."""
     command = f"finetune plan {recipe}"
     if phase != "load":
@@ -166,20 +169,16 @@ def no_smaller_plan(plan: Plan, phase: str, holders: list[str], recipe: Path) ->
     )
 
 
-def _decides(changes: dict[str, Any], what: Decides) -> bool:
-    return not changes.keys().isdisjoint(settings_that_decide(what))
+def _affect(changes: dict[str, Any], effects: Decides) -> bool:
+    return not changes.keys().isdisjoint(settings_that_decide(effects))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Adjustments:
     changes: dict[str, Any]
-    forecast: Forecast | None = None  # with the changes, and when it was made
-    since_s: float = 0.0
+    forecast: Forecast | None = None  # with the changes
+    since_s: float = 0.0  # when the forecast was made
 
 
-def _adjustments(run: RunDirectory) -> _Adjustments:
+def _read_adjustments(run: RunDirectory) -> _Adjustments:
     return from_json(_Adjustments, read_json(run.adjustments, dict)) if run.adjustments.exists() else _Adjustments({})
-
-
-def _write(run: RunDirectory, adjustments: _Adjustments) -> None:
-    write_json(run.adjustments, to_json(adjustments), checksum=True)

@@ -53,7 +53,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint, and a line per skipped checkpoint."""
+    """Return the newest intact checkpoint, below step `before`, and a line per skipped checkpoint."""
     skipped: list[str] = []
     for step, path in _by_step(checkpoints):
         if before is not None and step >= before:
@@ -68,7 +68,7 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
 def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` checkpoints and step `best`."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
-    # with a damaged one among the newest, the older ones are needed
+    # older checkpoints are needed where one of the newest is damaged
     if len(sealed) <= keep or any(map(verify, sealed[:keep])):
         return []
     removed = [path for path in sealed[keep:] if path.name != f"checkpoint-{best}"]
@@ -77,8 +77,8 @@ def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
     return removed
 
 
-def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a line per sealed fact that differs from `now`."""
+def fact_differences(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a line per sealed fact with another value in `now`."""
     changed = {name: was for name, was in sealed.items() if name in now and was != now[name]}
     return [
         f"{_HASHED[name]}: {was[:12]}, now {now[name][:12]}" if name in _HASHED else f"{name} was {was} and is now {now[name]}"

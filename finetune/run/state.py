@@ -18,13 +18,13 @@ from finetune.system import is_locked
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.run.directory import RunDirectory
 
-ENDED = (*ENDED_STATES, "lost")  # queued starting running pausing paused finished diverged failed lost
+ENDED = (*ENDED_STATES, "lost")  # `lost` is derived here; a living run is queued, starting, running or pausing
 _TAIL_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a run."""
+    """State and progress of a run."""
 
     state: str
     message: str = ""  # the reason and the next command
@@ -47,23 +47,23 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
             events = EventReader(run.events, max(0, run.events.stat().st_size - _TAIL_BYTES)).new()
     last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
     state, message = (last.state, last.message) if last else ("starting", "")
-    values: dict[str, Any] = {
+    progress: dict[str, Any] = {
         "step": step.step if step else None,
-        "total_steps": next((event.total_steps for event in (step, start) if event and event.total_steps), None),
+        "total_steps": (step and step.total_steps) or (start and start.total_steps) or None,
         "loss": step.loss if step and math.isfinite(step.loss or 0.0) else None,
     }  # fmt: skip
     alive = is_alive(run)
     if last and state in ENDED:
         living = living_processes(run).values() if alive else ()
         if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else a resumed run without events yet
-            return RunState(state, message, last.exit_code, **values)
+            return RunState(state, message, last.exit_code, **progress)
     if alive:
-        return RunState("starting" if state in ENDED else state, message, None, **values)
+        return RunState("starting" if state in ENDED else state, message, None, **progress)
     if last is None and not run.process.exists():
         if not run.path.is_dir():
-            return RunState("lost", f"{run.path} was deleted", 1, **values)
-        return RunState("queued", "not started yet", None, **values)
-    return RunState("lost", f"its process is gone; resume with: finetune resume {run.path}", 1, **values)
+            return RunState("lost", f"{run.path} was deleted", 1, **progress)
+        return RunState("queued", "not started yet", None, **progress)
+    return RunState("lost", f"its process is gone; resume with: finetune resume {run.path}", 1, **progress)
 
 
 def is_alive(run: RunDirectory) -> bool:
@@ -78,7 +78,7 @@ def living_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
 
 def process_record(pid: int) -> dict[str, float | None]:
     """Return id and start of a process: wall clock, and clock ticks since boot on Linux."""
-    # ids alone are reused
+    # the system reuses ids
     return {"pid": pid, "started_s": psutil.Process(pid).create_time(), "started_ticks": _ticks(pid)}
 
 
@@ -89,14 +89,15 @@ def is_recorded_process(record: Any) -> bool:
     try:
         pid, ticks = record["pid"], record.get("started_ticks")
         process = psutil.Process(pid)
-        same_start = _ticks(pid) == ticks if ticks is not None else abs(process.create_time() - record["started_s"]) < 0.05
-        return same_start and process.status() != psutil.STATUS_ZOMBIE
+        is_same_process = abs(process.create_time() - record["started_s"]) < 0.05 if ticks is None else _ticks(pid) == ticks
+        return is_same_process and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, psutil.AccessDenied, ValueError, OverflowError):  # reused by another user; no process id
         return False
 
 
 def _ticks(pid: int) -> int | None:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        fields_after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return int(fields_after_name[19])  # field 22, starttime
     except (OSError, ValueError, IndexError):
         return None

@@ -9,16 +9,16 @@ from finetune.run.directory import RunDirectory
 from finetune.system import WINDOWS, take_lock
 
 
-def request_stop(run: RunDirectory, pid: int, number: int) -> None:
-    """Request a stop; the signal's `number` sets the exit status."""
+def request_stop(run: RunDirectory, pid: int, signal_number: int) -> None:
+    """Request a stop; the signal number sets the exit status."""
     if WINDOWS:  # os.kill would terminate the process immediately
         with run.stop_requests.open("ab") as file:
-            file.write(f"{number}\n".encode())
+            file.write(f"{signal_number}\n".encode())
     else:
-        os.kill(pid, number)
+        os.kill(pid, signal_number)
 
 
-def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
+def request_stop_once(run: RunDirectory, pid: int, signal_number: int) -> None:
     """Request a stop, unless one was requested since the run's start."""
     # A second request ends a run immediately: the lock keeps two commands from both sending one, and is freed if its holder is
     # killed. On Windows the request itself is a line of `stop_requests`; elsewhere a line is added after the signal.
@@ -29,7 +29,7 @@ def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
         with contextlib.suppress(OSError):  # no request yet
             if run.stop_requests.stat().st_size > 0:
                 return
-        request_stop(run, pid, number)
+        request_stop(run, pid, signal_number)
         if not WINDOWS:
             with contextlib.suppress(OSError), run.stop_requests.open("ab") as file:
                 file.write(b"signalled\n")

@@ -26,7 +26,7 @@ from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import Queue, cards_of, holders_of, replacement_message, visibility
 from finetune.run.directory import RunDirectory
-from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
+from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan_message
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
 from finetune.system import WINDOWS, ignore_hangup, receive_line, redirect_output, send_line, take_lock
@@ -38,15 +38,15 @@ _RESERVE_BYTES = 16 * 1024
 def main() -> int:
     """Run the supervisor process."""
     keep_private()
-    early = None
+    early_worker = None
     if len(sys.argv) == 1:
-        environment, unread = worker_environment(), subprocess.DEVNULL
-        early = subprocess.Popen(
-            worker_command(), stdin=subprocess.PIPE, stdout=unread, stderr=unread, bufsize=0, env=environment
-        )
+        early_worker = subprocess.Popen(
+            worker_command(), env=worker_environment(), bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         if (path := receive_line()) is None:
-            early.kill()
-            early.wait()
+            early_worker.kill()
+            early_worker.wait()
             return 0
         sys.argv.append(path)
         redirect_output(RunDirectory(Path(path)).log)
@@ -55,21 +55,21 @@ def main() -> int:
     if lock is None:
         print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
-    return Supervisor(run, early).main()
+    return Supervisor(run, early_worker).main()
 
 
 class Supervisor:
     """Runs attempts of one run until it ends."""
 
-    def __init__(self, run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> None:
-        self.run, self.early = run, early
+    def __init__(self, run: RunDirectory, early_worker: subprocess.Popen[bytes] | None = None) -> None:
+        self.run, self.early_worker = run, early_worker
         self.signals: list[int] = []
-        self.requests = 0  # number of requests already read from the run's file
+        self.requests_read = 0  # number of requests already read from the run's file
         self.reader = EventReader(run.events, run.events.stat().st_size if run.events.exists() else 0)
-        self.seen: list[Event] = []
+        self.events: list[Event] = []  # since this start
         self.stop_deadline_s = float(os.environ.get("FINETUNE_STOP_DEADLINE_S", 120))
         self.cards = cards_of(read_plan(run.plan))
-        self.sign: tuple[int | None, float] = (None, 0.0)  # last write of the events (ns), and when it was seen (monotonic)
+        self.last_write: tuple[int | None, float] = (None, 0.0)  # of the events (ns), and when it was noticed (monotonic, s)
         self.hang_deadline_s = float(os.environ.get("FINETUNE_HANG_DEADLINE_S", 1800))
 
     def main(self) -> int:
@@ -102,7 +102,7 @@ class Supervisor:
             if self.signals:
                 return False
             if ahead != reported:
-                self._end_early_worker()  # a long wait: its libraries take host memory
+                self._kill_early_worker()  # a long wait: its libraries take host memory
                 self._emit(State(state="queued", message=f"waiting for {ahead[-1]}; {len(ahead)} ahead in the queue"))
                 reported = ahead
             time.sleep(_POLL_S)
@@ -116,7 +116,7 @@ class Supervisor:
             attempt += 1
             self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()
-            self.seen += self.reader.new()
+            self.events += self.reader.new()
             retry = {errors.OutOfMemory.exit_code: self._smaller_plan, errors.Diverged.exit_code: self._lower_rate}.get(code)
             if not (retry and not self.signals and retry(attempt)):
                 return self._final_state(code)
@@ -128,8 +128,8 @@ class Supervisor:
         command = worker_command(self.run.path)
         if launcher is not None:
             command, environment = launcher.command(), environment | launcher.environment()
-            self._end_early_worker()
-        if (worker := self._early_worker()) is None:
+            self._kill_early_worker()
+        if (worker := self._take_early_worker()) is None:
             with self.run.log.open("ab") as log:
                 worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
@@ -138,75 +138,75 @@ class Supervisor:
             _kill_tree(worker)
             worker.wait()
             return errors.DiskFull.exit_code
-        self.sign = (None, time.monotonic())
-        handled, requested_s, ended = 0, 0.0, False
+        self.last_write = (None, time.monotonic())
+        handled_signals, requested_s, must_kill = 0, 0.0, False
         while worker.poll() is None:
             self._read_requests()
-            if len(self.signals) > handled:
-                handled += 1  # one at a time: another signal may arrive meanwhile
-                if handled > 1 or not self._has_started():  # a second signal, or nothing to save yet
-                    ended = True
+            if len(self.signals) > handled_signals:
+                handled_signals += 1  # one at a time: another signal may arrive meanwhile
+                if handled_signals > 1 or not self._has_started():  # a second signal, or nothing to save yet
+                    must_kill = True
                 else:
                     self._emit(State(state="pausing"))
                     if launcher is not None:
-                        launcher.send(worker, self.signals[0])
-                    elif not (self.requests or WINDOWS):  # the worker reads the run's file itself; Windows can't signal it
+                        launcher.send_signal(worker, self.signals[0])
+                    elif not (self.requests_read or WINDOWS):  # the worker reads the run's file; Windows can't signal it
                         worker.send_signal(self.signals[0])
                     requested_s = time.monotonic()
             if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
-                ended = True
+                must_kill = True
             if self._hangs():
                 self._emit(RunWarning(message=f"no progress for {self.hang_deadline_s:.0f} s; the process was killed"))
-                ended = True
-            if ended:
+                must_kill = True
+            if must_kill:
                 _kill_tree(worker)
             time.sleep(_POLL_S)
-        if launcher is None or ended:
+        if launcher is None or must_kill:
             return worker.returncode
         return launcher.exit_status(worker.returncode, self._emit)
 
-    def _early_worker(self) -> subprocess.Popen[bytes] | None:
-        worker, self.early = self.early, None
+    def _take_early_worker(self) -> subprocess.Popen[bytes] | None:
+        worker, self.early_worker = self.early_worker, None
         if worker and worker.stdin:
-            with contextlib.suppress(OSError), worker.stdin as pipe:  # if it has ended, a new one writes the reason to the log
+            with contextlib.suppress(OSError), worker.stdin as pipe:  # if it has ended, a new worker logs the reason
                 send_line(pipe, {"run": str(self.run.path), "environment": visibility(self.cards)})
                 return worker
         return None
 
-    def _end_early_worker(self) -> None:
-        if self.early is not None:
-            self.early.kill()
-            self.early.wait()
-            self.early = None
+    def _kill_early_worker(self) -> None:
+        if self.early_worker is not None:
+            self.early_worker.kill()
+            self.early_worker.wait()
+            self.early_worker = None
 
     def _read_requests(self) -> None:
         requests = read_stop_requests(self.run)
-        self.signals += requests[self.requests :]
-        self.requests = max(self.requests, len(requests))
+        self.signals += requests[self.requests_read :]
+        self.requests_read = max(self.requests_read, len(requests))
 
     def _has_started(self) -> bool:
-        self.seen += self.reader.new()
-        return any(isinstance(event, Start) for event in self.seen)
+        self.events += self.reader.new()
+        return any(isinstance(event, Start) for event in self.events)
 
     def _hangs(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
             # monotonic: stands still while the machine sleeps, and nobody sets it
-            written, now = self.run.events.stat().st_mtime_ns, time.monotonic()
-            if written != self.sign[0]:
-                self.sign = (written, now)
-            return now - self.sign[1] > self.hang_deadline_s and self._has_started()
+            written_ns, now_s = self.run.events.stat().st_mtime_ns, time.monotonic()
+            if written_ns != self.last_write[0]:
+                self.last_write = (written_ns, now_s)
+            return now_s - self.last_write[1] > self.hang_deadline_s and self._has_started()
         return False
 
     def _smaller_plan(self, attempt: int) -> bool:
-        failure = newest(OutOfMemory, self.seen)
+        failure = newest(OutOfMemory, self.events)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase)
         if changes is None or attempt > MOST_RETRIES:
-            message = no_smaller_plan(plan, phase, holders_of(self.cards), self.run.recipe)
+            message = no_smaller_plan_message(plan, phase, holders_of(self.cards), self.run.recipe)
             if changes is not None:
-                left = " ".join(f"{name}={value}" for name, value in changes.items())
-                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next setting to try:  {left}"
+                untried = " ".join(f"{name}={value}" for name, value in changes.items())
+                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next setting to try:  {untried}"
             self._end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)
@@ -214,7 +214,7 @@ class Supervisor:
         return True
 
     def _lower_rate(self, attempt: int) -> bool:
-        spike = self.seen[-1] if self.seen else None
+        spike = self.events[-1] if self.events else None
         if not isinstance(spike, LossSpike):
             return False
         if attempt > MOST_RETRIES:
@@ -227,16 +227,16 @@ class Supervisor:
 
     def _final_state(self, code: int) -> int:
         # the worker emits the final state, unless it was killed before
-        last = newest(State, self.seen)
+        last = newest(State, self.events)
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
         sealed = any(self.run.checkpoints.glob("checkpoint-*"))
-        where = "from the last checkpoint" if sealed else "from the beginning (there is no checkpoint yet)"
-        resume = f"resume {where} with: finetune resume {self.run.path}"
+        start = "from the last checkpoint" if sealed else "from the beginning (there is no checkpoint yet)"
+        resume = f"resume {start} with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            how = "killed without a new checkpoint" if sealed else "killed"
-            self._end("paused", code, f"{how if self._has_started() else 'stopped before training began'}; {resume}")
+            killed = "killed without a new checkpoint" if sealed else "killed"
+            self._end("paused", code, f"{killed if self._has_started() else 'stopped before training began'}; {resume}")
         elif code == errors.DiskFull.exit_code:
             self._end("paused", code, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks
@@ -256,7 +256,7 @@ class Supervisor:
             self.run.reserve.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._write(event)
-        self.seen += self.reader.new()
+        self.events += self.reader.new()
 
     def _write(self, event: Event) -> None:
         with contextlib.closing(EventWriter(self.run.events)) as writer:
@@ -264,7 +264,7 @@ class Supervisor:
 
 
 def worker_command(*run: Path) -> list[str]:
-    """Return the command line of the training process, which without a run waits until its input names one."""
+    """Return the command line of the training process; without a run it waits until its input names one."""
     return [sys.executable, "-m", "finetune.run.worker", *map(str, run)]
 
 

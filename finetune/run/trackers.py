@@ -34,7 +34,7 @@ _EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token
 
 def missing_trackers(names: Collection[str]) -> list[str]:
     """Return a message with the install command per missing tracker."""
-    missing = [name for name in names if installed_version(name) is None]
+    missing = (name for name in names if installed_version(name) is None)
     return [f"report_to names {name}, which is not installed: pip install {name}" for name in missing]
 
 
@@ -68,11 +68,11 @@ class Trackers:
         self._open.clear()
 
     def _start(self, step: int) -> None:
-        settings, facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
+        settings, plan_facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
         group = self._run.path.resolve().name
         # W&B and Trackio can't undo steps: a resumed run is a new run in the same group
-        run: dict[str, Any] = {"name": f"{group}-from-{step}" if step else group, "group": group}
-        run["config"] = {**settings.model_dump(mode="json"), **facts, **self._forecast}
+        config = {**settings.model_dump(mode="json"), **plan_facts, **self._forecast}
+        run = {"name": f"{group}-from-{step}" if step else group, "group": group, "config": config}
         for name in settings.report_to:
             self._guarded(name, self._open_tracker, name, step, run)
 
@@ -94,8 +94,8 @@ class Trackers:
 
 
 def _values(event: Step | Evaluation, names: dict[str, str], prefix: str) -> dict[str, float]:
-    fields = {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}
-    return fields | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
+    values = {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}
+    return values | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
 
 
 def _open_tensorboard(folder: Path, step: int, run: dict[str, Any]) -> _Tracker:

@@ -71,8 +71,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 
 
 @contextlib.contextmanager
-def steady(model: Any) -> Iterator[None]:
-    """Cache the model's mode and parameter list inside the block."""
+def _without_module_walks(model: Any) -> Iterator[None]:
     # the trainer sets the mode and lists the parameters in each step, and both walk all modules: 2,665 in an 8B with adapters
     parameters, set_mode = list(model.parameters()), model.train
     model.train = lambda mode=True: model if model.training == mode else set_mode(mode)
@@ -103,30 +102,29 @@ class Samples:
         self._answer(model, step, events)
 
     def _answer(self, model: Any, step: int, events: EventWriter) -> None:
-        # out of memory ends sampling, not the run
         if not self._rows:
             return
         encoder = Encoder(self._tokenizer, with_template=self._tokenizer.chat_template is not None)
         questions = [row["prompt_ids"] for row in self._rows]
         try:
-            more = None
+            picture_inputs = None
             if self._processor:
                 sources = [[source_from_dict(value) for value in row.get("pictures", ())] for row in self._rows]
-                more = partial(self._processor.batch, rows=sources)
+                picture_inputs = partial(self._processor.batch, rows=sources)
             answers = greedy_answers(
                 model, self._tokenizer, questions, stops=encoder.stops, max_new_tokens=_ANSWER_TOKENS,
-                with_special_tokens=encoder.template is not None, more_inputs=more,
+                with_special_tokens=encoder.template is not None, more_inputs=picture_inputs,
             )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._rows = []
+            self._rows = []  # out of memory ends sampling, not the run
             events.warn("no more sample answers: not enough memory to generate them")
             return
         for row, (text, is_cut) in zip(self._rows, answers, strict=True):
-            read = encoder.template.format.read(text, None, is_cut=is_cut) if encoder.template else Answer(text)
+            answer = encoder.template.format.read(text, None, is_cut=is_cut) if encoder.template else Answer(text)
             events.emit(Sample(
-                step=step, prompt=row["prompt"], expected=row["answer"], answer=read.text or read.thought,
+                step=step, prompt=row["prompt"], expected=row["answer"], answer=answer.text or answer.thought,
                 pictures=tuple(picture["path"] for picture in row.get("pictures", ())),
             ))  # fmt: skip
 
@@ -155,9 +153,9 @@ class RunTrainer(SFTTrainer):
         self.samples = Samples(plan, run, self.processing_class, self._processor)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        # FSDP replaces the parameters
-        as_is = steady(self.model) if ranks.this_rank().world == 1 else contextlib.nullcontext()
-        with as_is, narrow_tiles(self.model.config, on_cpu=self.plan.card.is_cpu):  # type: ignore[union-attr]
+        # not with several ranks: FSDP replaces the parameters
+        cached = _without_module_walks(self.model) if ranks.this_rank().world_size == 1 else contextlib.nullcontext()
+        with cached, narrow_tiles(self.model.config, on_cpu=self.plan.card.is_cpu):  # type: ignore[union-attr]
             return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
@@ -173,7 +171,7 @@ class RunTrainer(SFTTrainer):
         return 0  # transformers would walk all modules in each step, for a figure that nobody reads
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """Return the method's loss, or TRL's loss when an SFT-like method evaluates."""
+        """Return the method's loss, or TRL's loss when method sft or pretrain evaluates."""
         if not self.masked:
             inputs = without_mask(inputs)
         with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():
@@ -181,10 +179,10 @@ class RunTrainer(SFTTrainer):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             # TRL's metrics read five numbers from the GPU after each forward pass, before the backward pass can be launched:
             # `take_counts` reads them once per step
-            loss = self._own_loss(model, inputs, num_items_in_batch if self.method.is_sft else None)
+            loss = self._method_loss(model, inputs, num_items_in_batch if self.method.is_sft else None)
         return (loss, {}) if return_outputs else loss
 
-    def _own_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> Any:
+    def _method_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> Any:
         computed = self.method.loss(model, inputs, items=items, routed=self.aux_loss_enabled or None)
         loss = computed.loss
         if self.args.average_tokens_across_devices and items is not None:
@@ -198,26 +196,28 @@ class RunTrainer(SFTTrainer):
 
     def take_counts(self) -> dict[str, Any]:
         """Return and reset the counts, summed over all ranks. Synchronises the device once."""
-        counted, self._counted = self._counted, defaultdict(int)
-        if not counted:
+        counts, self._counted = self._counted, defaultdict(int)
+        if not counts:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
-        on_device = {name: count for name, count in counted.items() if isinstance(count, torch.Tensor)}
-        counted |= zip(on_device, torch.stack([count.double() for count in on_device.values()]).tolist(), strict=True)
-        sums = zip(counted, ranks.all_reduce([float(count) for count in counted.values()], "SUM"), strict=True)
+        on_device = {name: count for name, count in counts.items() if isinstance(count, torch.Tensor)}
+        on_host = torch.stack([count.double() for count in on_device.values()]).tolist()  # one copy for all
+        counts |= zip(on_device, on_host, strict=True)
+        sums = ranks.all_reduce([float(count) for count in counts.values()], "SUM")
         fractions = {name for name, count in on_device.items() if count.is_floating_point()}
-        return {name: value if name in fractions else int(value) for name, value in sums}
+        return {name: total if name in fractions else int(total) for name, total in zip(counts, sums, strict=True)}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
         batch, steps = self.plan.settings.effective_batch_size, self.plan.total_steps or 0
-        values: Sequence[int] = ()
+        pixel_values: Sequence[int] = ()
         if self._processor is not None and PICTURES in rows.column_names:
-            values = self._processor.values_by_row(picture_sizes(rows.with_format("arrow")[:][PICTURES]), len(rows)).tolist()
-        return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, values)
+            sizes = picture_sizes(rows.with_format("arrow")[:][PICTURES])
+            pixel_values = self._processor.values_by_row(sizes, len(rows)).tolist()
+        return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, pixel_values)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         # arms of a sweep are compared row by row
-        is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
+        is_arm = self.run.arm.exists() and ranks.this_rank().world_size == 1
         with self.measured_phase("evaluate"), recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows:
             metrics = super().evaluate(*arguments, **named)
         if rows is not None:
@@ -231,8 +231,8 @@ class RunTrainer(SFTTrainer):
             self.samples.emit(model, self.state.global_step, self.events, is_first=is_first)
         return metrics
 
-    def recall_best(self) -> None:
-        """Find the best step of a resumed run."""
+    def restore_best(self) -> None:
+        """Set `best` to the best step of a resumed run whose checkpoint is intact."""
         evaluated = evaluations(self.state.log_history)
         self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
         if lowest is not None and lowest != self.best:
@@ -291,13 +291,11 @@ class RunTrainer(SFTTrainer):
             shutil.rmtree(self.run.checkpoints / _PARTIAL, ignore_errors=True)
             if isinstance(error, DiskFull) or not is_disk_full(error):
                 raise
-            raise DiskFull(
-                f"checkpoint of step {step} could not be written: {error}",
-                f"Free some space, then: finetune resume {self.run.path}",
-            ) from error
+            problem = f"checkpoint of step {step} could not be written: {error}"
+            raise DiskFull(problem, f"Free some space, then: finetune resume {self.run.path}") from error
 
     def compile_or_undo(self, problem: str) -> Plan:
-        """Compile the layers, or return a plan without compiling. `problem`: a known obstacle."""
+        """Compile the layers; return the plan, without compiling if that fails. `problem`: a known reason to fail."""
         plan, model, rows = self.plan, cast("Any", self.model), cast("Any", self.train_dataset)
         if not problem:
             lengths = row_lengths(rows)
@@ -312,11 +310,11 @@ class RunTrainer(SFTTrainer):
             gc.collect()  # compiled code from a cache leaves reference cycles that hold the inputs
         if not problem:
             return plan
-        lean = plan.settings.model_copy(update={"torch_compile": False})
-        lean = lean.model_copy(update={"lean_layers": not lean_layers_conflict(lean)})
-        apply_techniques(model, lean)
+        settings = plan.settings.model_copy(update={"torch_compile": False})
+        settings = settings.model_copy(update={"lean_layers": not lean_layers_conflict(settings)})
+        apply_techniques(model, settings)
         self.events.warn(f"layers are not compiled: {problem}; the run uses lean layers, which are slower")
-        return dataclasses.replace(plan, settings=lean)
+        return dataclasses.replace(plan, settings=settings)
 
     def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return self._prepare_inputs(self.data_collator(rows))

@@ -36,9 +36,9 @@ from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemoryHistory, MemorySampler, allocator_now
-from finetune.run.out_of_memory import describe
-from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
-from finetune.run.seal import Checkpoint, facts_differ, newest_verified
+from finetune.run.out_of_memory import out_of_memory_event
+from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
+from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
@@ -47,6 +47,9 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
+
+_PREDECESSOR_S = 10.0  # time for a killed attempt to exit
+_LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")
 
 
 class Worker:
@@ -57,20 +60,20 @@ class Worker:
 
         self.run, self.plan = run, adjusted_plan(run)
         self.rank = ranks.this_rank()
-        ranks.set_up(self.rank)
+        ranks.end_with_launcher(self.rank)
         # before a forecast: its dry run may open a CUDA context in this process
         self.available_bytes = available_bytes(self.plan)
         if self.rank.is_local_rank_0:  # only local rank 0 compares memory with the forecast
-            self.plan = forecast_adjusted(run, self.plan)
+            self.plan = reforecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
-        self.events = events.EventWriter(run.events) if self.rank.world == 1 else ranks.RankEvents(run.events, self.rank)
+        self.events = events.EventWriter(run.events) if self.rank.world_size == 1 else ranks.RankEvents(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.on_event)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
-        records = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
-        self.history = MemoryHistory(run, self.events.warn, records=records)
-        self.phase, self._kernel_problem = "load", ""
+        records_history = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
+        self.history = MemoryHistory(run, self.events.warn, records=records_history)
+        self.phase, self._kernel_problem = "load", ""  # why Triton's kernels can't run
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
@@ -93,7 +96,7 @@ class Worker:
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
                 snapshot = allocator_now(not self.plan.card.is_cpu)
-                event = describe(error, phase, self.plan, self.memory.sample(), snapshot)
+                event = out_of_memory_event(error, phase, self.plan, self.memory.sample(), snapshot)
                 self.history.write("out-of-memory")
                 self.events.emit(event)
                 return OutOfMemory.exit_code
@@ -117,7 +120,7 @@ class Worker:
             from finetune.layers.packed_rows import require_isolated_examples
 
             require_isolated_examples(trainer.model, trainer.data_collator)
-        checkpoint, skipped = self._checkpoint()
+        checkpoint, skipped = self._checkpoint_to_resume()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
         continues = self.plan.settings.adapter_name_or_path is not None
@@ -131,7 +134,7 @@ class Worker:
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
-            raise Diverged(callback.diverged, self._after_divergence(trainer.model, callback.collapsed_steps))
+            raise Diverged(callback.diverged, self._divergence_advice(trainer.model, callback.collapsed_steps))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"paused at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -141,14 +144,14 @@ class Worker:
         self.phase = "save"
         message = self._save_result(trainer, callback.stopped_early)
         if self.rank.is_local_rank_0:
-            since_s = adjusted_since_s(self.run)
-            every = events.read_events(self.run.events)
-            steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
+            since_s = adjusted_since_s(self.run)  # earlier steps used other memory settings
+            all_events = events.read_events(self.run.events)
+            steps = [event for event in all_events if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
             if steps:
                 check = compare_with_forecast(self.plan, steps, at="end", step=steps[-1].step)
                 self.events.emit(check)
                 with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-                    record_measurements(self.plan, check, steps, load_and_train_s(every))
+                    record_measurements(self.plan, check, steps, load_and_train_s(all_events))
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
 
@@ -184,12 +187,12 @@ class Worker:
             keep_fsdp_wrap_policy()
         self.history.start()
         began = time.perf_counter()
-        device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
+        device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local_rank)
         base = load_base(settings, config, device, self.events.warn, sharded=reads_own_rows(settings))
         tokenizer = read_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
-        self._end_load(time.perf_counter() - began)
+        self._end_load_phase(time.perf_counter() - began)
         callback = RunCallback(self.events, self.memory, self.stop, self.history)
         rows = {
             name: load_from_disk(str(self.run.data / name)) for name in ("train", "eval") if (self.run.data / name).is_dir()
@@ -206,7 +209,7 @@ class Worker:
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
         if settings.adapter_name_or_path is not None:
             load_base_adapter(trainer.model, self.run)
-            trainer.method.keep_reference(trainer.model)
+            trainer.method.copy_reference(trainer.model)
         if settings.torch_compile:
             trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
         if settings.precompute_ref_log_probs is True:
@@ -218,36 +221,34 @@ class Worker:
         def hashed(plan: Plan) -> dict[str, Any]:
             # one process per machine hashes the base model's files
             facts = seal_facts(plan, self.run, base=self.rank.is_local_rank_0)
-            return {**facts, "num_processes": self.rank.world}
+            return {**facts, "num_processes": self.rank.world_size}
 
         # of the plan as it is now: compiling may replace it
         return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hashed, self.plan)
 
-    def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
+    def _checkpoint_to_resume(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
         step = ranks.all_reduce_min(checkpoint.step if checkpoint else 0)  # each machine has its own checkpoints
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
-        differences = facts_differ(checkpoint.facts, deciding_facts(self._facts.result())) if checkpoint else []
+        # `_facts.result()` waits for the hashes: a fresh start must not
+        differences = fact_differences(checkpoint.facts, deciding_facts(self._facts.result())) if checkpoint else []
         origin = base_adapter_of(self.run)
-        if origin is not None and origin.base != self._facts.result().get("base", origin.base) and origin.base is not None:
+        if origin and origin.base is not None and self._facts.result().get("base", origin.base) != origin.base:
             differences.append("the base adapter was trained on other base weights")
         # all ranks must fail together, and only local rank 0 has compared the weights
         if ranks.all_reduce_max(len(differences)):
-            name = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
-            raise FinetuneError(
-                [f"can't {name}: {line}" for line in differences or ["another rank has found a difference"]],
-                "Restore the setting, or start a new run.",
-            )
+            action = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
+            lines = differences or ["another rank has found a difference"]
+            raise FinetuneError([f"can't {action}: {line}" for line in lines], "Restore the setting, or start a new run.")
         return checkpoint, skipped
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
         edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
         for line in (*skipped, *edited, *reference_notes(self.plan.model_type or "", self.plan.card.capability)):
             self.events.warn(line)
-        approximate = why_resume_is_inexact(self.plan, checkpoint.facts if checkpoint else {})
-        sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+        approximate = _why_resume_is_inexact(self.plan, checkpoint.facts if checkpoint else {})
         eval_steps = None if trainer.args.eval_strategy == "no" else int(trainer.args.eval_steps)
         self.events.emit(events.Start(
             version=events.VERSION,
@@ -255,28 +256,30 @@ class Worker:
             total_steps=self.plan.total_steps, eval_steps=eval_steps, exact=not approximate,
             approximate_because=tuple(approximate),
             versions={name: version(name) for name in _LIBRARIES},
-            trainable_parameters=sum(size for size, trains in sizes if trains),
+            trainable_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
 
     def _shrink_to_fit(self) -> None:
-        so_far = events.read_events(self.run.events)
-        attempts = [event.attempt for event in so_far if isinstance(event, events.State) and event.attempt]
-        failures = [event for event in so_far if isinstance(event, (events.OutOfMemory, events.LossSpike))]
-        was_out_of_memory = attempts[-1:] > [1] and isinstance(failures[-1] if failures else None, events.OutOfMemory)
-        if not was_out_of_memory or self.rank.world > 1 or self.plan.card.is_cpu:
+        # only for a retry after out of memory
+        earlier_events = events.read_events(self.run.events)
+        attempts = [event.attempt for event in earlier_events if isinstance(event, events.State) and event.attempt]
+        attempt = attempts[-1] if attempts else 1
+        failures = [event for event in earlier_events if isinstance(event, (events.OutOfMemory, events.LossSpike))]
+        ran_out_of_memory = bool(failures) and isinstance(failures[-1], events.OutOfMemory)
+        if attempt == 1 or not ran_out_of_memory or self.rank.world_size > 1 or self.plan.card.is_cpu:
             return
-        needed = self.plan.forecast.peak_bytes if self.plan.forecast else 0
+        needed_bytes = self.plan.forecast.peak_bytes if self.plan.forecast else 0
         self.plan, changes = shrink_to_fit(self.run, self.plan, self.available_bytes)
         if changes:
-            reason = f"the forecast needs {format_bytes(needed)}, {format_bytes(self.available_bytes or 0)} is free"
-            self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
+            reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(self.available_bytes or 0)} is free"
+            self.events.emit(events.Retry(attempt=attempt, reason=reason, changes=changes))
 
     def _open_card(self) -> None:
         if self.plan.card.is_cpu:
             return
-        open_card(self.plan, self.rank.local)
+        open_card(self.plan, self.rank.local_rank)
         if warning := limit_card(self.plan):
             self.events.warn(warning)
         if problem := kernel_problem():
@@ -288,8 +291,8 @@ class Worker:
         else:
             tune_without_buffer()
 
-    def _end_load(self, took_s: float) -> None:
-        self.events.emit(events.Phase(phase="load", phase_s=took_s, **vars(self.memory.sample())))
+    def _end_load_phase(self, load_s: float) -> None:
+        self.events.emit(events.Phase(phase="load", phase_s=load_s, **vars(self.memory.sample())))
         gc.collect()
         self.memory.reset_peak()
         if not self.plan.card.is_cpu:
@@ -308,62 +311,58 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _after_divergence(self, model: Any, collapsed_steps: int) -> str:
-        if names := frozen_not_finite(model):
+    def _divergence_advice(self, model: Any, collapsed_steps: int) -> str:
+        if names := _non_finite_base_parameters(model):
             return f"The base model has non-finite values in {', '.join(names[:3])}: download it again."
-        good, _ = newest_verified(self.run.checkpoints)
-        last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
+        intact, _ = newest_verified(self.run.checkpoints)
+        newest = f"The last good checkpoint is {intact.path.name}." if intact else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate
-        overflows = self.plan.settings.dtype == "float16" and not collapsed_steps
-        float16 = "float16, which holds at most 65,504 (try dtype=float32); " if overflows else ""
-        return f"{last} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or bad examples."
+        may_overflow = self.plan.settings.dtype == "float16" and not collapsed_steps
+        float16 = "float16, which holds at most 65,504 (try dtype=float32); " if may_overflow else ""
+        return f"{newest} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or bad examples."
 
 
-_PREDECESSOR_S = 10.0  # time for a killed attempt to exit
-_LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")
-
-
-def frozen_not_finite(model: Any) -> list[str]:
-    """Return the names of non-finite parameters of the base model."""
+def _non_finite_base_parameters(model: Any) -> list[str]:
     import torch
 
     def is_finite(parameter: Any) -> bool:
         state = getattr(parameter, "quant_state", None)  # 4-bit codes are always finite: check the scales
         scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
         floats = [values for values in scales if values is not None and values.is_floating_point()]
-        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
+        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)  # a sum needs no second copy in memory
 
-    return [name for name, values in model.named_parameters() if not values.requires_grad and not is_finite(values)]
+    frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return [name for name, parameter in frozen if not is_finite(parameter)]
 
 
-def why_resume_is_inexact(plan: Plan, sealed: dict[str, Any]) -> list[str]:
-    """Return why resuming is not bit-exact. `sealed`: the checkpoint's facts; empty on a fresh start."""
-    reasons, world = [], plan.settings.launch.num_processes
-    before = sealed.get("num_processes", world)
-    if before != world:
-        reasons.append(f"the world size is {world}, not {before}: same examples, other random numbers")
-    if world > 2:
+def _why_resume_is_inexact(plan: Plan, sealed: dict[str, Any]) -> list[str]:
+    # `sealed`: the checkpoint's facts; empty on a fresh start
+    reasons, world_size = [], plan.settings.launch.num_processes
+    sealed_world_size = sealed.get("num_processes", world_size)
+    if sealed_world_size != world_size:
+        reasons.append(f"the world size is {world_size}, not {sealed_world_size}: same examples, other random numbers")
+    if world_size > 2:
         reasons.append("all-reduce may sum the gradients of more than two processes in another order")
     if not plan.card.is_cpu:
         reasons.append("bit-exact resume on a GPU is not measured yet (kernels may sum in another order)")
     if plan.settings.torch_compile:
         reasons.append("compiled kernels may differ after a restart")
     values = plan.settings.model_dump(mode="json")
-    changed = [name for name in settings_that_decide(Decides.EXACTNESS) if name in sealed and name != "launch"]
-    return reasons + facts_differ({name: sealed[name] for name in changed}, {name: values[name] for name in changed})
+    compared = [name for name in settings_that_decide(Decides.EXACTNESS) if name in sealed and name != "launch"]
+    return reasons + fact_differences({name: sealed[name] for name in compared}, values)
 
 
 def wait_for_run() -> None:
-    """Import libraries until the standard input names the run; end the process if it names none."""
-    # none that opens the GPU, as bitsandbytes does: the plan counts the GPU's free memory
+    """Import libraries, then wait until the standard input names the run; end the process if it names none."""
+    # bitsandbytes is not imported: it opens the GPU, whose free memory the plan counts meanwhile
     for name in ("datasets", "torch._dynamo", "transformers.modeling_utils"):
         with contextlib.suppress(Exception):  # the next import fails in the run, which has a log
             importlib.import_module(name)
-    if (order := receive_line()) is None:
+    if (request := receive_line()) is None:
         sys.exit(0)
-    os.environ.update(order["environment"])
-    sys.argv.append(order["run"])
-    redirect_output(RunDirectory(Path(order["run"])).log)
+    os.environ.update(request["environment"])
+    sys.argv.append(request["run"])
+    redirect_output(RunDirectory(Path(request["run"])).log)
 
 
 def main() -> int:
@@ -374,9 +373,9 @@ def main() -> int:
     if len(sys.argv) == 1:
         wait_for_run()
     run = RunDirectory(Path(sys.argv[1]))
-    writes = ranks.this_rank().is_local_rank_0
-    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if writes else None
-    if writes and lock is None:
+    is_writer = ranks.this_rank().is_local_rank_0
+    lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if is_writer else None
+    if is_writer and lock is None:
         print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
         return 1
     worker = Worker(run)
@@ -387,8 +386,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    if status and ranks.this_rank().world == 1:
-        # the interpreter would first wait for the hash of the base model's files, and a retry for the interpreter
+    if status and ranks.this_rank().world_size == 1:
+        # a retry can start sooner: the interpreter's exit would wait until the base model's files are hashed
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -23,7 +23,7 @@ from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
 from finetune.recipe import load_recipe
 from finetune.run.control import rename_run, update_settings
-from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
+from finetune.run.directory import RunDirectory, open_run, register, runs_from_here
 from finetune.run.prepare import create_run, prepare
 from finetune.run.state import process_record
 
@@ -81,7 +81,7 @@ def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, monkeypatch, argumen
 def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run_directory(tmp_path / "elsewhere" / "mine")
-    remember(run)
+    register(run)
     assert [run_directory.path for run_directory in runs_from_here()] == [Path("elsewhere/mine")]
     assert open_run("latest").path == open_run("mine").path == Path("elsewhere/mine")
     assert recipe_of("tiny-cpu", ["adapter=mine"]).adapter_name_or_path == "elsewhere/mine"

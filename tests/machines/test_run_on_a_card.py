@@ -26,9 +26,9 @@ from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
 from finetune.run.memory import MemorySampler, allocator_now
-from finetune.run.out_of_memory import describe
+from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.prepare import create_run, prepare
-from finetune.run.retry import next_smaller, no_smaller_plan
+from finetune.run.retry import next_smaller, no_smaller_plan_message
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config
@@ -202,13 +202,13 @@ def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machi
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
     tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
     sample = MemorySampler(on_cuda=True).sample
-    event = describe(error, "evaluate", tight, sample(), allocator_now(on_cuda=True))
+    event = out_of_memory_event(error, "evaluate", tight, sample(), allocator_now(on_cuda=True))
     assert (event.asked_bytes, event.room_bytes, event.free_bytes, event.free_blocks) == (1536 * MIB, 100 * MIB, 1800 * MIB, 2)
     assert event.fragmented and event.largest_usable_block_bytes == 1000 * MIB
     assert event.forecast_reserved_bytes == plan.forecast.reserved_peaks.get("eval")
     assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"] and event.holders == {"one of 600 MiB": 600 * MIB}
     recorded.broken = {"snapshot": RuntimeError("CUDA error: an illegal memory access was encountered")}
-    assert describe(error, "train", plan, sample(), allocator_now(on_cuda=True)).free_bytes is None
+    assert out_of_memory_event(error, "train", plan, sample(), allocator_now(on_cuda=True)).free_bytes is None
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
@@ -342,7 +342,7 @@ def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
     machine("4090-desktop")
     plan = read_plan(make_run("load_in_4bit=false", "layer_offloading=false").plan)
     assert next_smaller(plan, "load") is None
-    message = no_smaller_plan(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
+    message = no_smaller_plan_message(plan, "load", holders_of(cards_of(plan)), Path("recipe.yaml"))
     assert "(pid 1) 1.07 GiB" in message and "load_in_4bit=true or a smaller model" in message
 
 

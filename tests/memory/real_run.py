@@ -243,7 +243,7 @@ def merge_experts_on_host(tracker: RealTracker, patch: pytest.MonkeyPatch) -> No
 
 def separate_reference(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
     """A precomputed reference is a phase of its own; it is made while the trainer is built."""
-    computed = finetune.run.reference._computed
+    computed = finetune.run.reference._compute_log_probs
 
     def apart(*arguments):
         before, tracker.phase = tracker.phase, "reference"
@@ -252,7 +252,7 @@ def separate_reference(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
         finally:
             tracker.phase = before
 
-    patch.setattr(finetune.run.reference, "_computed", apart)
+    patch.setattr(finetune.run.reference, "_compute_log_probs", apart)
 
 
 def watch(trainer, tracker: RealTracker) -> None:

@@ -47,7 +47,7 @@ def test_a_run_that_must_wait_for_others_holds_no_libraries(make_run):
     supervisor = Supervisor(make_run(), early)
     waits = iter([["another run"], []])
     assert supervisor._wait_for_turn(SimpleNamespace(ahead=lambda: next(waits)))
-    assert supervisor.early is None and early.poll() is not None
+    assert supervisor.early_worker is None and early.poll() is not None
 
 
 def test_without_a_run_nothing_is_left():

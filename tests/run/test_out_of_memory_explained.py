@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.events import Memory, OutOfMemory
-from finetune.run.out_of_memory import MOST_HOLDERS, describe, explanation_lines, holders
+from finetune.run.out_of_memory import MOST_HOLDERS, explanation_lines, holders, out_of_memory_event
 from finetune.units import GIB, MIB
 
 
@@ -40,7 +40,7 @@ def described(snapshot, error="CUDA out of memory. Tried to allocate 1.00 GiB", 
     """The event of this failure in a run that may reserve 9 GiB."""
     settings = SimpleNamespace(per_device_train_batch_size=1, max_length=8)
     plan = SimpleNamespace(settings=settings, forecast=None, usable_bytes=10 * GIB, card=SimpleNamespace(context_bytes=GIB))
-    return describe(RuntimeError(error), "train", plan, Memory(reserved_bytes=reserved, **card), snapshot)
+    return out_of_memory_event(RuntimeError(error), "train", plan, Memory(reserved_bytes=reserved, **card), snapshot)
 
 
 def explanation(event):

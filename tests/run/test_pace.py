@@ -43,7 +43,7 @@ def sentence_of(step_s, wait_s, utilisation=None, *, steps=9, gpu_s=None, **sett
     events = (Step(step=number, step_s=step_s if number > 2 else 60.0, **measured) for number in range(1, steps + 1))
     settings = {"gradient_accumulation_steps": 1, "lean_layers": True, "torch_compile": False} | settings
     plan = SimpleNamespace(settings=SimpleNamespace(**settings), reasons={"torch_compile": "not tried"}, modelled_gpu_s=gpu_s)
-    clauses, values = Pace.of([Start(), *events]).step_time(plan)
+    clauses, values = Pace.of([Start(), *events]).step_time_clauses(plan)
     return " ".join(clauses).format(**values)
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import flip_one_byte
 
 from finetune.manifest import MANIFEST
-from finetune.run.seal import facts_differ, newest_verified, rotate, seal, verify
+from finetune.run.seal import fact_differences, newest_verified, rotate, seal, verify
 
 FACTS = {"lora_r": 16, "data": "abc"}
 
@@ -81,4 +81,4 @@ def test_rotation_never_removes_the_only_good_one(tmp_path):
 
 
 def test_a_changed_setting_is_named():
-    assert facts_differ(FACTS, {**FACTS, "lora_r": 8}) == ["lora_r was 16 and is now 8"]
+    assert fact_differences(FACTS, {**FACTS, "lora_r": 8}) == ["lora_r was 16 and is now 8"]
