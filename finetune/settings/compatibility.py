@@ -198,12 +198,12 @@ def _lean(recipe: Recipe) -> Iterator[str]:
 def layer_offloading_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out layer offloading, and the fix; or an empty text."""
     checkpointing, every_n = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
-    if checkpointing is False or every_n not in (AUTO, 1):
-        name = "activation_checkpointing" if checkpointing is False else "activation_checkpointing_every_n_layers"
-        return (
-            f"{name} {'false' if checkpointing is False else every_n}: backward fetches a layer's weights again when it "
-            f"recomputes the layer, so every layer must be; set {name} to auto or {'true' if checkpointing is False else 1}"
-        )
+    reason = "backward fetches a layer's weights again when it recomputes the layer, so every layer must be recomputed"
+    if checkpointing is False:
+        return f"activation_checkpointing false: {reason}; set activation_checkpointing to auto or true"
+    if every_n not in (AUTO, 1):
+        name = "activation_checkpointing_every_n_layers"
+        return f"{name} {every_n}: {reason}; set {name} to auto or 1"
     if recipe.torch_compile is True:
         return "torch_compile, which is untested with offloaded weights; set torch_compile=auto"
     if (base := base_format_of(recipe)).not_offloaded:
