@@ -75,9 +75,9 @@ class Kto(TrainingMethod):
         log_ratios = outputs.log_probs.sum(dim=1) - reference
         beta = self.settings.beta or USUAL_BETA
         sign = torch.where(desirable, 1.0, -1.0)
-        weights = torch.where(desirable, self.settings.desirable_weight or 1.0, self.settings.undesirable_weight or 1.0)
+        good_weight, bad_weight = self.settings.desirable_weight or 1.0, self.settings.undesirable_weight or 1.0
         margins = sign * (log_ratios - kl)
-        losses = weights * (1 - (beta * margins).sigmoid())
+        losses = torch.where(desirable, good_weight, bad_weight) * (1 - (beta * margins).sigmoid())
         rewards = beta * log_ratios.detach()
         counts = {
             "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "chosen": desirable.sum(),

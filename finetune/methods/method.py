@@ -47,7 +47,7 @@ class TrainingMethod(ABC):
         self.reference_copies: list[torch.Tensor] = []
 
     def copy_reference(self, model: Any) -> None:
-        """Copy the adapter that training continues from, before the first step, if the method needs a reference."""
+        """Copy the adapter that training continues from, if the method needs a reference."""
         continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
         if METHODS[self.settings.method].reference_passes and continues:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
@@ -114,7 +114,7 @@ def _trainable(model: Any) -> list[Any]:
 
 
 def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
-    """Return log-probabilities of the labels, without logits. `routed`: as in `TrainingMethod.loss`."""
+    """Return the labels' log-probabilities, without logits, and if `routed` a mixture's auxiliary loss."""
     is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
     router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
