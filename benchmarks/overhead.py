@@ -47,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"max_steps={options.steps}", "save_steps=0", "eval_steps=0"]
         prepared = prepare(load_recipe("tiny-cpu", [*overrides, f"output_dir={folder}/run"]))
-        trainers = {"plain": plain_trainer(create_run(prepared)), "ours": Worker(create_run(prepared))._build()[0]}
+        trainers = {"plain": plain_trainer(create_run(prepared)), "ours": Worker(create_run(prepared))._build_trainer()[0]}
         runs = {name: Run(trainer) for name, trainer in trainers.items()}
         for turn in range(options.steps // TURN):
             took = {name: statistics.median(runs[name].advance(TURN)) for name in sorted(runs, reverse=turn % 2 == 1)}

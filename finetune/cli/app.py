@@ -44,7 +44,7 @@ def command(
             from finetune.run import directory, fingerprint
 
             # saved in the run: this and later commands find the base there
-            fingerprint.find_base(directory.open_run(options["source"]), folder)
+            fingerprint.require_base(directory.open_run(options["source"]), folder)
         return run(**options)
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)

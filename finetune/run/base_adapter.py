@@ -59,11 +59,10 @@ def require_usable_adapter(settings: Settings) -> None:
         is_hub_name = bool(_HUB_NAME.fullmatch(adapter.base_model or ""))
         is_other_base = is_hub_name and adapter.base_model != settings.model_name_or_path
     if is_other_base:
-        raise RecipeError(
-            f"the adapter in {adapter.folder} was trained on other base weights: {adapter.base_model}, "
-            f"and the recipe has {settings.model_name_or_path}",
-            "An adapter only fits the weights that it was trained on: set model_name_or_path to that model.",
-        )
+        bases = f"{adapter.base_model}, and the recipe has {settings.model_name_or_path}"
+        problem = f"the adapter in {adapter.folder} was trained on other base weights: {bases}"
+        fix = "An adapter only fits the weights that it was trained on: set model_name_or_path to that model."
+        raise RecipeError(problem, fix)
 
 
 def facts_of(folder: Path) -> BaseAdapterFacts:

@@ -47,15 +47,16 @@ class StopRequest:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self.signal: int | None = None
-        self.finishes = False
+        self.is_finish_requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember_first)
 
     def agreed(self) -> int | None:
-        """Return the signal of any rank and set `finishes`; all ranks call this after the same step."""
-        request = self.signal or next(iter(read_stop_requests(self._run)), 0)
-        agreed = all_reduce_max(request or (_FINISH if self._run.finish_request.exists() else 0))
-        self.finishes, self.signal = agreed == _FINISH, agreed if agreed > _FINISH else None
+        """Return the signal of any rank and set `is_finish_requested`; all ranks call this after the same step."""
+        first_signal = self.signal or next(iter(read_stop_requests(self._run)), 0)
+        agreed = all_reduce_max(first_signal or (_FINISH if self._run.finish_request.exists() else 0))
+        self.is_finish_requested = agreed == _FINISH
+        self.signal = agreed if agreed > _FINISH else None
         return self.signal
 
     def _remember_first(self, number: int, _frame: Any) -> None:
@@ -71,11 +72,10 @@ def require_gradients(model: Any) -> None:
     bypassed = [path for path in has_gradient if not has_gradient[path] and _module_ran(path, has_gradient)]
     if bypassed:
         other_names = {path[-1] for path in has_gradient} - {path[-1] for path in bypassed}
-        raise RecipeError(
-            f"target_modules: the adapter of {'.'.join(bypassed[0])} gets no gradient (one of {len(bypassed)} such adapters)",
-            "The model bypasses the adapter and reads the layer's weight directly. Leave the name out: "
-            f"target_modules=[{','.join(sorted(other_names))}]",
-        )
+        path = ".".join(bypassed[0])
+        problem = f"target_modules: the adapter of {path} gets no gradient (one of {len(bypassed)} such adapters)"
+        fix = f"Leave the name out: target_modules=[{','.join(sorted(other_names))}]"
+        raise RecipeError(problem, f"The model bypasses the adapter and reads the layer's weight directly. {fix}")
 
 
 def spill_warning(memory: Memory) -> str:
@@ -117,7 +117,7 @@ class RunCallback(TrainerCallback):
         self._first_samples: list[Memory] = []
         self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
-        # messages, once the run ends for this reason
+        # each is a message once the run ends for this reason
         self.spike: str | None = None
         self.diverged: str | None = None
         self.stopped_early: str | None = None
@@ -145,7 +145,7 @@ class RunCallback(TrainerCallback):
         # resuming is bit-exact only after a complete optimizer step
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
-        elif self._stop.finishes and state.global_step < state.max_steps:
+        elif self._stop.is_finish_requested and state.global_step < state.max_steps:
             self.stopped_early = f"ended at step {state.global_step} of {state.max_steps}, on request"
             control.should_training_stop, control.should_evaluate = True, args.eval_strategy != "no"
 
@@ -220,7 +220,7 @@ class RunCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step; stop when the recipe's patience is exhausted."""
         is_best = self.trainer.is_best_so_far()
-        if state.global_step >= state.max_steps or self._stop.finishes:  # the adapter is saved next
+        if state.global_step >= state.max_steps or self._stop.is_finish_requested:  # the adapter is saved next
             return
         control.should_save |= is_best and state.global_step > 0  # step 0 is the base adapter
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))

@@ -52,7 +52,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
 
 
 def lost_card(plan: Plan, run: Path) -> CardError | None:
-    """Return the error if a GPU of the run has stopped answering the driver: it fell off the bus."""
+    """Return the error if a GPU of the run has stopped answering the driver."""
     visible_entries = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
     visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIX)]
     run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
@@ -140,15 +140,15 @@ def plain_segments_message(plan: Plan) -> str:
 
 
 def available_bytes(plan: Plan) -> int | None:
-    """Return the bytes that the run may use now, CUDA context included."""
-    free = [device.free_bytes for device in _devices(cards_of(plan))]
-    return min(plan.usable_bytes, *free) if free else None
+    """Return the bytes that the run may use now, CUDA context included; None without a GPU."""
+    free_bytes = [device.free_bytes for device in _devices(cards_of(plan))]
+    return min(plan.usable_bytes, *free_bytes) if free_bytes else None
 
 
-def open_card(plan: Plan, number: int) -> None:
+def open_card(plan: Plan, local_rank: int) -> None:
     """Create the CUDA context and run a kernel. Raises CardError."""
     try:
-        cuda.open_card(number)
+        cuda.open_card(local_rank)
     except (RuntimeError, AssertionError) as error:
         raise CardError(*_problem_and_fix(plan.card, error)) from error
 

@@ -21,7 +21,7 @@ from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import RunDirectory, register, require_data
-from finetune.run.fingerprint import find_base
+from finetune.run.fingerprint import require_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state
 from finetune.settings.schema import AUTO, Decides, decided_by
@@ -39,7 +39,7 @@ _TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 
 @contextlib.contextmanager
 def early_supervisor() -> Iterator[subprocess.Popen[bytes] | None]:
-    """Start a supervisor, whose worker imports the libraries, before the run exists. It ends with the block without a run."""
+    """Start a supervisor whose worker imports the libraries before the run exists. Without a run it ends with the block."""
     try:
         process = _start_supervisor(subprocess.DEVNULL, stdin=subprocess.PIPE, bufsize=0)
     except OSError:  # such as too many processes
@@ -90,15 +90,15 @@ def resume(run: RunDirectory) -> int:
     state = read_state(run)
     if state.state == "finished":
         raise CommandError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
-    adjusted_plan(run)
-    find_base(run)
+    adjusted_plan(run)  # raises for damaged adjustments
+    require_base(run)
     require_data(run)
     return start(run)
 
 
 def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     """Save and return `key=value` changes for the next attempts. Raises RecipeError."""
-    adjusted_plan(run)  # names damaged adjustments
+    adjusted_plan(run)  # raises for damaged adjustments
     changes = load_changes(overrides)
     base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
@@ -107,15 +107,14 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
         if name in _FIXED:
             problems.append(f"{name} can't change once a run exists")
         elif name not in _CHOOSE_RESULT and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
-            problems.append(
-                f"{name} would change the training steps: {_WHY_FIXED.get(name, 'earlier steps used another value')}"
-            )
+            reason = _WHY_FIXED.get(name, "earlier steps used another value")
+            problems.append(f"{name} would change the training steps: {reason}")
         elif value == AUTO:
             problems.append(f"{name}=auto: the run is already planned; give a value")
     if problems:
         raise RecipeError(problems, fix)
     if base is not None:
-        find_base(run, str(base))
+        require_base(run, str(base))
     settings = read_plan(run.plan).settings
     recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
     validated = {name: recipe.model_dump(mode="json")[name] for name in changes}
@@ -140,7 +139,7 @@ def stop(run: RunDirectory, signal_number: int = signal.SIGTERM, *, now: bool = 
 
 
 def finish(run: RunDirectory) -> bool:
-    """End a run after its step, with its best step as the result. Returns False if it was not running. Raises DiskFull."""
+    """End a run after its step, with its best step as the result; return False if it wasn't running. Raises DiskFull."""
     if not is_alive(run):
         return False
     try:
@@ -186,7 +185,7 @@ def delete_run(run: RunDirectory) -> Path:
 
 
 def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
-    """Return the deleted runs, last deleted first."""
+    """Return name and folder of each deleted run, last deleted first."""
     folders = [
         path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
     ]

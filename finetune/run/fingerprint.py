@@ -70,7 +70,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     if not folder.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if base:
-        find_base(run)
+        require_base(run)
     fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
     require_unchanged(folder, CommandError, fix)
     if problems := adapter_problems(folder):
@@ -100,21 +100,21 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
         )
 
 
-def find_base(run: RunDirectory, name: str | None = None) -> None:
-    """Require the base model's folder. `name`: a new folder to check and save. Raises ModelError or CommandError."""
+def require_base(run: RunDirectory, new_folder: str | None = None) -> None:
+    """Raise ModelError if the base model's folder is missing; check and save its `new_folder`. Raises CommandError."""
     settings = read_plan(run.plan).settings
-    folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
-    if (name or folder.is_absolute()) and not folder.is_dir():
+    folder = Path(os.path.expanduser(new_folder or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
+    if (new_folder or folder.is_absolute()) and not folder.is_dir():
         command = "chat" if run.adapter.is_dir() else "resume"
         fix = f"If it has moved, give its new path once: finetune {command} {run.path} --model FOLDER"
         raise ModelError(f"the base model's folder is missing: {folder.absolute()}", fix)
-    if name is None:
+    if new_folder is None:
         return
     adapters = [run.adapter, *run.checkpoints.glob("checkpoint-*")]
     sealed = next((path for path in adapters if "base" in _sealed_facts(path)), None)
     if sealed is None:
         problem = f"{run.path} has no checkpoint yet, so there is no hash to check its base model"
-        raise CommandError(problem, f"Start a new run: finetune run {run.recipe} --model {name}")
+        raise CommandError(problem, f"Start a new run: finetune run {run.recipe} --model {new_folder}")
     require_same_base(sealed, settings.model_copy(update={"model_name_or_path": str(folder)}))
     plan, old_stat = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
     plan.pop("checksum", None)

@@ -70,5 +70,6 @@ def row_losses(outputs: Any, inputs: dict[str, Any]) -> list[tuple[float, int]]:
     else:  # padding-free batch: each row starts at position 0
         starts = (positions[0] == 0).nonzero().flatten().tolist()
         spans = [slice(start, end) for start, end in itertools.pairwise([*starts, losses.shape[1]])]
-        sums, counts = [losses[0, span].sum().item() for span in spans], [is_trained[0, span].sum() for span in spans]
-    return [(total / max(1, int(count)), int(count)) for total, count in zip(sums, counts, strict=True)]
+        sums = [losses[0, span].sum().item() for span in spans]
+        counts = [is_trained[0, span].sum().item() for span in spans]
+    return [(total / max(1, count), int(count)) for total, count in zip(sums, counts, strict=True)]

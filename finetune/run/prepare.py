@@ -38,7 +38,7 @@ class Prepared:
     plan: Plan
     data: SelectedRows
     tokenizer: Any
-    pictures: Any = None  # the model's processor, for examples with images
+    picture_processor: Any = None  # for examples with images
 
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
@@ -67,8 +67,8 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     changed = {name: value for name, value in resolved.items() if value != getattr(recipe, name)}
     recipe = recipe.model_copy(update=changed)
     longest = (plan.data.longest if plan.data else None) or 0
-    shorter = settings.max_length if longest > settings.max_length else None  # the planner's max_length cuts longer rows
-    data = selected.encoded.select(recipe, limit_of(recipe) or shorter)
+    planned_limit = settings.max_length if longest > settings.max_length else None  # cuts longer rows
+    data = selected.encoded.select(recipe, limit_of(recipe) or planned_limit)
     data.raise_problems()
     examples = len(data.lengths)
     if examples < settings.effective_batch_size and settings.max_steps is None:
@@ -101,12 +101,12 @@ def create_run(prepared: Prepared) -> RunDirectory:
         needed = f"the run needs {format_bytes(needed_bytes)} for checkpoints and the adapter"
         problem = f"{existing_parent(path)} has {format_bytes(free_bytes)} free, {needed}"
         raise DiskFull(problem, "Free some space, set output_dir to another disk, or lower save_total_limit.")
-    run = create(path, lambda run: _fill(run, prepared))
+    run = create(path, lambda run: _write_run(run, prepared))
     register(run)
     return run
 
 
-def _fill(run: RunDirectory, prepared: Prepared) -> None:
+def _write_run(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data.preparation import questions_of
     from finetune.data.splits import pack
     from finetune.data.tokenizer import ProcessorLoader
@@ -130,7 +130,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     (run.data / "fingerprint").write_text(data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     if settings.vision:
-        save_picture_processor(prepared.pictures, run.data)
+        save_picture_processor(prepared.picture_processor, run.data)
     write_manifest(run.data, {})
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))
@@ -145,10 +145,9 @@ def _shortfall_and_fixes(plan: Plan) -> tuple[list[str], str]:
     assert forecast is not None
     missing_bytes = forecast.peak_high_bytes - card.free_bytes
     largest = max(forecast.parts, key=forecast.parts.__getitem__)
-    problems = [
-        f"the peak needs {format_bytes(forecast.peak_bytes)}, {card.name} has {format_bytes(card.free_bytes)} free: "
-        f"{format_bytes(missing_bytes)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
-    ]
+    free = f"{card.name} has {format_bytes(card.free_bytes)} free: {format_bytes(missing_bytes)} short"
+    largest_part = f"the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
+    problems = [f"the peak needs {format_bytes(forecast.peak_bytes)}, {free}; {largest_part}"]
     fixes = [f"{item.override}  (saves {format_bytes(item.saves_bytes)}; {item.cost})" for item in plan.suggestions[:5]]
     if not fixes:
         return problems, "To run anyway: --force."

@@ -72,7 +72,7 @@ def _compute_log_probs(trainer: RunTrainer, dataset: Any) -> np.ndarray:
         indices = longest_first[start : start + batch_size]
         inputs = trainer.on_device([dataset[int(index)] for index in indices])
         with trainer.accelerator.autocast(), narrow_tiles(model.config, on_cpu=trainer.plan.card.is_cpu):  # type: ignore[union-attr]
-            pair_log_probs = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
+            pair_log_probs = trainer.method.reference_log_probs(model, inputs if trainer.needs_mask else without_mask(inputs))
         # a batch is all chosen answers, then all rejected answers
         log_probs[indices] = pair_log_probs.float().reshape(2, -1).T.cpu().numpy()
         os.utime(trainer.events.path)  # the supervisor takes an old events.jsonl for a hang

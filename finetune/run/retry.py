@@ -64,8 +64,8 @@ def reforecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
     with contextlib.suppress(OSError):  # a full disk: the next attempt forecasts again
-        new = _Adjustments(adjustments.changes, forecast, time.time())
-        write_json(run.adjustments, to_json(new), checksum=True)
+        adjustments = dataclasses.replace(adjustments, forecast=forecast, since_s=time.time())
+        write_json(run.adjustments, to_json(adjustments), checksum=True)
     return dataclasses.replace(plan, forecast=forecast)
 
 
@@ -106,14 +106,14 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     settings = plan.settings
     if phase == "load":  # the other changes do not reduce its memory
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
-    least = min_rows(settings)
-    if phase == "evaluate" and settings.per_device_eval_batch_size > least:
-        return {"per_device_eval_batch_size": max(least, settings.per_device_eval_batch_size // 2)}
-    micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    least_rows = min_rows(settings)
+    if phase == "evaluate" and settings.per_device_eval_batch_size > least_rows:
+        return {"per_device_eval_batch_size": max(least_rows, settings.per_device_eval_batch_size // 2)}
+    rows, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     # first the micro-batch, then gradient checkpointing, its offload, the embedding, the layers
-    divisor = next((number for number in range(2, micro + 1) if micro % number == 0 and micro // number >= least), None)
+    divisor = next((number for number in range(2, rows + 1) if rows % number == 0 and rows // number >= least_rows), None)
     if divisor and not settings.packing:
-        return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
+        return {"per_device_train_batch_size": rows // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         return {**_CHECKPOINT_EVERY_LAYER}
     # ZeRO-3 can't offload the checkpoints
@@ -158,15 +158,13 @@ def no_smaller_plan_message(plan: Plan, phase: str, holders: list[str], recipe: 
     """Return the message for out of memory without a smaller plan."""
     command = f"finetune plan {recipe}"
     if phase != "load":
-        less = "use a shorter max_length or a smaller model"
-        return f"out of memory in phase {phase}, and no smaller plan is left to try; {less}: {command}"
+        advice = f"use a shorter max_length or a smaller model: {command}"
+        return f"out of memory in phase {phase}, and no smaller plan is left to try; {advice}"
     needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
     close = f"close other programs on the GPU ({', '.join(holders[:6])}), or " if holders else ""
     quantise = "" if base_format_of(plan.settings).bits == NF4.bits else f"{NF4.setting}=true or "
-    return (
-        f"out of memory while loading the model{needs}; a smaller micro-batch does not help: {close}plan again with "
-        f"{quantise}a smaller model: {command}"
-    )
+    advice = f"{close}plan again with {quantise}a smaller model: {command}"
+    return f"out of memory while loading the model{needs}; a smaller micro-batch does not help: {advice}"
 
 
 def _affect(changes: dict[str, Any], effects: Decides) -> bool:

@@ -87,11 +87,11 @@ class Supervisor:
     def _supervise(self) -> int:
         card = read_plan(self.run.plan).card
         if card.is_cpu:
-            return self._attempts()
+            return self._run_attempts()
         queue = Queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
-            return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
+            return self._run_attempts() if self._wait_for_turn(queue) else self._emit_final_state(128 + self.signals[0])
         finally:
             queue.leave()
 
@@ -108,20 +108,20 @@ class Supervisor:
             time.sleep(_POLL_S)
         return True
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         attempt = 0
-        if other := replacement_message(read_plan(self.run.plan), self.cards):
-            self._emit(RunWarning(message=other))
+        if message := replacement_message(read_plan(self.run.plan), self.cards):
+            self._emit(RunWarning(message=message))
         while True:
             attempt += 1
             self._emit(State(state="starting", attempt=attempt))
-            code = self._attempt()
+            code = self._run_attempt()
             self.events += self.reader.new()
-            retry = {errors.OutOfMemory.exit_code: self._smaller_plan, errors.Diverged.exit_code: self._lower_rate}.get(code)
-            if not (retry and not self.signals and retry(attempt)):
-                return self._final_state(code)
+            retries = {errors.OutOfMemory.exit_code: self._retry_smaller, errors.Diverged.exit_code: self._retry_at_lower_rate}
+            if self.signals or code not in retries or not retries[code](attempt):
+                return self._emit_final_state(code)
 
-    def _attempt(self) -> int:
+    def _run_attempt(self) -> int:
         plan = adjusted_plan(self.run)
         launcher = Launcher(self.run.path, self.run.log, plan) if is_distributed(plan.settings) else None
         environment = worker_environment(self.cards)
@@ -155,7 +155,7 @@ class Supervisor:
                     requested_s = time.monotonic()
             if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
                 must_kill = True
-            if self._hangs():
+            if self._is_hanging():
                 self._emit(RunWarning(message=f"no progress for {self.hang_deadline_s:.0f} s; the process was killed"))
                 must_kill = True
             if must_kill:
@@ -188,7 +188,7 @@ class Supervisor:
         self.events += self.reader.new()
         return any(isinstance(event, Start) for event in self.events)
 
-    def _hangs(self) -> bool:
+    def _is_hanging(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
             # monotonic: stands still while the machine sleeps, and nobody sets it
             written_ns, now_s = self.run.events.stat().st_mtime_ns, time.monotonic()
@@ -197,7 +197,7 @@ class Supervisor:
             return now_s - self.last_write[1] > self.hang_deadline_s and self._has_started()
         return False
 
-    def _smaller_plan(self, attempt: int) -> bool:
+    def _retry_smaller(self, attempt: int) -> bool:
         failure = newest(OutOfMemory, self.events)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
@@ -207,25 +207,25 @@ class Supervisor:
             if changes is not None:
                 untried = " ".join(f"{name}={value}" for name, value in changes.items())
                 message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next setting to try:  {untried}"
-            self._end("failed", errors.OutOfMemory.exit_code, message)
+            self._emit_end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
         return True
 
-    def _lower_rate(self, attempt: int) -> bool:
+    def _retry_at_lower_rate(self, attempt: int) -> bool:
         spike = self.events[-1] if self.events else None
         if not isinstance(spike, LossSpike):
             return False
         if attempt > MOST_RETRIES:
-            self._end("diverged", errors.Diverged.exit_code, f"{spike.message}, after {attempt} attempts")
+            self._emit_end("diverged", errors.Diverged.exit_code, f"{spike.message}, after {attempt} attempts")
             return False
         changes = {"learning_rate": adjusted_plan(self.run).settings.learning_rate / 2}
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=spike.message, changes=changes))
         return True
 
-    def _final_state(self, code: int) -> int:
+    def _emit_final_state(self, code: int) -> int:
         # the worker emits the final state, unless it was killed before
         last = newest(State, self.events)
         if last is not None and last.state in ENDED:
@@ -236,16 +236,16 @@ class Supervisor:
         if self.signals:
             code = 128 + self.signals[0]
             killed = "killed without a new checkpoint" if sealed else "killed"
-            self._end("paused", code, f"{killed if self._has_started() else 'stopped before training began'}; {resume}")
+            self._emit_end("paused", code, f"{killed if self._has_started() else 'stopped before training began'}; {resume}")
         elif code == errors.DiskFull.exit_code:
-            self._end("paused", code, f"the disk is full; free some space, then {resume}")
+            self._emit_end("paused", code, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks
-            self._end("failed", errors.FAILED, f"the process was killed (often: out of host memory); {resume}")
+            self._emit_end("failed", errors.FAILED, f"the process was killed (often: out of host memory); {resume}")
         else:
-            self._end("failed", errors.FAILED, f"the process ended with status {code}, see {self.run.log}; {resume}")
+            self._emit_end("failed", errors.FAILED, f"the process ended with status {code}, see {self.run.log}; {resume}")
         return code if code > 0 else errors.FAILED
 
-    def _end(self, state: str, exit_code: int, message: str) -> None:
+    def _emit_end(self, state: str, exit_code: int, message: str) -> None:
         self._emit(State(state=state, exit_code=exit_code, message=message))
 
     def _emit(self, event: Event) -> None:

@@ -82,8 +82,8 @@ def _without_module_walks(model: Any) -> Iterator[None]:
         del model.train, model.parameters
 
 
-class Samples:
-    """Short held-out prompts of a run."""
+class SampleAnswers:
+    """Answers short held-out prompts at evaluations."""
 
     def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
         self._tokenizer, self._rows = tokenizer, []
@@ -91,17 +91,17 @@ class Samples:
         settings, path = plan.settings, run.data / "eval_examples.json"
         if settings.launch.strategy != "ddp" or not path.is_file():  # a single rank can't generate with sharded weights
             return
-        rows = read_json(path)
-        self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
+        short_rows = [row for row in read_json(path) if len(row["prompt_ids"]) <= _PROMPT_TOKENS]
+        self._rows = short_rows[: settings.sample_answers]
 
     def emit(self, model: Any, step: int, events: EventWriter, *, is_first: bool) -> None:
         """Emit a `sample` event per prompt, the first time also one without the adapters, as step 0."""
         if is_first and self._rows and not self._continues:
             with model.disable_adapter():
-                self._answer(model, 0, events)
-        self._answer(model, step, events)
+                self._emit_answers(model, 0, events)
+        self._emit_answers(model, step, events)
 
-    def _answer(self, model: Any, step: int, events: EventWriter) -> None:
+    def _emit_answers(self, model: Any, step: int, events: EventWriter) -> None:
         if not self._rows:
             return
         encoder = Encoder(self._tokenizer, with_template=self._tokenizer.chat_template is not None)
@@ -134,14 +134,14 @@ class RunTrainer(SFTTrainer):
 
     def __init__(
         self, *, plan: Plan, run: RunDirectory, events: EventWriter, memory: MemorySampler,
-        seal_facts: Future[dict[str, Any]], masked: bool, **arguments: Any,
+        seal_facts: Future[dict[str, Any]], needs_mask: bool, **arguments: Any,
     ) -> None:  # fmt: skip
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
-        # `masked`: whether the model receives the batch's attention mask
-        self.masked, self.phase, self.method = masked, "train", method_of(plan.settings)
-        if not self.method.is_sft:
+        # `needs_mask`: the model receives the batch's attention mask
+        self.needs_mask, self.phase, self.method = needs_mask, "train", method_of(plan.settings)
+        if not self.method.is_sft:  # a mean over the micro-batch: the trainer divides it by the accumulation steps
             self.loss_is_scaled_for_ga = False  # type: ignore[assignment]
-        self._counted = defaultdict[str, Any](int)
+        self._counts = defaultdict[str, Any](int)  # since `take_counts`
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
         self.best: EvaluatedStep | None = None  # only a step with a checkpoint, or due for one before the next step
@@ -150,7 +150,7 @@ class RunTrainer(SFTTrainer):
         self._processor = picture_processor_of(plan.settings, run.data) if plan.settings.vision else None
         if self._processor:
             self.data_collator = PictureCollator(self.data_collator, self._processor)
-        self.samples = Samples(plan, run, self.processing_class, self._processor)
+        self.sample_answers = SampleAnswers(plan, run, self.processing_class, self._processor)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         # not with several ranks: FSDP replaces the parameters
@@ -160,9 +160,9 @@ class RunTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        self._counted["supervised"] += (inputs["labels"][..., 1:] != NOT_TRAINED).sum()
-        self._counted["real"] += ids.numel() if mask is None else mask.sum()
-        self._counted["padded"] += ids.numel()
+        self._counts["supervised"] += (inputs["labels"][..., 1:] != NOT_TRAINED).sum()
+        self._counts["real"] += ids.numel() if mask is None else mask.sum()
+        self._counts["padded"] += ids.numel()
         # each use of a bitsandbytes weight would call Python code of its class
         with torch._C.DisableTorchFunctionSubclass(), step_context(self.plan.settings, ids.device):
             return super().training_step(model, inputs, num_items_in_batch)
@@ -172,7 +172,7 @@ class RunTrainer(SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """Return the method's loss, or TRL's loss when method sft or pretrain evaluates."""
-        if not self.masked:
+        if not self.needs_mask:
             inputs = without_mask(inputs)
         with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():
             if self.method.is_sft and (return_outputs or not self.model.training):  # type: ignore[union-attr]
@@ -191,12 +191,12 @@ class RunTrainer(SFTTrainer):
             steps = 1 if items is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * computed.auxiliary / steps  # type: ignore[operator]
         for name, count in computed.counts.items():
-            self._counted[name] += count
+            self._counts[name] += count
         return loss
 
     def take_counts(self) -> dict[str, Any]:
         """Return and reset the counts, summed over all ranks. Synchronises the device once."""
-        counts, self._counted = self._counted, defaultdict(int)
+        counts, self._counts = self._counts, defaultdict(int)
         if not counts:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
         on_device = {name: count for name, count in counts.items() if isinstance(count, torch.Tensor)}
@@ -218,7 +218,8 @@ class RunTrainer(SFTTrainer):
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         # arms of a sweep are compared row by row
         is_arm = self.run.arm.exists() and ranks.this_rank().world_size == 1
-        with self.measured_phase("evaluate"), recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows:
+        recording = recorded_row_losses(self.model) if is_arm else contextlib.nullcontext()
+        with self.measured_phase("evaluate"), recording as rows:
             metrics = super().evaluate(*arguments, **named)
         if rows is not None:
             write_row_losses(self.run, self.state.global_step, metrics.get("eval_loss"), rows)
@@ -228,7 +229,7 @@ class RunTrainer(SFTTrainer):
         ))  # fmt: skip
         if ranks.this_rank().is_local_rank_0:
             model, is_first = self.accelerator.unwrap_model(self.model), len(evaluations(self.state.log_history)) == 1
-            self.samples.emit(model, self.state.global_step, self.events, is_first=is_first)
+            self.sample_answers.emit(model, self.state.global_step, self.events, is_first=is_first)
         return metrics
 
     def restore_best(self) -> None:

@@ -73,7 +73,8 @@ class Worker:
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
         records_history = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
         self.history = MemoryHistory(run, self.events.warn, records=records_history)
-        self.phase, self._kernel_problem = "load", ""  # why Triton's kernels can't run
+        self._kernel_problem = ""  # why Triton's kernels can't run
+        self.phase = "load"  # while training, `trainer.phase` is finer
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
@@ -90,7 +91,7 @@ class Worker:
             self.events.emit(events.LossSpike(message=error.problems[0], learning_rate=self.plan.settings.learning_rate))
             return error.exit_code
         except FinetuneError as error:
-            return self._failed(error)
+            return self._report_failure(error)
         except Exception as error:  # noqa: BLE001 - every failure becomes an event
             traceback.print_exc()
             if is_out_of_memory(error):
@@ -101,10 +102,12 @@ class Worker:
                 self.events.emit(event)
                 return OutOfMemory.exit_code
             if is_disk_full(error):
-                return self._failed(DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}"))
-            return self._failed(lost_card(self.plan, self.run.path) or FinetuneError(f"{type(error).__name__}: {error}"))
+                return self._report_failure(DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}"))
+            return self._report_failure(
+                lost_card(self.plan, self.run.path) or FinetuneError(f"{type(error).__name__}: {error}")
+            )
 
-    def _failed(self, error: FinetuneError) -> int:
+    def _report_failure(self, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
         print(f"{error.title}: {printable(message)}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
         with contextlib.suppress(OSError):  # a full disk: the supervisor emits the state later
@@ -114,7 +117,7 @@ class Worker:
     def _train(self) -> int:
         from finetune.run.callbacks import NothingLeftToTrain
 
-        trainer, callback = self._build()
+        trainer, callback = self._build_trainer()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
             from finetune.layers.packed_rows import require_isolated_examples
@@ -123,6 +126,7 @@ class Worker:
         checkpoint, skipped = self._checkpoint_to_resume()
         self._announce(trainer, checkpoint, skipped)
         self.phase = "train"
+        # step 0 is evaluated where it may be the best: the adapter that training continues from
         continues = self.plan.settings.adapter_name_or_path is not None
         trainer.args.eval_on_start = continues and checkpoint is None and trainer.args.eval_strategy != "no"
         try:
@@ -155,7 +159,7 @@ class Worker:
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
 
-    def _build(self) -> tuple[Any, Any]:
+    def _build_trainer(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
         from transformers import set_seed
 
@@ -181,7 +185,7 @@ class Worker:
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
-        masked = settings.vision or (not settings.packing and needs_padding_mask(fewest_layers(config)))
+        needs_mask = settings.vision or (not settings.packing and needs_padding_mask(fewest_layers(config)))
         set_seed(settings.seed)
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()
@@ -194,13 +198,12 @@ class Worker:
         apply_techniques(model, settings)
         self._end_load_phase(time.perf_counter() - began)
         callback = RunCallback(self.events, self.memory, self.stop, self.history)
-        rows = {
-            name: load_from_disk(str(self.run.data / name)) for name in ("train", "eval") if (self.run.data / name).is_dir()
-        }
+        held_out = self.run.data / "eval"
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts=facts, masked=masked,
-            model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
+            seal_facts=facts, needs_mask=needs_mask, model=model, args=sft_config(self.plan, self.run),
+            train_dataset=load_from_disk(str(self.run.data / "train")),
+            eval_dataset=load_from_disk(str(held_out)) if held_out.is_dir() else None,
             processing_class=tokenizer, callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
         )  # fmt: skip
@@ -218,13 +221,13 @@ class Worker:
 
     @cached_property
     def _facts(self) -> Future[dict[str, Any]]:
-        def hashed(plan: Plan) -> dict[str, Any]:
+        def hash_facts(plan: Plan) -> dict[str, Any]:
             # one process per machine hashes the base model's files
             facts = seal_facts(plan, self.run, base=self.rank.is_local_rank_0)
             return {**facts, "num_processes": self.rank.world_size}
 
         # of the plan as it is now: compiling may replace it
-        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hashed, self.plan)
+        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hash_facts, self.plan)
 
     def _checkpoint_to_resume(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
@@ -369,7 +372,7 @@ def main() -> int:
     """Run the training process."""
     ignore_hangup()
     keep_private()
-    raise_gc_thresholds()  # imports create many objects that stay; `_build` restores the thresholds
+    raise_gc_thresholds()  # imports create many objects that stay; `_build_trainer` restores the thresholds
     if len(sys.argv) == 1:
         wait_for_run()
     run = RunDirectory(Path(sys.argv[1]))
@@ -387,7 +390,7 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     if status and ranks.this_rank().world_size == 1:
-        # a retry can start sooner: the interpreter's exit would wait until the base model's files are hashed
+        # a retry can start sooner: the interpreter's exit would wait until the base model's files are hash_facts
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

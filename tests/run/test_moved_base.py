@@ -12,7 +12,7 @@ from finetune.model.configuration import read_config
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
-from finetune.run.fingerprint import find_base
+from finetune.run.fingerprint import require_base
 from finetune.run.prepare import create_run, prepare
 from finetune.run.state import read_state
 
@@ -93,10 +93,10 @@ def test_another_model_is_refused_by_its_hash(project, home):
     (home / "project" / "mymodel").rename(other)
     flip_one_byte(other / "model.safetensors")
     with pytest.raises(CommandError, match=r"with .*/other: .*weights have changed: [0-9a-f]{12}, now [0-9a-f]{12}"):
-        find_base(run, str(other))
+        require_base(run, str(other))
     assert base_of(run) == str(home / "project" / "mymodel")
     with pytest.raises(ModelError, match=f"is missing: {home}/nowhere"):
-        find_base(run, "nowhere")
+        require_base(run, "nowhere")
 
 
 def test_without_a_checkpoint_there_is_no_hash_to_compare(project, home):
@@ -104,7 +104,7 @@ def test_without_a_checkpoint_there_is_no_hash_to_compare(project, home):
     for folder in (run.adapter, run.checkpoints):
         shutil.rmtree(folder)
     with pytest.raises(CommandError, match="no checkpoint yet") as error:
-        find_base(run, str(home / "project" / "mymodel"))
+        require_base(run, str(home / "project" / "mymodel"))
     assert "finetune run" in error.value.fix
 
 

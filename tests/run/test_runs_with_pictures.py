@@ -108,7 +108,7 @@ def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_
 def test_a_run_starts_with_the_pixel_values_that_its_plan_has_counted(model, tmp_path):
     prepared = prepare(recipe(model, tmp_path))
     counts = picture_processor_of(prepared.plan.settings, create_run(prepared).data).value_counts
-    assert counts == prepared.pictures.value_counts and counts.keys() == {f"{width}x{height}" for width, height in SIZES}
+    assert counts == prepared.picture_processor.value_counts and counts.keys() == {f"{w}x{h}" for w, h in SIZES}
 
 
 @pytest.mark.slow
