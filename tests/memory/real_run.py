@@ -300,7 +300,7 @@ def measured(run) -> dict[str, int]:
         worker = Worker(run)
         if worker.plan.settings.load_in_4bit:
             merge_experts_on_host(tracker, patch)
-        trainer, _ = worker._build()
+        trainer, _ = worker._build_trainer()
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             tracker.track(tensor)
         watch(trainer, tracker)

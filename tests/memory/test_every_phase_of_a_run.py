@@ -133,7 +133,7 @@ def test_experts_without_rows_take_no_memory(model, tmp_path):
 @pytest.mark.parametrize(("kind", "masked"), [("llama", False), ("qwen3_moe", True)])
 def test_a_model_is_given_the_mask_of_padded_rows_only_where_it_needs_it(model, tmp_path, kind, masked):
     run, _ = planned(model(kind), tmp_path, **TECHNIQUES["padded"], per_device_eval_batch_size=2)
-    trainer, _ = Worker(run)._build()
+    trainer, _ = Worker(run)._build_trainer()
     input_names = []
     trainer.model.register_forward_pre_hook(lambda model, _, named: input_names.append(sorted(named)), with_kwargs=True)
     trainer.train()

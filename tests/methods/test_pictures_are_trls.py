@@ -59,7 +59,7 @@ def same(ours, theirs):
 def trl_losses(run, folder):
     """The losses of TRL's own trainer on the whole model, with the run's rows in its order and its first adapter."""
     settings = read_plan(run.plan).settings
-    own, _ = Worker(run)._build()
+    own, _ = Worker(run)._build_trainer()
     order = list(own._get_train_sampler())
     first = {name: parameter.detach().clone() for name, parameter in own.model.named_parameters() if parameter.requires_grad}
     targets = sorted({name.partition("base_model.model.")[2].partition(".lora_")[0] for name in first})

@@ -65,7 +65,7 @@ def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
 @pytest.mark.parametrize(("train_vision", "parts"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})])
 def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, parts):
     run = trained(recipe(model, tmp_path, train_vision=train_vision))
-    batch = Worker(run)._build()[0]
+    batch = Worker(run)._build_trainer()[0]
     inputs = batch.data_collator([batch.train_dataset[index] for index in range(2)])
     inputs.pop("labels")
     before, after = tensors(Path(model) / "model.safetensors"), tensors(merge(run) / "model.safetensors")
@@ -119,7 +119,7 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
     rows = path.read_text().splitlines(keepends=True)
     longer = [rows[number].replace("Which number", "Which number " * 60) for number in (3, 5)]
     path.write_text("".join([*rows, *longer]))
-    trainer = Worker(create_run(prepare(settings)))._build()[0]
+    trainer = Worker(create_run(prepare(settings)))._build_trainer()[0]
     order = list(trainer._get_train_sampler())
     pictures = [row["pictures"][0]["width"] for row in trainer.train_dataset]
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]

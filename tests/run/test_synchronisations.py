@@ -71,7 +71,7 @@ def test_the_loss_is_trls_to_the_bit(make_run, train):
         from finetune.run.training import RunTrainer
 
         def compute_loss(self, model, inputs, *arguments, **named):
-            self._counted["correct"] += 0
+            self._counts["correct"] += 0
             positions = torch.arange(inputs["input_ids"].shape[1])[None]  # TRL counts tokens by these or by the mask
             return SFTTrainer.compute_loss(self, model, without_mask(inputs) | {"position_ids": positions}, *arguments, **named)
 
