@@ -10,7 +10,7 @@ const MARKUP = `<div class="ftc-tools"><label><input type="checkbox" data-view="
     aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="copy">${tr("Copy image")}</button></span></div>
   <p class="ft-note ftc-note" role="status" hidden></p><div class="ftc-main"></div><p class="ftc-marks"></p><div class="ftc-table" hidden></div>
   <details class="ftc-more" hidden><summary>${tr("More curves")}</summary><div class="ftc-small"></div></details>`;
-// Strokes by kind of line: colour, width, dash, and the value of a bin that the line shows; colours of events, and their names.
+// Strokes by kind of line: colour, width, dash, and which value of a bin the line shows. Below: colour and name of each event.
 const STROKES = {
   high: ["raw", 1, [], "high"], low: ["raw", 0, [], "low"], loss: ["loss", 2.25, [], "smooth"], held: ["eval", 1.75, [], "mean"],
   process: ["memory", 1.75, [], "high"], allocated: ["reserved", 1, [], "high"], whole: ["soft", 1, [2, 2], "high"], mean: ["loss", 1.5, [], "mean"],
@@ -24,15 +24,15 @@ const FORMATS = {
   loss: (value) => value.toFixed(Math.abs(value) < 0.1 ? 4 : 3), GiB: (value) => value.toFixed(2), count, short,
   percent: (value) => `${(100 * value).toFixed(1)} %`, "°C": (value) => `${value.toFixed(0)} °C`, W: (value) => `${value.toFixed(0)} W`,
 };
-const text = (value, unit) => (value === null || value === undefined ? tr("not a number") : FORMATS[unit](value));
+const formatted = (value, unit) => (value === null || value === undefined ? tr("not a number") : FORMATS[unit](value));
 const span = (low, high) => (low === high ? high : tr("{low} to {high}", { low, high }));
 const escaped = (value) => String(value).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
-const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
+const storedView = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 let library = null;
-const loaded = () => library ??= new Promise((done, failed) => { document.head.append(Object.assign(document.createElement("script"), { src: new URL("uplot.js", import.meta.url).href, onload: done, onerror: failed })); });
+const loadLibrary = () => library ??= new Promise((done, failed) => { document.head.append(Object.assign(document.createElement("script"), { src: new URL("uplot.js", import.meta.url).href, onload: done, onerror: failed })); });
 
-// A run as the server has sent it: the bins of each metric by index, and what happened at which step.
-class Followed {
+// A run's data from the server: the bins of each metric by index, and the marks of its events.
+class RunData {
   constructor(name, label = name) { Object.assign(this, { name, label, have: "", read: null, step: 0, total: 0, alive: true, panels: [], marks: [], metrics: {}, answered: Date.now() }); }
   async ask() {
     const response = await fetch(`/ft/series/${encodeURIComponent(this.name)}?have=${this.have}`).catch(() => null);
@@ -54,7 +54,7 @@ class Followed {
   }
 }
 
-// Exponential moving average of the means without the pull of its beginning; gaps stay.
+// Exponential moving average of the means, without a bias at its start; gaps stay.
 function smoothed(rows, factor) {
   let average = 0, weight = 0;
   return rows.map(({ mean }) => {
@@ -64,30 +64,30 @@ function smoothed(rows, factor) {
   });
 }
 
-// The panels of several runs: a line for each run in each.
+// Panels that compare several runs, with one line per run.
 function compared(runs) {
-  const panel = (title, unit, value, of) => ({
+  const panel = (title, unit, value, sourceOf) => ({
     title, unit, levels: [],
-    lines: runs.map((run, n) => ({ ...of(run), run: n, label: run.label, kind: "run", value })).filter(({ name }, n) => runs[n].metrics[name]),
+    lines: runs.map((run, n) => ({ ...sourceOf(run), run: n, label: run.label, kind: "run", value })).filter(({ name }, n) => runs[n].metrics[name]),
   });
   const held = panel(tr("Held-out loss"), "loss", "mean", () => ({ name: "eval_loss" }));
   return [panel(tr("Loss, smoothed"), "loss", "smooth", () => ({ name: "loss" })), ...(held.lines.length ? [held] : []),
     panel(tr("Memory of the process, GiB"), "GiB", "high", ({ panels }) => panels[1]?.lines[0])];
 }
 
-// The series that uPlot draws of a panel: the loss is three; a level is a line of one value, with its range a band.
+// The uPlot series of a panel. The loss has three; a level is a horizontal line, with a band if it has a range.
 function linesOf({ lines, levels, unit }, plain = { width: 1.5, dash: [] }) {
   const drawn = lines.flatMap((line) => (line.kind !== "loss" ? [line] : [{ ...line, kind: "high" }, { ...line, kind: "low", label: "" }, { ...line, kind: "loss", label: tr("smoothed") }]));
   return [...drawn.map((line) => {
     const [stroke, width, dash, value] = line.kind === "run" ? [RUNS[line.run][0], 1.75, RUNS[line.run][1], line.value] : STROKES[line.kind];
     return { ...line, stroke, width, dash, value };
-  }), ...levels.flatMap(({ label, value, kind, low, high }) => (low === undefined ? [{ ...plain, label, stroke: kind, level: value, reading: text(value, unit) }] : [
+  }), ...levels.flatMap(({ label, value, kind, low, high }) => (low === undefined ? [{ ...plain, label, stroke: kind, level: value, reading: formatted(value, unit) }] : [
     { width: 0, label: "", stroke: kind, level: high, kind: "high" }, { width: 0, label: "", stroke: kind, level: low },
-    { ...plain, dash: [6, 4], label, stroke: kind, level: value, reading: `${text(value, unit)} (${span(text(low, unit), text(high, unit))})` }]))];
+    { ...plain, dash: [6, 4], label, stroke: kind, level: value, reading: `${formatted(value, unit)} (${span(formatted(low, unit), formatted(high, unit))})` }]))];
 }
 
-// The range of a panel's vertical axis; a level that would flatten the lines is outside.
-function heights({ levels, unit }, isLog, low, high) {
+// The range of a panel's vertical axis. A level far above the lines would flatten them and stays outside, except the forecast.
+function verticalRange({ levels, unit }, isLog, low, high) {
   if (low === null || low === undefined) [low, high] = isLog ? [0.1, 1] : levels.length ? [Infinity, -Infinity] : [0, 1];
   if (isLog) return window.uPlot.rangeLog(low, high, 10, false);
   for (const level of [...levels].sort((a, b) => a.value - b.value)) {
@@ -95,7 +95,7 @@ function heights({ levels, unit }, isLog, low, high) {
     [low, high] = [Math.min(low, level.low ?? level.value), Math.max(high, level.high ?? level.value)];
   }
   const margin = 0.07 * (high - low > 1e-6 * Math.abs(high) ? high - low : Math.abs(high) || 1); // else rounding fills the plot
-  if (unit === "GiB" && !levels.length) return [0, high * 1.07]; // else the noise of runs that take as much fills the plot
+  if (unit === "GiB" && !levels.length) return [0, high * 1.07]; // else the noise of runs with equal memory fills the plot
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }
 
@@ -103,9 +103,9 @@ class Chart extends HTMLElement {
   connectedCallback() { if (this.runs) this.follow(); else this.start(); } // Gradio may move the element
   disconnectedCallback() { this.leave(); queueMicrotask(() => { if (!this.isConnected) this.clear(); this.signature = ""; }); }
   async start() {
-    const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
-    Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
-    await loaded().catch(() => { library = null; });
+    const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new RunData(name, labels[n]));
+    Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...storedView() }, charts: [], zoom: null, signature: "" });
+    await loadLibrary().catch(() => { library = null; });
     this.innerHTML = MARKUP;
     [this.part("table").hidden, this.part("main").hidden] = [Boolean(window.uPlot), !window.uPlot]; // without uPlot: the table instead of the plots
     for (const tool of this.querySelectorAll("label, button:not([data-do=csv], [data-do=whole])")) tool.hidden = !window.uPlot;
@@ -125,7 +125,7 @@ class Chart extends HTMLElement {
   clear() { this.charts.splice(0).forEach(({ u, section }) => { u.destroy(); section.remove(); }); }
   part(name) { return this.querySelector(`.ftc-${name}`); }
   leave() { clearTimeout(this.timer); this.observers?.forEach((observer) => observer.disconnect()); }
-  // Follows the runs, the width, and whether it is light or dark.
+  // Watches the runs, the width and the theme.
   follow() {
     this.leave();
     const resize = () => this.charts.forEach(({ u, section }) => { if (section.clientWidth && section.clientWidth !== u.width) u.setSize({ width: section.clientWidth, height: u.height }); });
@@ -144,27 +144,27 @@ class Chart extends HTMLElement {
     await Promise.all(runs.filter(({ isGone }) => !isGone).map((run) => run.ask()));
     this.isPolling = false;
     if (!this.isConnected) return;
-    const isOn = runs.some(({ alive, have, read }) => alive || !have || read !== null);
-    if (runs.some(({ isGone }) => !isGone)) this.timer = setTimeout(() => this.poll(), isOn ? TICK_MS : IDLE_MS);
+    const isChanging = runs.some(({ alive, have, read }) => alive || !have || read !== null);
+    if (runs.some(({ isGone }) => !isGone)) this.timer = setTimeout(() => this.poll(), isChanging ? TICK_MS : IDLE_MS);
     const panels = runs.length > 1 ? compared(runs) : runs[0].panels, signature = JSON.stringify(panels);
     if (signature === this.signature) this.draw();
     else [this.panels, this.signature] = [panels, signature], this.build();
-    this.say();
+    this.showNote();
   }
-  // What there is to say beside the curves: a history that is being read, a run without steps, a server that does not answer.
-  say() {
+  // The note beside the curves: a run is gone or has no step yet, its history is being read, or the server does not answer.
+  showNote() {
     const lines = this.runs.map((run) => {
-      const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.label}: ` : "";
-      if (run.isGone) return of + tr("This run no longer exists.");
-      if (silent_s > SILENT_S) return of + tr("No answer for {s} s. The curves show the last state received.", { s: silent_s });
-      if (run.read !== null) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
-      return run.have && !run.step ? of + tr("No step yet.") : "";
+      const silent_s = Math.round((Date.now() - run.answered) / 1000), prefix = this.runs.length > 1 ? `${run.label}: ` : "";
+      if (run.isGone) return prefix + tr("This run no longer exists.");
+      if (silent_s > SILENT_S) return prefix + tr("No answer for {s} s. The curves show the last state received.", { s: silent_s });
+      if (run.read !== null) return prefix + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
+      return run.have && !run.step ? prefix + tr("No step yet.") : "";
     });
     if (!window.uPlot) lines.push(tr("The curves need uPlot, which can't be loaded. Reload the page, or build again with npm and a network connection."));
     Object.assign(this.part("note"), { hidden: !lines.join(""), textContent: lines.filter(Boolean).join(" ") });
   }
 
-  // Makes the plots anew: other panels, or another axis.
+  // Rebuilds the plots, for other panels or another axis.
   build() {
     if (!this.panels) return;
     this.clear();
@@ -188,11 +188,11 @@ class Chart extends HTMLElement {
     const reading = (u, value, n, index) => {
       const line = lines[n - 1], number = index === null ? undefined : shown(u, n, index);
       if (line.reading || number === undefined) return line.reading ?? "";
-      return line.kind === "high" ? span(text(shown(u, n + 1, index), panel.unit), text(number, panel.unit)) : text(number, panel.unit);
+      return line.kind === "high" ? span(formatted(shown(u, n + 1, index), panel.unit), formatted(number, panel.unit)) : formatted(number, panel.unit);
     };
     return {
       height: panel.small ? 120 : 210, padding: [8, 26, 0, 0], legend: { markers: { stroke: (u, n) => `var(--ft-${lines[n - 1].stroke})`, fill: "none" } },
-      scales: { x: { time: false, range: () => this.range() }, y: { distr: isLog ? 3 : 1, range: (u, low, high) => heights(panel, isLog, low, high) } },
+      scales: { x: { time: false, range: () => this.range() }, y: { distr: isLog ? 3 : 1, range: (u, low, high) => verticalRange(panel, isLog, low, high) } },
       axes: [{ ...axis, size: 30, values: (u, steps) => steps.map(count), incrs: [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((base) => base * 10 ** power)) },
         { ...axis, size: 56, values: (u, values, n, space, step) => values.map((value) => (value === null ? null : isLog ? short(value) : tick(value, step))) }],
       cursor: { y: false, sync: { key: "ft-chart" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.do_whole() } },
@@ -205,7 +205,7 @@ class Chart extends HTMLElement {
       hooks: { draw: panel.small ? [] : [(u) => this.drawMarks(u)], setSelect: [(u) => this.selected(u)], setCursor: [(u) => { if (u.cursor.idx === null) this.readNewest(u); }] },
     };
   }
-  // uPlot's data of a panel: the places of all lines, and for each line its values there; undefined where it has no point.
+  // uPlot's data of a panel: the steps of all lines, then each line's values there; undefined where a line has no point.
   dataOf(panel, lines) {
     return window.uPlot.join([[this.range()], ...lines.map(({ name, run = 0, value, add = 0, level }) => {
       if (level !== undefined) return [[0, this.range()[1]], [level, level]];
@@ -219,19 +219,19 @@ class Chart extends HTMLElement {
       return [places, values];
     })]);
   }
-  // New points into the plots that are there; the range stays.
+  // Draws new points into the existing plots; the visible range stays.
   draw() {
     for (const { panel, lines, u } of this.charts) {
       u.setData(this.dataOf(panel, lines));
       if (u.cursor.idx === null || u.cursor.idx === undefined) this.readNewest(u);
     }
     this.querySelector("[data-do=whole]").hidden = !this.zoom;
-    this.part("marks").textContent = this.runs.length > 1 ? "" : this.happened().map(([value, step]) => tr("{value} at step {step}", { value, step: count(step) })).join(" · ");
+    this.part("marks").textContent = this.runs.length > 1 ? "" : this.markTexts().map(([value, step]) => tr("{value} at step {step}", { value, step: count(step) })).join(" · ");
     if (!this.part("table").hidden) this.fillTable();
   }
   readNewest(u) { u.setLegend({ idx: u.data[0].length - 1 }, false); }
-  // Retries, resumes and losses that are no number; of the evaluations and checkpoints the newest.
-  happened() {
+  // Texts and steps below the curves: all retries, resumes and losses that are no number; the newest evaluation and checkpoint.
+  markTexts() {
     const [run] = this.runs, gaps = run.rows("loss").filter((row) => row.gaps).map(({ first }) => [tr("not a number"), first]);
     const named = new Map(run.marks.filter(([name]) => MARKS[name]).map(([name, step]) => [isRare(name) ? `${name} ${step}` : name, [MARKS[name][1], step]]));
     return [...named.values(), ...gaps].sort(([, a], [, b]) => a - b);
@@ -258,23 +258,23 @@ class Chart extends HTMLElement {
   }
   fillTable() {
     const columns = this.panels.filter(({ small }) => !small).flatMap(({ title, unit, lines }) => lines.map((line) => ({ ...line, title, unit, rows: this.runs[line.run ?? 0].rows(line.name) })));
-    const rows = this.runs.map((run) => run.rows("loss")).reduce((most, of) => (of.length > most.length ? of : most)), every = Math.max(1, Math.floor(rows.length / TABLE_ROWS));
-    const cell = ({ rows: of, unit, add = 0 }, { first, last }) => {
-      const bin = of.findLast((row) => row.first <= last && row.last >= first);
-      return bin ? text(bin.mean === null ? null : bin.mean + add, unit) : "–";
+    const rows = this.runs.map((run) => run.rows("loss")).reduce((longest, rows) => (rows.length > longest.length ? rows : longest)), every = Math.max(1, Math.floor(rows.length / TABLE_ROWS));
+    const cell = ({ rows: lineRows, unit, add = 0 }, { first, last }) => {
+      const bin = lineRows.findLast((row) => row.first <= last && row.last >= first);
+      return bin ? formatted(bin.mean === null ? null : bin.mean + add, unit) : "–";
     };
     const line = (cells, tag) => `<tr>${cells.map((value) => `<${tag} class="right">${escaped(value)}</${tag}>`).join("")}</tr>`;
     const body = rows.filter((row, n) => n % every === 0 || n === rows.length - 1).map((row) => line([span(count(row.first), count(row.last)), ...columns.map((column) => cell(column, row))], "td"));
     show(this.part("table"), `<div class="ft-scroll" role="region" aria-label="${tr("Curves as a table")}" tabindex="0"><table><thead>${
       line([tr("step"), ...columns.map(({ title, label }) => `${title}: ${label}`)], "th")}</thead><tbody>${body.join("")}</tbody></table></div>`);
   }
-  // Every bin of every metric; memory in GiB.
+  // Every bin of every metric, memory in GiB.
   do_csv() {
     const cell = (value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value ?? "");
     const lines = this.runs.flatMap((run) => Object.keys(run.metrics).flatMap((name) => run.rows(name).map(({ first, last, mean, low, high, gaps }) => [run.name, name, first, last, mean, low, high, gaps].map(cell).join(","))));
     save(new Blob([`run,metric,first_step,last_step,mean,lowest,highest,not_a_number\n${lines.join("\n")}\n`], { type: "text/csv" }), `${this.runs[0].name}.csv`);
   }
-  // The large plots below each other, each under its title and readings.
+  // Copies the large plots, one below the other, under their titles and readings.
   do_copy() {
     copyPicture(this.charts.filter(({ panel }) => !panel.small).map(({ panel, u, section }) => {
       const readings = [...section.querySelectorAll(".u-series:not(.ftc-unnamed)")].map(({ textContent }) => textContent).join("   ");

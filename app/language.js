@@ -1,4 +1,4 @@
-// Texts of scripts: the page has those in its language, by their English; and the choice of a language, kept in a cookie.
+// Translations of the scripts' texts, which the page carries by their English, and the choice of a language, kept in a cookie.
 const texts = JSON.parse(document.getElementById("ft-texts")?.textContent || "{}");
 export const tr = (text, values = {}) => (texts[text] ?? text).replace(/\{(\w+)\}/g, (all, name) => values[name] ?? all);
 document.addEventListener("change", ({ target }) => {

@@ -1,9 +1,9 @@
-// New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
+// New run: sends edits in their order, shows the returned screen and then the plan of that draft, and opens panels.
 import { tr } from "./language.js";
 import { chooseFile, find, onDrop, sendBy, show as morphTo, upload } from "./parts.js";
 
 const TICK_MS = 1500;
-// The draft's stamp, the edits that wait for their answer, the plan that is asked for, and what a person opened.
+// The draft's stamp, edits without an answer, the running request for a plan, and what the user has opened.
 const state = { stamp: -1, waiting: [], edits: Promise.resolve(), planning: null, starting: false, mine: "", panel: "", query: "", why: "" };
 
 const ask = (path, options = {}) => fetch(`/ft/new/${path}`, options).then((response) => (response.ok ? response.json() : null)).catch(() => null);
@@ -56,8 +56,8 @@ const askForPlan = async () => {
     if (answer.complete !== false) return;
   }
 };
-// Edits wait for one another, so that none overtakes another. An edit that the server did not get is sent again; a refused one is
-// not. A browser lets a request of at most 64 KiB outlive its page.
+// Each edit waits for the answer to the edit before. An edit that the server did not get is sent again; a refused edit is not.
+// `keepalive`: a browser lets a request of at most 64 KiB outlive its page.
 const posted = (message, body = JSON.stringify(message)) => ({ method: "POST", headers: { "content-type": "application/json" }, body, keepalive: body.length < 60_000 });
 const noteOf = (css, textContent) => Object.assign(document.createElement("p"), { className: `ft-note ${css}`, textContent }).outerHTML;
 const answerTo = async (message) => {
@@ -81,7 +81,7 @@ const send = (message) => {
   document.body.toggleAttribute("data-unsaved", true);
   state.edits.then(() => document.body.toggleAttribute("data-unsaved", state.waiting.length > 0));
 };
-// What waits, and what is being typed, is sent when the page is left; the first one that waits is on its way.
+// When the page is left, waiting edits and the edit being typed are sent; the first waiting edit is already on its way.
 window.addEventListener("pagehide", () => {
   const box = document.activeElement, typed = box.matches("input[data-set], [data-field]") && box.value !== box.defaultValue && edit(box);
   for (const message of [...state.waiting.slice(1), ...(typed ? [typed] : [])]) fetch("/ft/new/change", posted(message));
@@ -90,7 +90,7 @@ const edit = (box) => {
   const { set, field, column } = box.dataset;
   if (set === "text" || !box.reportValidity()) return null;
   if (set || field) return { set: set ?? field, text: box.value };
-  return column ? { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((each) => [each.dataset.column, each.value])) } : null;
+  return column ? { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((select) => [select.dataset.column, select.value])) } : null;
 };
 sendBy((message) => ("search" in message ? open("model", message.search) : send(message)));
 
@@ -100,9 +100,9 @@ const look = async () => {
   if (answer !== null && shown) fill(shown, answer);
 };
 const loadPanel = async (check = "") => {
-  const turn = check ? state.turn : (state.turn = {}), name = state.panel; // only answers to the newest request of a person count
+  const request = check ? state.request : (state.request = {}), name = state.panel; // only answers to the user's newest request count
   const html = await ask(`panel/${name}?query=${encodeURIComponent(state.query)}${check}`);
-  if (state.turn === turn && state.panel === name) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
+  if (state.request === request && state.panel === name) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer. Close this panel and open it again."));
 };
 const open = async (name, query = "") => {
   [state.panel, state.query] = [name, query];

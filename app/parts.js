@@ -1,5 +1,5 @@
-// Keeps a page up to date. An element with `data-follow` has an address that is asked every `data-every` ms for its parts, elements
-// with `data-part`, whose stamp has changed. Buttons with `data-act` send their message there, or to `data-address`.
+// Keeps a page up to date. An element with `data-follow` asks that address every `data-every` ms for its changed parts: elements with
+// `data-part`, whose stamp has changed. Buttons with `data-act` send their message to `data-address`, else to that address.
 import { tr } from "./language.js";
 
 export const find = (selector) => document.querySelector(selector);
@@ -22,14 +22,14 @@ export const show = (element, html) => {
   morph(element, wanted);
   if (used && !used.isConnected) element.querySelector(`[data-key="${CSS.escape(used.dataset.key ?? "")}"]`)?.focus({ preventScroll: true });
 };
-const timers = new Map(), turns = new Map(); // only the newest turn counts: an older answer may be from before a message
+const timers = new Map(), requests = new Map(); // only the newest request counts: an older answer may be from before a message
 const parts = (root) => [...root.querySelectorAll("[data-part]")];
-const refresh = async (root, turn) => {
+const refresh = async (root, request) => {
   const shown = parts(root).map(({ dataset }) => dataset.stamp).filter(Boolean).join("."), { follow } = root.dataset;
   const response = await fetch(`${follow}${follow.includes("?") ? "&" : "?"}shown=${shown}`).catch(() => null);
   const answer = (response?.ok && await response.json().catch(() => null)) || null;
   const refused = response && !response.ok ? await response.text().catch(() => "") : "", said = root.querySelector("[data-said]");
-  if (turns.get(root) !== turn) return;
+  if (requests.get(root) !== request) return;
   for (const part of answer ? parts(root) : []) {
     const [stamp, html] = answer.parts[part.dataset.part] ?? [];
     if (stamp) { part.dataset.stamp = stamp; show(part, html); }
@@ -38,13 +38,13 @@ const refresh = async (root, turn) => {
   root.dispatchEvent(new CustomEvent("answer", { detail: { answer, refused } }));
 };
 export const ask = async (root) => {
-  const turn = {};
-  turns.set(root, turn);
+  const request = {};
+  requests.set(root, request);
   timers.set(root, clearTimeout(timers.get(root)));
-  if (!document.hidden) await refresh(root, turn).catch(console.error);
-  if (turns.get(root) === turn) timers.set(root, setTimeout(ask, Number(root.dataset.every), root));
+  if (!document.hidden) await refresh(root, request).catch(console.error);
+  if (requests.get(root) === request) timers.set(root, setTimeout(ask, Number(root.dataset.every), root));
 };
-// Sends a message; what the server says of it stands in `said`, other parts of the answer in their places.
+// Sends a message. The answer's text goes into the element `said`, its other parts into theirs.
 export const post = async (root, message, said = root.querySelector("[data-said]")) => {
   const options = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(message) };
   const response = await fetch(root.dataset.address ?? root.dataset.follow, options).catch(() => null);
@@ -55,22 +55,22 @@ export const post = async (root, message, said = root.querySelector("[data-said]
   ask(root);
   return answer;
 };
-// The way of messages outside of followed elements, also of those that were sent before its script was there.
+// Buttons outside of followed elements send by the function given to `sendBy`; earlier messages wait for it.
 const early = [];
 let send = (message) => early.push(message);
-export const sendBy = (way) => { send = way; early.splice(0).forEach(way); };
+export const sendBy = (sender) => { send = sender; early.splice(0).forEach(sender); };
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-act]"), root = element?.closest("[data-follow]"), bar = find("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
-  const asked = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
-  if (element && (!asked || confirm(asked))) (root ? (message) => post(root, message) : send)(JSON.parse(element.dataset.act));
+  const question = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
+  if (element && (!question || confirm(question))) (root ? (message) => post(root, message) : send)(JSON.parse(element.dataset.act));
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) [...timers.keys()].forEach(ask); });
 const follow = () => { for (const root of document.querySelectorAll("[data-follow]")) if (!timers.has(root)) ask(root); };
 new MutationObserver(follow).observe(document.documentElement, { childList: true, subtree: true });
 follow();
 
-// A file for the page's server: its place there, or the error in words.
+// Uploads a file; returns its path on the server, or an error text.
 export const upload = async (file) => {
   const form = new FormData();
   form.append("files", file);
@@ -83,7 +83,7 @@ export const chooseFile = (take, accept = "") => {
   chooser.addEventListener("change", () => chooser.files[0] && take(chooser.files[0]));
   chooser.click();
 };
-// A dropped file does not replace the page.
+// Takes a dropped file, which would otherwise replace the page.
 export const onDrop = (take, isWanted = () => true) => {
   for (const name of ["dragover", "drop"]) {
     document.addEventListener(name, (event) => {
@@ -94,19 +94,19 @@ export const onDrop = (take, isWanted = () => true) => {
   }
 };
 
-// Pictures under titles, below each other: into the clipboard; as a file where that is refused.
+// Copies images, one below the other under their titles; saves them as a file if the browser refuses.
 export const save = async (blob, download) => Object.assign(document.createElement("a"), { href: await dataOf(blob), download }).click();
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
 export const copyPicture = async (rows, name, button) => {
-  const scale = devicePixelRatio, row = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
+  const scale = devicePixelRatio, titleHeight = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
   picture.width = Math.max(...rows.map(([, image]) => image.width));
-  picture.height = rows.reduce((height, [, image]) => height + image.height + row, 0);
+  picture.height = rows.reduce((height, [, image]) => height + image.height + titleHeight, 0);
   Object.assign(context, { fillStyle: colour("ground") }).fillRect(0, 0, picture.width, picture.height);
   Object.assign(context, { fillStyle: colour("text"), font: `600 ${13 * scale}px Inter, system-ui, sans-serif` });
   rows.reduce((top, [title, image]) => {
     context.fillText(title, 8 * scale, top + 18 * scale, picture.width - 16 * scale);
-    context.drawImage(image, 0, top + row);
-    return top + row + image.height;
+    context.drawImage(image, 0, top + titleHeight);
+    return top + titleHeight + image.height;
   }, 0);
   const blob = await new Promise((done) => picture.toBlob(done));
   const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
@@ -114,7 +114,7 @@ export const copyPicture = async (rows, name, button) => {
   button.textContent = tr("Copied");
   setTimeout(() => { button.textContent = tr("Copy image"); }, 2000);
 };
-// An element as it is seen: an SVG, which can fetch no font, draws a copy of it with the styles that it has.
+// The image of an element: an SVG draws a copy with its computed styles and an inlined font, as an SVG can't fetch one.
 const dataOf = (blob) => new Promise((done) => Object.assign(new FileReader(), { onload: ({ target }) => done(target.result) }).readAsDataURL(blob));
 const styled = (node) => {
   const copy = node.cloneNode(false);
@@ -133,7 +133,7 @@ const pictureOf = async (element) => {
   await image.decode();
   return image;
 };
-// `data-copy` is the title of a picture: of its row of a table, with the names of the columns, or of what `data-picture` marks.
+// `data-copy` is the title of the copied image: the button's table row below the column names, else the element `data-picture`.
 document.addEventListener("click", async ({ target }) => {
   const { copy } = target.dataset ?? {}, row = copy && target.closest("tr");
   const shown = row ? [row.closest("table").tHead, row] : copy ? [find("[data-picture]")] : [];

@@ -1,5 +1,5 @@
-// The page of all runs: search, filters, what is chosen, and the menu of a row. The server replaces the table when a run has moved
-// on, so what is chosen is kept in `state` and applied anew.
+// The page of all runs: search, filters, selection, and the menu of a row. The server replaces the table when a run has moved on,
+// so the selection is kept in `state` and applied again.
 import { tr } from "./language.js";
 import { find, post } from "./parts.js";
 
@@ -7,7 +7,7 @@ const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
 const shown = () => rows().filter((row) => !row.hidden);
 const state = { chosen: new Set(), last: "", menu: "" };
 
-// The options of a filter are what the rows have; the one that was chosen stays.
+// A filter offers the values that the rows have; the chosen value stays.
 const offer = (select, values) => {
   const wanted = [select.options[0].text, ...new Set(values)];
   if ([...select.options].map(({ text }) => text).join("\n") === wanted.join("\n")) return;
@@ -42,8 +42,8 @@ const apply = () => {
 };
 
 const choose = (row, isChosen, isSpan) => {
-  const names = shown().map(({ dataset }) => dataset.run), at = names.indexOf(row.dataset.run), from = names.indexOf(state.last);
-  const span = isSpan && from >= 0 ? names.slice(Math.min(at, from), Math.max(at, from) + 1) : [row.dataset.run];
+  const names = shown().map(({ dataset }) => dataset.run), index = names.indexOf(row.dataset.run), lastIndex = names.indexOf(state.last);
+  const span = isSpan && lastIndex >= 0 ? names.slice(Math.min(index, lastIndex), Math.max(index, lastIndex) + 1) : [row.dataset.run];
   for (const name of span) if (isChosen) state.chosen.add(name); else state.chosen.delete(name);
   state.last = row.dataset.run;
   apply();
