@@ -1,6 +1,6 @@
-"""Work that outlives the page, as detached processes: commands on results, and a queue of requested runs.
+"""Detached processes that outlive the page: commands on results, and the queue of requested runs.
 
-The queue's entries are started in order by `python -m app.background RUNS [ENTRY]`.
+The queue is worked off by `python -m app.background RUNS [ENTRY]`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from finetune.run.state import is_alive, is_recorded_process, process_record
 from finetune.settings import AUTO, Recipe
 from finetune.system import is_locked, rename, shell_join, take_lock
 
-from .worker import command, detach, environment
+from .worker import child_environment, detach, module_command
 from .workspace import Workspace
 
-#: Open states; status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
-OPEN = ("waiting", "preparing")
-#: Number of started and failed entries to keep.
-_MOST_CLOSED = 8
+#: States before the start. status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
+OPEN_STATES = ("waiting", "preparing")
+_MOST_CLOSED_ENTRIES = 8  # started and failed entries that are kept
 _POLL_S = 0.3
 
 
@@ -66,24 +65,24 @@ class Queue:
     def entries(self) -> list[Entry]:
         return [Entry(path) for path in sorted(self.folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
-    def waiting(self) -> list[Entry]:
-        return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
+    def open_entries(self) -> list[Entry]:
+        return [entry for entry in self.entries() if entry.status()["state"] in OPEN_STATES]
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
         """Queue a new run, or a continuation of the run `resume`."""
-        for entry in self.waiting():
+        for entry in self.open_entries():
             if resume and entry.status().get("resume") == resume:  # a second click
                 return entry
         # hidden until complete: the starter must not see half an entry
-        building = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
-        building.mkdir(mode=0o700)
-        entry = Entry(building)
+        hidden = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
+        hidden.mkdir(mode=0o700)
+        entry = Entry(hidden)
         entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
         entry.set_status("waiting", "in the queue", resume=resume, force=force)
-        entry = Entry(rename(building, self.folder / building.name[1:]))
-        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN]
-        for old in closed[:-_MOST_CLOSED]:
-            shutil.rmtree(old.path, ignore_errors=True)
+        entry = Entry(rename(hidden, self.folder / hidden.name[1:]))
+        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN_STATES]
+        for old_entry in closed[:-_MOST_CLOSED_ENTRIES]:
+            shutil.rmtree(old_entry.path, ignore_errors=True)
         self.ensure_starter()
         return entry
 
@@ -97,8 +96,8 @@ class Queue:
 
     def ensure_starter(self) -> None:
         # detached: the queue goes on when the app ends; a second starter exits by itself
-        if self.waiting() and not is_locked(self.folder / ".lock"):
-            starter = command(".background", str(self.workspace.runs))
+        if self.open_entries() and not is_locked(self.folder / ".lock"):
+            starter = module_command(".background", str(self.workspace.runs))
             detach(self.workspace.root, starter, self.folder / ".starter.txt")
 
     def start_all(self) -> None:
@@ -107,38 +106,40 @@ class Queue:
         if lock is None:
             return
         with lock:
-            while waiting := self.waiting():
+            while open_entries := self.open_entries():
                 busy = next((run.path.name for run in self.workspace.list_runs() if is_alive(run)), None)
                 if busy is None:
-                    self._start_in_child(waiting[0])
+                    self._start_in_child(open_entries[0])
                     continue
                 message = f"starts when {busy} has ended"
-                if waiting[0].path.exists() and waiting[0].status()["message"] != message:
-                    waiting[0].set_status("waiting", message)
+                # the user may have removed the entry meanwhile
+                if open_entries[0].path.exists() and open_entries[0].status()["message"] != message:
+                    open_entries[0].set_status("waiting", message)
                 time.sleep(_POLL_S)
 
     def _start_in_child(self, entry: Entry) -> None:
-        # the libraries' memory is free again while the run trains
+        # a child process, whose libraries take no memory while the run trains
         entry.set_status("preparing", "loading libraries")
         log = entry.path / "log.txt"
-        child = command(".background", str(self.workspace.runs), str(entry.path))
+        child = module_command(".background", str(self.workspace.runs), str(entry.path))
         with log.open("ab") as file:
-            code = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment()).returncode
+            code = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=child_environment()).returncode
         if entry.status()["state"] == "preparing":  # the child died before it could write an error
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
             entry.set_status("failed", f"the preparation ended with status {code}", problems=[lines[-1][:500]], fix="")
 
     def start(self, entry: Entry) -> None:
-        """Prepare and start one entry."""
+        """Prepare and start the run of an entry."""
         from finetune.run import control  # here: imports stay at most ten deep
 
         status = entry.status()
         try:
-            if resumed := status.get("resume"):
-                run = self.workspace.run(resumed) or RunDirectory(self.workspace.runs / resumed)
+            if resumed_name := status.get("resume"):
+                # a deleted run: `resume` raises the error for the page
+                run = self.workspace.run(resumed_name) or RunDirectory(self.workspace.runs / resumed_name)
                 control.resume(run)
             else:
-                run = self._prepared(entry, bool(status.get("force")))
+                run = self._create_run(entry, bool(status.get("force")))
                 control.start(run)
         except FinetuneError as error:
             # the page shows the error from the status
@@ -146,7 +147,7 @@ class Queue:
         else:
             entry.set_status("started", "", run=run.path.name)
 
-    def _prepared(self, entry: Entry, force: bool) -> RunDirectory:
+    def _create_run(self, entry: Entry, force: bool) -> RunDirectory:
         from finetune.run.prepare import create_run, prepare
 
         recipe = load_recipe(entry.recipe)
@@ -161,15 +162,16 @@ class Queue:
 
 @dataclass(frozen=True)
 class Task:
-    """One command of finetune with its output."""
+    """A detached finetune command, such as `eval RUN`."""
 
     #: Working folder of the command.
     root: Path
+    #: Folder of status.json and output.txt.
     path: Path
 
     def begin(self, *arguments: str) -> None:
-        """Start the command. Raises CommandError."""
-        if self.is_running:
+        """Start the command. Raises CommandError if it is running."""
+        if (self.status() or {}).get("state") == "running":
             raise CommandError(f"finetune {arguments[0]} is already running")
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         output = self.path / "output.txt"
@@ -187,13 +189,9 @@ class Task:
             return {**values, "state": "failed" if result is None or "problems" in result else "done"}
         return values
 
-    @property
-    def is_running(self) -> bool:
-        return (self.status() or {}).get("state") == "running"
-
     def output(self) -> str:
         with contextlib.suppress(FileNotFoundError), (self.path / "output.txt").open("rb") as file:
-            return file.read(2**26).decode("utf-8", "replace")
+            return file.read(2**26).decode("utf-8", "replace")  # at most 64 MiB
         return ""
 
     def result(self) -> dict[str, Any] | None:
@@ -211,7 +209,7 @@ def task_of(workspace: Workspace, run: RunDirectory, verb: str) -> Task:
 
 
 def main() -> None:
-    """Start all entries; in a child process one."""
+    """Start all entries, or the entry in the second argument."""
     keep_private()
     raise_gc_thresholds()
     queue = Queue(Workspace(Path.cwd(), Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Conversations with models of runs, and the process that answers, a worker: `python -m app.chats RUN FILE`"""
+"""Conversations with a run's models, and the worker process that answers: `python -m app.chats RUN FILE`"""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
 
-#: Seconds without a question after which the chat process ends and frees its memory.
-_IDLE_S = 600.0
-#: Folder of the images of all conversations.
-PICTURES = "pictures"
-#: An image is named by its digest.
-_PICTURE = re.compile("[0-9a-f]{40}")
-Model = Literal["base", "tuned"]
-MODELS: tuple[Model, ...] = ("base", "tuned")
+_IDLE_S = 600.0  # without a question; then the process ends and frees its memory
+_PICTURES_FOLDER = "pictures"  # of all conversations
+_PICTURE_NAME = re.compile("[0-9a-f]{40}")  # an image file is named by its digest
+ModelName = Literal["base", "tuned"]
+MODELS: tuple[ModelName, ...] = ("base", "tuned")
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,10 @@ class Turn(Event, kind="turn"):
 
     id: str
     text: str
-    models: tuple[Model, ...] = MODELS
+    models: tuple[ModelName, ...] = MODELS
     #: File names.
     pictures: tuple[str, ...] = ()
-    answers: dict[Model, Answer] = field(default_factory=dict)
+    answers: dict[ModelName, Answer] = field(default_factory=dict)
     #: Reason for missing answers.
     error: str = ""
 
@@ -70,45 +67,47 @@ def _read_turns(path: Path) -> list[Turn]:
 
 
 class Chats:
-    """Conversations, and one process with a run's models."""
+    """Conversations by run, and one worker with a run's models."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")
         self._lock = threading.Lock()
         self._worker: Worker | None = None
-        self._name = ""
+        self._worker_run_name = ""
         self._asking = ThreadPoolExecutor(1)  # answers keep the order of questions
         #: Turns without all their answers, by id.
         self.answering: dict[str, Turn] = {}
         self._is_stopped = False
 
     def ask(
-        self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
-        pictures: Sequence[str] = (), **how: Any,
+        self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[ModelName] = MODELS,
+        pictures: Sequence[str] = (), **sampling: Any,
     ) -> Future[None]:  # fmt: skip
-        """Ask a question without waiting."""
+        """Ask without waiting. `sampling`: see `Conversation.answer`."""
         turn = Turn(id=uuid.uuid4().hex, text=text, models=tuple(models), pictures=tuple(pictures))
         with self._lock:
-            worker = self._worker_of(run)
+            worker = self._worker_for(run)
         # in a file: all tabs show one conversation, and closing a tab loses nothing
         writer = EventWriter(self.path(run))
         writer.emit(turn)
         self.answering[turn.id] = turn
-        return self._asking.submit(self._wait, worker, writer, turn, max_new_tokens=max_new_tokens, **how)
+        return self._asking.submit(self._collect_answers, worker, writer, turn, max_new_tokens=max_new_tokens, **sampling)
 
-    def _wait(self, worker: Worker, writer: EventWriter, turn: Turn, **how: Any) -> None:
+    def _collect_answers(self, worker: Worker, writer: EventWriter, turn: Turn, **generation: Any) -> None:
         error, answers, self._is_stopped = "", turn.answers, False
         try:
             for model in turn.models:
                 answers[model] = Answer()
-                how |= {"model": model, "text": turn.text, "pictures": turn.pictures}
+                question = {"model": model, "text": turn.text, "pictures": turn.pictures, **generation}
+                append = functools.partial(_append_piece, answers, model)
                 try:
-                    answers[model] = Answer(**worker.call("answer", report=functools.partial(_grow, answers, model), **how))
+                    answers[model] = Answer(**worker.call("answer", report=append, **question))
                 except FinetuneError as failure:
                     error = " ".join([*failure.problems, failure.fix])
-                    so_far = answers.pop(model)
-                    if so_far != Answer():
-                        answers[model] = replace(so_far, tokens=0, stopped=True)
+                    partial_answer = answers.pop(model)
+                    if partial_answer != Answer():
+                        # a count of tokens marks the answer as ended; here the count is unknown
+                        answers[model] = replace(partial_answer, tokens=0, stopped=True)
                 writer.emit(replace(turn, error=error))
                 if error or self._is_stopped:
                     break
@@ -134,10 +133,10 @@ class Chats:
 
     @property
     def pictures(self) -> Path:
-        return self._folder / PICTURES
+        return self._folder / _PICTURES_FOLDER
 
     def is_running(self, run: RunDirectory) -> bool:
-        return self._name == run.path.name and self._worker is not None and self._worker.is_alive
+        return self._worker_run_name == run.path.name and self._worker is not None and self._worker.is_alive
 
     def close(self) -> None:
         with self._lock:
@@ -145,38 +144,38 @@ class Chats:
                 self._worker.close()
                 self._worker = None
 
-    def _worker_of(self, run: RunDirectory) -> Worker:
-        if self._worker is None or self._name != run.path.name:
+    def _worker_for(self, run: RunDirectory) -> Worker:
+        if self._worker is None or self._worker_run_name != run.path.name:
             if self._worker is not None:
                 self._worker.close()
             arguments, log = (str(run.path), str(self.path(run))), self._folder / "log.txt"
             self._worker = Worker(self._workspace, ".chats", *arguments, log=log, tries=1)
-            self._name = run.path.name
+            self._worker_run_name = run.path.name
         return self._worker
 
 
-def _grow(answers: dict[Model, Answer], model: Model, piece: tuple[str, bool]) -> None:
+def _append_piece(answers: dict[ModelName, Answer], model: ModelName, piece: tuple[str, bool]) -> None:
     text, is_thought = piece
-    name = "thought" if is_thought else "text"
-    answers[model] = replace(answers[model], **{name: getattr(answers[model], name) + text})
+    answer = answers[model]
+    answers[model] = replace(answer, thought=answer.thought + text) if is_thought else replace(answer, text=answer.text + text)
 
 
-def keep_picture(folder: Path, upload: str) -> str:
-    """Move an upload into a folder; return its name. Raises BadPicture or PackagesError."""
+def store_picture(folder: Path, upload: str) -> str:
+    """Move an upload into a folder; return its new name. Raises BadPicture or PackagesError."""
     name = picture_file(Path(upload)).digest
     folder.mkdir(exist_ok=True)
     shutil.move(upload, folder / name)
     return name
 
 
-def kept_pictures(folder: Path, names: Iterable[str]) -> list[PictureSource]:
+def stored_pictures(folder: Path, names: Iterable[str]) -> list[PictureSource]:
     """Return the intact images of these names."""
-    pictures = [_kept(folder / name) for name in names if _PICTURE.fullmatch(name)]
+    pictures = [_stored_picture(folder / name) for name in names if _PICTURE_NAME.fullmatch(name)]
     return [picture for picture in pictures if picture is not None]
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(path: Path) -> PictureSource | None:
+def _stored_picture(path: Path) -> PictureSource | None:
     try:
         picture = picture_file(path)
     except (BadPicture, PackagesError):
@@ -186,10 +185,10 @@ def _kept(path: Path) -> PictureSource | None:
 
 
 class Conversation:
-    """A conversation, continued from its file."""
+    """A conversation in the worker process, read from its file."""
 
     def __init__(self, run: RunDirectory, path: Path) -> None:
-        self._run, self._path, self._folder = run, path, path.with_name(PICTURES)
+        self._run, self._path, self._folder = run, path, path.with_name(_PICTURES_FOLDER)
 
     @functools.cached_property
     def _answerer(self) -> Answerer:
@@ -198,23 +197,25 @@ class Conversation:
         return Answerer(self._run)
 
     def answer(
-        self, work: Work, model: Model, text: str, pictures: Sequence[str], *, max_new_tokens: int, system: str = "",
+        self, work: Work, model: ModelName, text: str, pictures: Sequence[str], *, max_new_tokens: int, system: str = "",
         temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
     ) -> dict[str, Any]:  # fmt: skip
-        """Send pieces of the reply to `work` as (text, is a thought); return the fields of an `Answer`."""
+        """Send (text, is thought) pieces to `work`; return the fields of an `Answer`."""
         from finetune.model.generate import Sampling
 
-        added = kept_pictures(self._folder, pictures)
-        if len(added) < len(pictures):
+        new_images = stored_pictures(self._folder, pictures)
+        if len(new_images) < len(pictures):
             raise CommandError("an image of this message was removed or changed", "Add it again.")
-        earlier, images = self.history(model)
-        messages = [*earlier, message_with_pictures(text, len(added))]
-        system_messages = [{"role": "system", "content": system}] if system else []
-        if images := [*images, *added]:
+        earlier_messages, earlier_images = self.history(model)
+        messages = [*earlier_messages, message_with_pictures(text, len(new_images))]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        if images := [*earlier_images, *new_images]:
             self._answerer.require_vision()
         with self._answerer.using(model):
+            # `send`, not `report`, which would drop the text so far of a stopped answer
             reply, answer = self._answerer.stream(
-                [*system_messages, *messages], lambda *piece: work.send(piece), tools=(), pictures=images,
+                messages, lambda *piece: work.send(piece), tools=(), pictures=images,
                 max_new_tokens=max_new_tokens, stopped=work.is_cancelled, sampling=Sampling(temperature, top_p, seed),
             )  # fmt: skip
         return {
@@ -222,20 +223,20 @@ class Conversation:
             "calls": answer.calls, "thought": answer.thought,
         }  # fmt: skip
 
-    def history(self, model: Model) -> tuple[list[dict[str, Any]], list[PictureSource]]:
+    def history(self, model: ModelName) -> tuple[list[dict[str, Any]], list[PictureSource]]:
         """Return the earlier messages with the model's own answers, and their images."""
         messages: list[dict[str, Any]] = []
-        shown: list[PictureSource] = []
+        images: list[PictureSource] = []
         for turn in _read_turns(self._path):
             if answer := turn.answers.get(model):
-                pictures = kept_pictures(self._folder, turn.pictures)
+                pictures = stored_pictures(self._folder, turn.pictures)
                 messages += [message_with_pictures(turn.text, len(pictures)), assistant_message(answer)]
-                shown += pictures
-        return messages, shown
+                images += pictures
+        return messages, images
 
 
 def main() -> None:
-    """Answer questions until idle; the memory is then free for training."""
+    """Answer until idle; the memory is then free for training."""
     serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), _IDLE_S)
 
 

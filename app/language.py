@@ -29,8 +29,8 @@ def current() -> str:
 
 
 @contextmanager
-def spoken(code: str) -> Iterator[None]:
-    """Use a language inside the block."""
+def use_language(code: str) -> Iterator[None]:
+    """Translate to this language inside the block."""
     token = _LANGUAGE.set(code)
     try:
         yield
@@ -45,9 +45,9 @@ def tr(text: str, /, **values: Any) -> str:
 
 
 def tr_n(singular: str, plural: str, n: int, **values: Any) -> str:
-    """Return the text for `n` things."""
+    """Return the text for `n` things, with thousands separators."""
+    # Chinese has one form for all numbers
     text = catalogue(current()).get(singular) or (singular if n == 1 else plural)
-    # with thousands separators
     return text.format(n=f"{n:,}", **values)
 
 
@@ -56,20 +56,20 @@ def mark(text: str) -> str:
     return text
 
 
-def preferred(cookie: str, accepted: str) -> str:
-    """Return a browser's language by its headers."""
-    # the cookie is the user's choice, accept-language the browser's setting
+def preferred_language(cookie: str, accept_language: str) -> str:
+    """Return the language code for these request headers."""
+    # the cookie is the user's choice on the page, accept-language the browser's setting
     chosen = re.search(rf"(?:^|[;,]\s*){COOKIE}=(\w+)", cookie)
     if chosen and chosen[1] in LANGUAGES:
         return chosen[1]
     # browsers list the languages by preference
-    codes = re.findall(r"(?:^|,)\s*([a-z]+)", accepted.lower())
+    codes = re.findall(r"(?:^|,)\s*([a-z]+)", accept_language.lower())
     return next((code for code in codes if code in LANGUAGES), "en")
 
 
 @cache
 def catalogue(code: str) -> Mapping[str, str]:
-    """Return translations by English text."""
+    """Return a language's translations by English text."""
     path = Path(__file__).parent / "languages" / f"{code}.po"
     # gettext's format: every translation editor opens the file
     entries = _ENTRY.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -79,7 +79,7 @@ def catalogue(code: str) -> Mapping[str, str]:
 
 @cache
 def script_texts(code: str) -> dict[str, str]:
-    """Return the translations that the scripts use; the catalogue is large."""
+    """Return the translations that the scripts use."""
     scripts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.js"))]
     calls = dict.fromkeys(call[1] for script in scripts for call in SCRIPT_CALL.finditer(script))
     return {text: catalogue(code)[text] for text in calls if text in catalogue(code)}

@@ -1,6 +1,6 @@
 """Followed runs: state and series from events, shared by all tabs.
 
-A series is in bounded memory: bins keep the lowest and highest value, so spikes stay visible.
+A series takes bounded memory: its bins keep their extremes, so spikes stay visible.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from .language import mark
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
-#: Bytes that are read at a time.
-_PIECE_BYTES = 2**20
+_PIECE_BYTES = 2**20  # read at a time
 #: Metrics of each step; `Step.metrics` has the method's metrics.
 METRICS = (
     "loss", "step_s", "peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", *events.CHARTS,
 )  # fmt: skip
-_MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
-#: Bins kept.
-MOST_BINS = 1000
+_MARKS, _SAMPLES, _MESSAGES = 400, 24, 50  # the newest are kept
+MOST_BINS = 1000  # per series; with more, two bins become one
 
 
 @dataclass
 class Bin:
-    """Values of the steps from `index * width`."""
+    """Values of one metric at `width` steps, from step `index * width`."""
 
     low: float = math.inf
     low_step: int = 0
@@ -47,7 +45,7 @@ class Bin:
     #: Count of values that are not numbers.
     missing: int = 0
 
-    def take(self, step: int, value: float) -> None:
+    def add(self, step: int, value: float) -> None:
         if value < self.low:
             self.low, self.low_step = value, step
         self.high = max(self.high, value)
@@ -55,7 +53,7 @@ class Bin:
         self.count += 1
 
     def merged(self, later: Bin) -> Bin:
-        lowest = min(self, later, key=lambda part: part.low)
+        lowest = min(self, later, key=lambda bin_: bin_.low)
         return Bin(
             lowest.low, lowest.low_step, max(self.high, later.high), self.total + later.total, self.count + later.count,
             self.missing + later.missing,
@@ -71,7 +69,7 @@ Point = tuple[float, float | None]
 
 @dataclass
 class Series:
-    """One metric. Steps may come in any order and repeatedly, as after a resume."""
+    """One metric over steps, which may come in any order and repeatedly."""
 
     width: int = 1
     bins: dict[int, Bin] = field(default_factory=dict)
@@ -84,38 +82,40 @@ class Series:
 
     def add(self, step: int, value: Any) -> None:
         """Add a value; None, `nan` and `inf` leave a gap."""
-        part = self.bins.setdefault(step // self.width, Bin())
+        bin_ = self.bins.setdefault(step // self.width, Bin())
         if isinstance(value, (int, float)) and math.isfinite(value):
-            part.take(step, float(value))
+            bin_.add(step, float(value))
             self.last, self.last_step, self.missing = float(value), step, None
             if self.first_step is None or step < self.first_step:
                 self.first, self.first_step = float(value), step
         else:
-            part.missing += 1
+            bin_.missing += 1
             self.missing = (step, mark("not measured") if value is None else str(value))
         while len(self.bins) > MOST_BINS:
-            self._double()
+            self._double_width()
 
     @property
-    def low(self) -> float | None:
-        return min((part.low for part in self.bins.values() if part.count), default=None)
+    def lowest_bin(self) -> Bin | None:
+        bins = [bin_ for bin_ in self.bins.values() if bin_.count]
+        return min(bins, key=lambda bin_: (bin_.low, bin_.low_step), default=None)
 
     def points(self, *, highest: bool = False) -> list[Point]:
-        """Return mean or highest value per bin, at the bin's middle; empty bins are gaps."""
-        middle, bins = (self.width - 1) / 2, sorted(self.bins.items())
-        return [(index * self.width + middle, part.high if highest and part.count else part.mean) for index, part in bins]
+        """Return each bin's mean or highest value, at its middle; empty bins are gaps."""
+        middle = (self.width - 1) / 2
+        values = {index: bin_.high if highest and bin_.count else bin_.mean for index, bin_ in self.bins.items()}
+        return [(index * self.width + middle, value) for index, value in sorted(values.items())]
 
-    def _double(self) -> None:
+    def _double_width(self) -> None:
         # bins are aligned to multiples of a power of two, so a bin depends only on its values and not on when they came:
         # appending keeps earlier bins, and reading a run in one go or step by step gives the same series
         merged: dict[int, Bin] = {}
-        for index, part in sorted(self.bins.items()):
-            merged[index // 2] = merged[index // 2].merged(part) if index // 2 in merged else part
+        for index, bin_ in sorted(self.bins.items()):
+            merged[index // 2] = merged[index // 2].merged(bin_) if index // 2 in merged else bin_
         self.bins, self.width = merged, self.width * 2
 
 
 def smoothed(points: list[Point], factor: float = 0.8) -> list[Point]:
-    """Return an exponential moving average; gaps stay. `factor`: 0 is raw, below 1."""
+    """Return an exponential moving average; gaps stay. `factor`: weight of earlier values, below 1."""
     average, weight, averages = 0.0, 0.0, list[Point]()
     for step, value in points:
         if value is not None:
@@ -140,7 +140,8 @@ class Digest:
     #: Highest value of each memory measure since the last retry.
     peaks: dict[str, int] = field(default_factory=dict)
     #: Most allocated bytes per phase.
-    phases: dict[str, int] = field(default_factory=dict)
+    phase_peaks: dict[str, int] = field(default_factory=dict)
+    #: Newest event by kind.
     newest: dict[str, events.Event] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     #: Starts and retries so far: each may repeat steps.
@@ -167,9 +168,9 @@ class Digest:
         match event:
             case events.Step():
                 self._add_step(event)
-                self._add_phase("train", event)
+                self._add_phase_peak("train", event)
             case events.Phase():
-                self._add_phase(event.phase, event)
+                self._add_phase_peak(event.phase, event)
             case events.Evaluation():
                 self.series["eval_loss"].add(event.step, event.eval_loss)
                 for name, value in event.metrics.items():
@@ -180,7 +181,7 @@ class Digest:
             case events.Retry():
                 self.marks.append(("retry", self.step))
                 # the smaller plan has other peaks
-                self.peaks, self.phases = {}, {}
+                self.peaks, self.phase_peaks = {}, {}
                 self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Start():
                 if event.resumed_from:
@@ -195,9 +196,9 @@ class Digest:
         if isinstance(event, (events.RunWarning, events.Retry, events.OutOfMemory, events.State, events.Start)):
             self.messages.append(event)
 
-    def _add_phase(self, phase: str, memory: events.Memory) -> None:
+    def _add_phase_peak(self, phase: str, memory: events.Memory) -> None:
         if memory.peak_allocated_bytes is not None:
-            self.phases[phase] = max(self.phases.get(phase, 0), memory.peak_allocated_bytes)
+            self.phase_peaks[phase] = max(self.phase_peaks.get(phase, 0), memory.peak_allocated_bytes)
 
     def _add_step(self, event: events.Step) -> None:
         self.is_new_attempt = False
@@ -211,37 +212,37 @@ class Digest:
 
 
 class LiveRun:
-    """One followed run."""
+    """Follows the events of one run."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
-        self._reader, self._is_read = events.EventReader(run.events), False
+        self.run, self.digest, self._file_key = run, Digest(), secrets.token_hex(4)
+        self._reader, self._has_read_all = events.EventReader(run.events), False
         #: Held while events are added, and by readers of several bins that belong together.
         self.lock = threading.Lock()
-        self._file: tuple[int, int] | None = None
+        self._file_identity: tuple[int, int] | None = None
         self._plan: tuple[tuple[int, ...], Plan] | None = None
 
     @property
     def key(self) -> str:
         """Key that changes when values of earlier steps may change."""
-        return f"{self._name}-{self.digest.attempts}"
+        return f"{self._file_key}-{self.digest.attempts}"
 
     def refresh(self, limit_s: float = 0.5) -> bool:
-        """Read new events, until `limit_s` seconds have passed; return whether all are read."""
+        """Read new events for at most `limit_s`; return whether all are read."""
         deadline_s = time.monotonic() + limit_s
         with self.lock:
             self._restart_if_replaced()
             while True:
-                before = self._reader.offset
+                offset_before = self._reader.offset
                 for event in self._reader.new(_PIECE_BYTES):
                     self.digest.add(event)
-                self._is_read = self._reader.offset == before
-                if self._is_read or time.monotonic() > deadline_s:
-                    return self._is_read
+                self._has_read_all = self._reader.offset == offset_before
+                if self._has_read_all or time.monotonic() > deadline_s:
+                    return self._has_read_all
 
     @property
-    def progress(self) -> float:
-        """Return the share of the events that are read."""
+    def read_share(self) -> float:
+        """Return the share of events.jsonl read so far."""
         size = self.run.events.stat().st_size if self.run.events.exists() else 0
         return self._reader.offset / size if size else 1.0
 
@@ -260,8 +261,8 @@ class LiveRun:
         return (newest.total_steps if newest else None) or self.plan().total_steps
 
     def state(self) -> RunState:
-        # during a long history the digest is old: read the end of the file
-        return read_state(self.run, list(self.digest.newest.values()) if self._is_read else None)
+        # while a long history is read, the digest is old: read the end of the file
+        return read_state(self.run, list(self.digest.newest.values()) if self._has_read_all else None)
 
     def _restart_if_replaced(self) -> None:
         try:
@@ -270,13 +271,13 @@ class LiveRun:
             return
         identity = (stat.st_dev, stat.st_ino)
         # another file, or a shorter one: read from the beginning
-        if self._file is not None and (identity != self._file or stat.st_size < self._reader.offset):
-            self._reader.offset, self.digest, self._name = 0, Digest(), secrets.token_hex(4)
-        self._file = identity
+        if self._file_identity is not None and (identity != self._file_identity or stat.st_size < self._reader.offset):
+            self._reader.offset, self.digest, self._file_key = 0, Digest(), secrets.token_hex(4)
+        self._file_identity = identity
 
 
 class LiveRuns(dict[Path, LiveRun]):
-    """Followed runs by path: one reader per run, however many tabs are open."""
+    """Followed runs by path; all tabs share one reader per run."""
 
-    def of(self, run: RunDirectory) -> LiveRun:
+    def follow(self, run: RunDirectory) -> LiveRun:
         return self.get(run.path) or self.setdefault(run.path, LiveRun(run))

@@ -1,9 +1,9 @@
-"""Processes of this package's modules: detached, or a worker that answers calls.
+"""Child processes that run modules of this package: detached, or a worker that answers calls.
 
     planner = Worker(workspace, ".planning.process", log=path)
     planner.call("plan", recipe=text, report=print)
 
-Calls of several threads queue up.
+Calls from several threads wait for each other.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from .workspace import Workspace
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a module, such as ".chats"."""
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this package, such as `.chats`."""
     # -P: a folder called app or finetune in the user's folder must not be imported
     return [sys.executable, "-P", "-m", f"{__package__}{module}", *arguments]
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of the app's child processes."""
-    # without the app's token and its folder of uploads
+def child_environment() -> dict[str, str]:
+    """Return the environment variables of a child process."""
+    # a child needs neither the page's token nor its folder of uploads
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 def detach(root: Path, arguments: list[str], log: Path) -> int:
     """Start a command that outlives the app; return its process id."""
     with log.open("ab") as file:
-        return start_detached(arguments, file, cwd=root, env=environment()).pid
+        return start_detached(arguments, file, cwd=root, env=child_environment()).pid
 
 
 # Messages are lines of JSON. To the process: {"number", "method", "values"} and {"cancel": number}. From the process, per call:
@@ -55,7 +55,7 @@ Report = Callable[[Any], None]
 
 
 class WorkerError(FinetuneError):
-    """Error of a worker, or the end of its process."""
+    """The method raised an error, or the process has ended."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values["problems"], values["fix"])
@@ -67,20 +67,20 @@ class SupersededError(Exception):
 
 
 class Worker:
-    """Calls methods of a process, one at a time."""
+    """Calls methods in a child process, one call at a time."""
 
     def __init__(
         self, workspace: Workspace, module: str, *arguments: str, log: Path, silent_s: float | None = None, tries: int = 2
     ) -> None:
-        self._root, self._command, self._log = workspace.root, command(module, *arguments), log
-        # silent_s: silence before the process is killed
-        # tries: sends per call, as the kernel may kill the process for its memory
+        self._root, self._command, self._log = workspace.root, module_command(module, *arguments), log
+        # silent_s: the process is killed when it has sent nothing for so long
+        # tries: how often a call is sent, as the kernel may kill the process when memory is short
         self._silent_s, self._tries = silent_s, tries
         self._process: subprocess.Popen[str] | None = None
-        self._calling, self._writing = threading.Lock(), threading.Lock()
+        self._call_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._is_closed = False
         #: Number and method of the running call.
-        self._number, self._running = 0, ""
+        self._call_number, self._running_method = 0, ""
         #: Newest progress of the running call.
         self.doing = ""
 
@@ -92,20 +92,20 @@ class Worker:
         self, method: str, *, report: Report = lambda _: None, is_wanted: Callable[[], bool] = lambda: True, **values: Any
     ) -> Any:
         """Return a method's result, unless it is unwanted when its turn comes. Raises WorkerError or SupersededError."""
-        with self._calling:
-            self._number, self._running = self._number + 1, method
+        with self._call_lock:
+            self._call_number, self._running_method = self._call_number + 1, method
             try:
                 if not is_wanted():
                     raise SupersededError
-                return result_of(self._answer({"number": self._number, "method": method, "values": values}, report))
+                return result_of(self._answer({"number": self._call_number, "method": method, "values": values}, report))
             finally:
-                self._running = self.doing = ""
+                self._running_method = self.doing = ""
 
     def cancel(self, method: str) -> None:
         # the call ends at its next report
-        if self._running == method and self._process is not None:
+        if self._running_method == method and self._process is not None:
             with contextlib.suppress(OSError, ValueError):  # the process has ended, and with it the call
-                self._send(self._process, {"cancel": self._number})
+                self._send(self._process, {"cancel": self._call_number})
 
     def close(self) -> None:
         self._is_closed = True
@@ -113,7 +113,7 @@ class Worker:
 
     def _answer(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
         for _ in range(self._tries):
-            # an error: the process closed a pipe, perhaps within a line
+            # an error or an empty answer: the process has ended, perhaps within a line
             with contextlib.suppress(OSError, ValueError):
                 if not self._is_closed and (answer := self._ask(message, report)):
                     return answer
@@ -123,7 +123,7 @@ class Worker:
         return {"error": {**values, "fix": f"Try again; a new process is started. Its output: {self._log}", "exit_code": 1}}
 
     def _ask(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
-        process = self._started()
+        process = self._ensure_process()
         self._send(process, message)
         while "report" in (answer := self._read(process)):
             if isinstance(answer["report"], str):
@@ -131,18 +131,17 @@ class Worker:
             report(answer["report"])
         return answer
 
-    def _started(self) -> subprocess.Popen[str]:
-        # at the first call, and after the process has ended
+    def _ensure_process(self) -> subprocess.Popen[str]:
         if self._process is None or not self.is_alive:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=self._root, text=True,
-                    encoding="utf-8", env=environment(),
+                    encoding="utf-8", env=child_environment(),
                 )  # fmt: skip
         return self._process
 
     def _send(self, process: subprocess.Popen[str], message: dict[str, Any]) -> None:
-        with self._writing:
+        with self._write_lock:
             assert process.stdin is not None
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
@@ -175,7 +174,7 @@ def result_of(answer: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """Running call of a method."""
+    """A method's link to its caller: progress out, cancellation in."""
 
     send: Report = lambda _: None
     is_cancelled: Callable[[], bool] = lambda: False
@@ -187,8 +186,8 @@ class Work:
         self.send(value)
 
 
-def answer_of(target: object, method: str, values: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Return a method's answer."""
+def call_method(target: object, method: str, values: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Call a method of `target`; return the answer as a message."""
     try:
         return {"result": getattr(target, method)(work, **values)}
     except SupersededError:
@@ -202,7 +201,7 @@ def answer_of(target: object, method: str, values: dict[str, Any], work: Work) -
 
 
 def serve(target: object, idle_s: float | None = None) -> None:
-    """Answer calls with the methods of `target`, until the app ends or for `idle_s` nobody calls."""
+    """Answer calls with `target`'s methods until the app ends or `idle_s` passes without a call."""
     keep_private()
     raise_gc_thresholds()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -222,10 +221,10 @@ def serve(target: object, idle_s: float | None = None) -> None:
     def send(message: dict[str, Any]) -> None:
         out.write(json.dumps(message, default=str) + "\n")
 
-    # a thread, so that a running call can be cancelled
+    # reads in a thread: a running call can be cancelled
     threading.Thread(target=read, daemon=True).start()
     with contextlib.suppress(queue.Empty):
         while call := calls.get(timeout=idle_s):
             number = call["number"]
-            work = Work(lambda value: send({"report": value}), lambda: number in cancelled)  # noqa: B023
-            send(answer_of(target, call["method"], call["values"], work))
+            work = Work(lambda value: send({"report": value}), lambda: number in cancelled)  # noqa: B023 - used only in this pass
+            send(call_method(target, call["method"], call["values"], work))

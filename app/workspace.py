@@ -1,4 +1,4 @@
-"""The app's folders: start folder, runs, own files."""
+"""The app's folders: where it was started, the runs, and its files."""
 
 from __future__ import annotations
 
@@ -26,18 +26,13 @@ class Workspace:
     #: Folder of run directories.
     runs: Path
 
-    @property
-    def state(self) -> Path:
-        # draft recipe, queue, uploads, conversations
-        return self.runs / ".app"
-
     def folder(self, name: str) -> Path:
-        """Return a folder of the app, readable only by its owner."""
-        path = self.state / name
+        """Return a private folder for the app's own files, made if missing."""
+        path = self.runs / ".app" / name
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         return path
 
-    def shown(self, path: Path) -> str:
+    def path_in_recipe(self, path: Path) -> str:
         """Return a path as in recipes: relative inside the start folder."""
         return (path.relative_to(self.root) if path.is_relative_to(self.root) else path).as_posix()
 
@@ -45,16 +40,16 @@ class Workspace:
         return [run for run in list_runs(self.runs) if not run.path.is_symlink()]
 
     def list_sweeps(self) -> list[Sweep]:
-        times: dict[Path, float] = {}
+        modified_s: dict[Path, float] = {}
         for path in self.runs.glob(f"*/{JOURNAL}"):
             with contextlib.suppress(OSError):  # deleted meanwhile
-                times[path] = path.stat().st_mtime
-        paths = sorted(times, key=times.__getitem__, reverse=True)
+                modified_s[path] = path.stat().st_mtime
+        paths = sorted(modified_s, key=modified_s.__getitem__, reverse=True)
         # damaged sweeps are left out
         return [sweep for path in paths if (sweep := self.sweep(path.parent.name)) is not None]
 
     def sweep(self, name: str | None) -> Sweep | None:
-        path = self._folder_of(name)
+        path = self._folder_named(name)
         if path is None or not (path / JOURNAL).is_file():
             return None
         with contextlib.suppress(FinetuneError, ImportError):  # Optuna is an extra
@@ -64,15 +59,15 @@ class Workspace:
         return None
 
     def run(self, name: str | None) -> RunDirectory | None:
-        path = self._folder_of(name)
+        path = self._folder_named(name)
         if path is None:
             return None
-        # an arm of a sweep is a run, too
-        arms = (sweep.path / path.name for sweep in self.list_sweeps()) if not path.exists() else ()
-        runs = (RunDirectory(path) for path in (path, *arms))
+        # a run's own folder, else the arm of a sweep, which is a run, too
+        folders = [path] if path.exists() else [sweep.path / path.name for sweep in self.list_sweeps()]
+        runs = map(RunDirectory, folders)
         return next((run for run in runs if run.plan.is_file() and not run.path.is_symlink()), None)
 
-    def _folder_of(self, name: str | None) -> Path | None:
+    def _folder_named(self, name: str | None) -> Path | None:
         # a name must not lead out of the folder
         if not name or name != Path(name).name or name.startswith("."):
             return None

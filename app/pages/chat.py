@@ -14,14 +14,15 @@ from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
-from ..chats import MODELS, Answer, Chats, Model, Turn, keep_picture, kept_pictures
+from ..chats import MODELS, Answer, Chats, ModelName, Turn, store_picture, stored_pictures
 from ..language import mark, tr
 from ..views.answers import pictures_of
 from ..views.markup import Safe, inert, render
 from ..web.followed import Context
 
-_QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
-_WHO: dict[str, tuple[str, tuple[Model, ...]]] = {
+_QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _DEFAULT_NEW_TOKENS = 8000, 20_000, 128
+#: Choices of who answers: label and models.
+_WHO: dict[str, tuple[str, tuple[ModelName, ...]]] = {
     "both": (mark("Base and tuned"), MODELS), "tuned": (mark("Tuned"), ("tuned",)), "base": (mark("Base"), ("base",))
 }  # fmt: skip
 
@@ -41,10 +42,10 @@ def parts(context: Context, run: RunDirectory) -> dict[str, str]:
 
 
 def conversation(turns: Sequence[Turn], chats: Chats) -> str:
-    """Return the turns as HTML."""
+    """Return messages and answers as HTML."""
     return render(
-        "turns", turns=turns, pictures=functools.partial(_pictures, chats.pictures), calls=_calls,
-        answering=chats.answering, long=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
+        "turns", turns=turns, pictures=functools.partial(_pictures_html, chats.pictures), calls=_tool_calls,
+        answering=chats.answering, shortened=lambda text: Safe(inert(text, _ANSWER_CHARACTERS)),
     )  # fmt: skip
 
 
@@ -55,14 +56,14 @@ def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
     if not has_adapter(run):
         raise CommandError(tr("{run} has no adapter or checkpoint", run=run.path.name), tr("Wait for its first checkpoint."))
     context.chats.ask(
-        run, question[:_QUESTION_CHARACTERS], int(values["most"] or _MOST_TOKENS), models=_WHO[values["who"]][1],
+        run, question[:_QUESTION_CHARACTERS], int(values["most"] or _DEFAULT_NEW_TOKENS), models=_WHO[values["who"]][1],
         system=str(values["system"]).strip()[:_QUESTION_CHARACTERS], pictures=str(values.get("waiting", "")).split(),
         temperature=float(values["temperature"] or 0), top_p=float(values["top_p"] or 1), seed=int(values["seed"] or 0),
     )  # fmt: skip
 
 
 def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
-    """Keep an uploaded image for the next message. Raises CommandError."""
+    """Add an upload to `waiting`, the next message's images. Raises CommandError."""
     names, path = waiting.split(), Path(upload).resolve()
     if len(names) >= MAX_PICTURES:
         raise CommandError(tr("A message can have at most {n} images.", n=MAX_PICTURES))
@@ -70,12 +71,12 @@ def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
     if not path.is_relative_to(context.uploads.resolve()):
         raise CommandError("this file was not uploaded here")
     try:
-        names.append(keep_picture(context.chats.pictures, str(path)))
+        names.append(store_picture(context.chats.pictures, str(path)))
     except BadPicture as error:
         raise CommandError(f"{path.name} {error}", tr("Give another file.")) from None
     except PackagesError as error:
         raise CommandError([tr("Images can't be read here"), *error.problems], error.fix) from None
-    return {"waiting": " ".join(names), "pictures": _pictures(context.chats.pictures, names)}
+    return {"waiting": " ".join(names), "pictures": _pictures_html(context.chats.pictures, names)}
 
 
 def has_adapter(run: RunDirectory) -> bool:
@@ -84,20 +85,23 @@ def has_adapter(run: RunDirectory) -> bool:
 
 
 def _warning(context: Context, run: RunDirectory) -> Safe:
-    plan, busy = context.lives.of(run).plan(), None
-    # a training run and a chat share the GPU's memory
+    training_run = None
+    # a training run and a chat share the GPU's memory; no warning once the chat's model is loaded
     if not context.chats.is_running(run):
-        busy = next((other for other in context.workspace.list_runs() if is_alive(other)), None)
-    training = context.lives.of(busy).plan() if busy else None
-    return render("chat_warning", plan=plan, busy=busy, training=training)
+        training_run = next(filter(is_alive, context.workspace.list_runs()), None)
+    training_plan = context.lives.follow(training_run).plan() if training_run else None
+    plan = context.lives.follow(run).plan()
+    return render("chat_warning", plan=plan, training_run=training_run, training_plan=training_plan)
 
 
-def _pictures(folder: Path, names: Sequence[str]) -> Safe:
-    return pictures_of(folder / picture.digest for picture in kept_pictures(folder, names))
+def _pictures_html(folder: Path, names: Sequence[str]) -> Safe:
+    return pictures_of(folder / picture.digest for picture in stored_pictures(folder, names))
 
 
-def _calls(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _tool_calls(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    # name of the tool, and name and value of each argument
     for call in answer.calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        # arguments that are no JSON object are shown as written
         rows = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
         yield name, [(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for key, value in rows]

@@ -19,24 +19,22 @@ from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
 
-from ..background import OPEN
+from ..background import OPEN_STATES
 from ..language import tr
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
-from ..planning.draft import FIRST, Edited
+from ..planning.draft import DEMO_RECIPE, DraftState
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render
-from ..views.run import settings_table as reasons_of
+from ..views.run import settings_table
 from ..web.followed import Context, attempted
 from ..worker import SupersededError
 
-#: Lifetime of the list of local models in seconds.
-_GOOD_S = 10.0
-_LISTED = 30
-#: Seconds for verdicts of models per request of the models' panel, which is asked again while it is open.
-_CHECKED_S = 2.0
-#: Characters outside the names of runs and files.
-_NO_NAME = re.compile(r"[^\w.-]+")
+_LISTING_S = 10.0  # then the local models are listed again
+_MOST_MODELS = 30
+#: Seconds of planning verdicts per request of the models' panel; the browser repeats the request while the panel is open.
+_VERDICTS_S = 2.0
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")  # of runs and files
 
 
 class NewRun:
@@ -47,76 +45,75 @@ class NewRun:
         self.context = context
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
         self._fields = {field.name: field for field in views.fields()}
-        #: The question about the newest draft: recipe, and whether it has data; and the newest plan with its question.
-        self._question = ("", False)
-        self._planned: tuple[tuple[str, bool], Plan | None] = (self._question, None)
-        self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
-        #: Queue entry that was started here, and the stamp of its draft.
+        #: Request for a plan of the newest draft: recipe, and whether it has data; and the newest plan with its request.
+        self._newest_request = ("", False)
+        self._newest_plan: tuple[tuple[str, bool], Plan | None] = (self._newest_request, None)
+        self._local_models: list[Model] = []
+        self._models_listed_s = -_LISTING_S  # not yet
+        #: Name of the queue entry that was started here, and the stamp of its draft.
         self._started = ("", 0)
-
-    # -- the screen
 
     def html(self, query: Mapping[str, str]) -> str:
         return render("new_run")
 
     def screen(self, mine: str = "") -> dict[str, Any]:
-        """Return the draft and the progress of planner and queue entry `mine`."""
+        """Return the draft, planner progress, and the state of `mine`, this tab's queue entry."""
         self.context.queue.ensure_starter()
-        edited, (started, stamp) = self.context.draft.read(), self._started
-        asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
-        if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
+        edited = self.context.draft.read()
+        statuses = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
+        started, stamp = self._started
+        if started in statuses and stamp == edited.stamp and statuses[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
-        is_starting = mine in asked and asked[mine]["state"] in OPEN
-        shown = {("starting" if is_starting else "progress"): render("started", status=asked[mine])} if mine in asked else {}
+        parts, is_starting = {"sentence": views.sentence(edited), "starting": "", "progress": ""}, False
+        if mine in statuses:
+            is_starting = statuses[mine]["state"] in OPEN_STATES
+            parts["starting" if is_starting else "progress"] = render("started", status=statuses[mine])
         return {
-            "stamp": edited.stamp, "parts": {"sentence": views.sentence(edited), "starting": "", "progress": "", **shown},
-            "doing": self.context.planner.doing, "undo": self.context.draft.can_undo, "values": views.changed_values(edited),
-            "starting": is_starting,
+            "stamp": edited.stamp, "parts": parts, "doing": self.context.planner.doing, "undo": self.context.draft.can_undo,
+            "values": views.changed_values(edited), "starting": is_starting,
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
-        """Return the plan of the draft; `complete`: with its alternatives."""
-        edited, plan, blocked, answer = self.context.draft.read(), None, None, Safe()
+        """Return the draft's plan, with alternatives if `complete`."""
         # a plan takes seconds: the stamp lets the browser drop the plan of an older draft
+        edited = self.context.draft.read()
+        plan, blocked, verdict = None, None, ""
         try:
             if edited.model:
                 plan = self._plan_of((write_recipe(edited.recipe), bool(edited.data)), complete=complete)
         except SupersededError:  # the draft has changed: stamp -1 is no draft's
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
-            shown = {"level": "unknown", "title": tr("Unknown: no plan"), "text": "", "bar": None}
-            answer = render("answer", plan=None, note=problem_of(error), **shown)
-        if plan and edited.data:
-            blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root)
+            no_plan = {"level": "unknown", "title": tr("Unknown: no plan"), "text": "", "bar": None}
+            verdict = render("answer", plan=None, note=problem_of(error), **no_plan)
+        if plan:
+            blocked = views.blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
+            verdict = views.verdict(plan, blocked)
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
-            "answer": views.answer(plan, blocked) if plan else answer, "ready": ready,
-            "plans": views.plans(plan, is_complete=complete) if plan else "",
+            "answer": verdict, "ready": ready, "plans": views.plans(plan, is_complete=complete) if plan else "",
             "settings": render("settings", edited=edited, plan=plan) if edited.model else "",
         }  # fmt: skip
         return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": complete or plan is None}
 
-    def _plan_of(self, question: tuple[str, bool], *, complete: bool) -> Plan:
+    def _plan_of(self, request: tuple[str, bool], *, complete: bool) -> Plan:
         planner = self.context.planner
-        if question != self._question:
-            self._question = question
+        if request != self._newest_request:
+            self._newest_request = request
             planner.cancel("plan")  # of an earlier draft
-        planner.cancel("badge")  # the plan goes before verdicts of models
-        plan = Plan.from_json(
-            planner.call(
-                "plan", is_wanted=lambda: question == self._question, recipe=question[0], has_data=question[1], compare=complete
-            )
-        )
-        self._planned = question, plan
+        planner.cancel("model_verdict")  # the plan goes before verdicts of models
+        recipe, has_data = request
+        question: dict[str, Any] = {"recipe": recipe, "has_data": has_data, "compare": complete}
+        plan = Plan.from_json(planner.call("plan", is_wanted=lambda: request == self._newest_request, **question))
+        self._newest_plan = request, plan
         return plan
-
-    # -- edits
 
     def change(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Apply a message of the page; return the new screen."""
         parts = attempted(self._change, message)
         refused = parts.pop("said")
-        mine = self._started[0] if {"start", "demo"} & {*message} and not refused else ""
+        has_started = ("start" in message or "demo" in message) and not refused
+        mine = self._started[0] if has_started else ""
         screen = self.screen(mine)
         return {**screen, "mine": mine, "parts": {**screen["parts"], "refused": refused, **parts}}
 
@@ -142,21 +139,21 @@ class NewRun:
             case {"columns": {**roles}}:
                 self._set_columns({str(name): str(role) for name, role in roles.items()})
             case {"correct": number}:
-                rows = self._problems()[int(number)].rows
-                draft.change(dataset__path=data_views.with_roles_corrected(self.context.workspace, rows))
+                rows = self._refused_rows()[int(number)].rows
+                draft.change(dataset__path=data_views.correct_roles(self.context.workspace, rows))
             case {"row": index}:
                 text = write_recipe(draft.read().recipe)
-                return {"row": data_views.marked(self.context.planner.call("row", recipe=text, index=int(index)))}
+                return {"row": data_views.marked_row(self.context.planner.call("row", recipe=text, index=int(index)))}
             case {"walk": number, "at": at}:
-                kind = self._problems()[number]
-                text = data_views.source_text(self.context.workspace.root, kind.rows[at])
-                return {"row": data_views.refused_row(number, at, kind, text)}
+                problem = self._refused_rows()[number]
+                text = data_views.source_text(self.context.workspace.root, problem.rows[at])
+                return {"row": data_views.refused_row(number, at, problem, text)}
             case {"undo": True}:
                 draft.undo()
             case {"clear": True}:
                 draft.clear()
             case {"demo": True}:
-                self._start(load_recipe(FIRST), of_draft=-1)
+                self._start(load_recipe(DEMO_RECIPE), draft_stamp=-1)  # -1: no draft's stamp
             case {"start": True}:
                 edited = draft.read()
                 if not edited.is_complete:
@@ -171,15 +168,15 @@ class NewRun:
         if edited.data:
             with contextlib.suppress(FinetuneError):  # the data panel shows the error
                 answer = self.context.planner.call("columns", recipe=write_recipe(edited.recipe))
-                # a run without roles would ask for them
+                # guessed roles must be in the recipe: a run would ask for them
                 if answer["is_guess"] and {"instruction", "output"}.issubset(answer["roles"].values()):
                     self._set_columns(answer["roles"])
 
     def _set_columns(self, roles: dict[str, str]) -> None:
-        used = [role for role in roles.values() if role != "ignore"]
+        used_roles = [role for role in roles.values() if role != "ignore"]
         # a role names one column in `dataset.columns`
-        if twice := sorted({views.ROLES[role] for role in used if used.count(role) > 1}):
-            raise CommandError([tr("two columns are {role}", role=tr(twice[0]))], tr("Choose Ignore for one of them."))
+        if repeated := sorted({views.ROLES[role] for role in used_roles if used_roles.count(role) > 1}):
+            raise CommandError([tr("two columns are {role}", role=tr(repeated[0]))], tr("Choose Ignore for one of them."))
         columns = {role: name for name, role in roles.items() if role != "ignore"}
         ignored = [name for name, role in roles.items() if role == "ignore"]
         self.context.draft.change(dataset__columns=columns or None, dataset__ignore_columns=ignored or None)
@@ -192,26 +189,25 @@ class NewRun:
         suffix = source.suffix.lower()
         if suffix not in DATA_ENDINGS:
             raise CommandError("this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
-        stem, number = _NO_NAME.sub("-", source.stem)[:60].strip("-. ") or "data", 1
-        target = first = self.context.workspace.folder("uploads") / f"{stem}{suffix}"
+        stem = _NOT_IN_NAMES.sub("-", source.stem)[:60].strip("-. ") or "data"
+        folder = self.context.workspace.folder("uploads")
+        target, number = folder / f"{stem}{suffix}", 2
         while target.exists():
-            target = first.with_stem(f"{stem}-{(number := number + 1)}")
+            target, number = folder / f"{stem}-{number}{suffix}", number + 1
         shutil.move(source, target)
-        return self.context.workspace.shown(target)
+        return self.context.workspace.path_in_recipe(target)
 
-    def _problems(self) -> list[data_views.Problem]:
+    def _refused_rows(self) -> list[data_views.Problem]:
         return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
-    def _start(self, recipe: Recipe, of_draft: int, name: str = "", *, force: bool = False) -> None:
-        if name := _NO_NAME.sub("-", name).strip("-. "):
+    def _start(self, recipe: Recipe, draft_stamp: int, name: str = "", *, force: bool = False) -> None:
+        if name := _NOT_IN_NAMES.sub("-", name).strip("-. "):
             folder = self.context.workspace.runs / name
             if folder.exists():
                 raise CommandError(f"there is a run called {name} already", "Choose another name.")
             recipe = recipe.model_copy(update={"output_dir": str(folder)})
         entry = self.context.queue.add(recipe, force=force)
-        self._started = entry.path.name, of_draft
-
-    # -- panels
+        self._started = entry.path.name, draft_stamp
 
     def panel(self, name: str, query: str = "", *, check: bool = False) -> str:
         edited = self.context.draft.read()
@@ -229,37 +225,36 @@ class NewRun:
             case "look":
                 return self._look(edited)
             case "settings":
-                plan = self._planned[1] if self._planned[0] == self._question else None
-                reasons = reasons_of(plan) if plan else ""
+                plan = self._newest_plan[1] if self._newest_plan[0] == self._newest_request else None
+                reasons = settings_table(plan) if plan else ""
                 return render("panel_settings", plan=plan, reasons=reasons, form=Safe(views.form()))
             case "recipe":
                 return render("panel_recipe", edited=edited, recipes=list(shipped_recipes()))
         return ""
 
-    def _model_panel(self, edited: Edited, query: str, *, check: bool) -> str:
-        looked_s, models = self._models
-        if time.monotonic() - looked_s > _GOOD_S:
-            self._models = time.monotonic(), (models := local_models(self.context.workspace))
-        shown = [model for model in models if query.lower() in model.name.lower()]
-        offline = ""
+    def _model_panel(self, edited: DraftState, query: str, *, check: bool) -> str:
+        if time.monotonic() - self._models_listed_s > _LISTING_S:
+            self._models_listed_s, self._local_models = time.monotonic(), local_models(self.context.workspace)
+        matches = [model for model in self._local_models if query.lower() in model.name.lower()]
+        hub_error = ""
         if query:
             try:
-                shown = [*shown, *search_models(query)]
+                matches += search_models(query)
             except FinetuneError as error:
-                offline = note("; ".join(error.problems))
-        named = list({model.name: model for model in shown}.values())[:_LISTED]
-        verdicts = self._verdicts_of([model.name for model in named], edited.recipe, check=check)
-        return views.model_panel(named, edited, verdicts, query, offline)
+                hub_error = note("; ".join(error.problems))
+        models = list({model.name: model for model in matches}.values())[:_MOST_MODELS]
+        verdicts = self._verdicts_of([model.name for model in models], edited.recipe, check=check)
+        return views.model_panel(models, edited, verdicts, query, hub_error)
 
     def _verdicts_of(self, names: Sequence[str], recipe: Recipe, *, check: bool) -> dict[str, dict[str, Any]]:
-        # everything but the model that decides a verdict
+        # the settings that decide a verdict, without the model
         key = recipe.model_dump_json(include={"dataset", "gpu", "max_length"})
         missing = [name for name in names if (key, name) not in self._verdicts]
-        until_s = time.monotonic() + _CHECKED_S
-        while check and missing and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + _VERDICTS_S
+        while check and missing and time.monotonic() < deadline_s:
             name = missing.pop(0)
             try:
-                verdict = self.context.planner.call("badge", recipe=write_recipe(recipe), model=name)
+                verdict = self.context.planner.call("model_verdict", recipe=write_recipe(recipe), model=name)
             except SupersededError:  # the draft's plan goes first
                 break
             except FinetuneError as error:
@@ -267,21 +262,19 @@ class NewRun:
             self._verdicts[key, name] = verdict
         return {name: self._verdicts.get((key, name), {}) for name in names}
 
-    def _look(self, edited: Edited) -> str:
+    def _look(self, edited: DraftState) -> str:
         if not edited.data:
             return ""
         text = write_recipe(edited.recipe)
         try:
-            shown = render("columns", answer=self.context.planner.call("columns", recipe=text), roles=views.ROLES)
+            columns = render("columns", answer=self.context.planner.call("columns", recipe=text), roles=views.ROLES)
         except FinetuneError as error:
             return problem_of(error)
         try:
             answer = self.context.planner.call("look", recipe=text)
         except FinetuneError as error:
-            return shown + problem_of(error)
-        return data_views.look(answer, self.context.draft.read().recipe, shown)
-
-    # -- routes
+            return columns + problem_of(error)
+        return data_views.look(answer, self.context.draft.read().recipe, columns)
 
     def recipe_file(self) -> Response:
         headers = {"content-disposition": 'attachment; filename="recipe.yaml"'}

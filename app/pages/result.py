@@ -21,57 +21,57 @@ from ..views.answers import evaluations
 from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, render
 from ..web.followed import Context
 
-_KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
-ORDERS = {
+_PUSH_KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
+ROW_ORDERS = {
     "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")
 }  # fmt: skip
-#: Choice of the held-out rows of the adapter's run; an option, so no dataset has this name.
-BEFORE = "--forgetting"
-#: Commands by the part of the page with their result.
-_PARTS = {"merged": "merge", "exported": "export", "pushed": "push"}
-_NAME = re.compile(r"[^\W_][\w.-]{0,98}")
+#: Form value for the held-out rows of the run that this adapter continues; it starts with `--`, so no dataset has this name.
+CONTINUED_RUN = "--forgetting"
+_COMMAND_OF_PART = {"merged": "merge", "exported": "export", "pushed": "push"}
+_FOLDER_NAME = re.compile(r"[^\W_][\w.-]{0,98}")  # without separators and leading dots
 
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
     """Return the forms of Answers."""
     from finetune.run.base_adapter import base_adapter_of  # here: imports stay at most ten deep
 
-    before = [(BEFORE, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else []
+    rows = [("", tr("held-out rows"))] + ([(CONTINUED_RUN, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else [])
     return render(
         "evaluate", scores=[(value, tr(label)) for label, value in SCORES.items()],
-        rows=[("", tr("held-out rows")), *before, *((path, path) for path in local_datasets(context.workspace))],
-        orders=[(name, tr(label)) for name, label in ORDERS.items()],
+        rows=[*rows, *((path, path) for path in local_datasets(context.workspace))],
+        orders=[(name, tr(label)) for name, label in ROW_ORDERS.items()],
         others=[other.path.name for other in context.workspace.list_runs() if other.path.name != run.path.name],
     )  # fmt: skip
 
 
 def use_pane(run: RunDirectory) -> str:
     """Return the forms of Use it."""
-    kinds = [*((name, tr(label)) for name, label in _KINDS.items()), *((path, path) for path in _gguf_files(run))]
+    kinds = [*((name, tr(label)) for name, label in _PUSH_KINDS.items()), *((path, path) for path in _gguf_files(run))]
     types = [(name, gguf.label) for name, gguf in GGUF_TYPES.items()]
     return render("use", kinds=kinds, types=types, serve=f"finetune serve {shlex.quote(run.path.name)}")
 
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
-    """Return the progress or result of a tab's commands."""
+    """Return progress and results of a tab's commands by part."""
     if tab == "use":
-        return {part: _task(verb, task_of(context.workspace, run, verb)) for part, verb in _PARTS.items()}
+        return {part: _task_html(verb, task_of(context.workspace, run, verb)) for part, verb in _COMMAND_OF_PART.items()}
     task, report, compare = (task_of(context.workspace, run, verb) for verb in ("eval", "report", "compare"))
     status = task.status()
-    is_shown = status is None or (status["state"] == "done" and read_evaluations(run))
-    shown = evaluations(run, order, progress=None if is_shown else _task("eval", task), empty=tr("Not evaluated yet."))
-    return {"evaluations": shown, "reports": _reports(run, report, compare)}
+    is_over = status is None or (status["state"] == "done" and read_evaluations(run))
+    progress = None if is_over else _task_html("eval", task)
+    evaluations_html = evaluations(run, order, progress=progress, empty=tr("Not evaluated yet."))
+    return {"evaluations": evaluations_html, "reports": _reports_html(run, report, compare)}
 
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
     """Start a form's command. Raises CommandError, ValueError or KeyError."""
-    task_of(context.workspace, run, verb).begin(verb, str(run.path), *_OPTIONS[verb](context, run, values), "--json")
+    task_of(context.workspace, run, verb).begin(verb, str(run.path), *_OPTIONS_OF_COMMAND[verb](context, run, values), "--json")
 
 
-def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    if values["rows"] not in ("", BEFORE, *local_datasets(context.workspace)):
-        raise CommandError(tr("Choose rows from the list."))
+def _eval_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
+    if rows not in ("", CONTINUED_RUN, *local_datasets(context.workspace)):
+        raise CommandError(tr("Choose rows from the list."))
     if score not in SCORES.values():
         raise ValueError(score)
     options = ["--score", score] if score else []
@@ -79,27 +79,28 @@ def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
         options.append(f"--pattern={pattern}")
     if score == "numeric" and (tolerance := float(values["tolerance"] or 0)):
         options += ["--tolerance", repr(tolerance)]
-    options += [BEFORE] if rows == BEFORE else [f"--data={rows}"] if rows else []
+    if rows:
+        options.append(rows if rows == CONTINUED_RUN else f"--data={rows}")
     if most := int(values["most"] or 0):
         options += ["--rows", str(most)]
     return [*options, "--last"] if "last" in values else options
 
 
-def _merge(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
+def _merge_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     folder = values["folder"].strip()
-    if not _NAME.fullmatch(folder):
+    if not _FOLDER_NAME.fullmatch(folder):
         refused = tr("{name} is not a valid folder name", name=repr(folder[:100]))
         raise CommandError(refused, tr("Use letters, digits, `.`, `-` and `_`."))
     return [f"--output={run.path / folder}"]
 
 
-def _export(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
+def _export_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     if (name := values["type"]) not in GGUF_TYPES:
         raise ValueError(name)
     return [f"--type={name}", *(["--to=gguf-adapter"] if "apart" in values else [])]
 
 
-def _comparison(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
+def _compare_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     chosen = values.get("others", [])
     others = [context.workspace.run(name) for name in ([chosen] if isinstance(chosen, str) else chosen)]
     paths = [str(other.path) for other in others if other is not None]
@@ -108,37 +109,38 @@ def _comparison(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
     return [*paths, f"--output={run.path / 'comparison.html'}"]
 
 
-def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    repo, kind, how, is_public = values["repo"].strip(), values["kind"], values["how"], "public" in values
+def _push_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
+    repo, kind, how = values["repo"].strip(), values["kind"], values["how"]
     if how not in ("--dry-run", "--yes"):
         raise ValueError(how)
-    if kind not in (*_KINDS, *_gguf_files(run)):
+    if kind not in (*_PUSH_KINDS, *_gguf_files(run)):
         raise CommandError(tr("Choose what to push."))
     require_repo_id(repo)
     # only files that the last dry run listed are pushed
     if how == "--yes":
-        listed, named = task_of(context.workspace, run, "push").result() or {}, kind if kind in _KINDS else "gguf"
-        wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}
-        is_listed = {key: listed.get(key) for key in wanted} == wanted
-        if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):
+        dry_run = task_of(context.workspace, run, "push").result() or {}
+        expected = {"repo": repo, "kind": kind if kind in _PUSH_KINDS else "gguf", "public": "public" in values, "sent": False}
+        is_listed = {key: dry_run.get(key) for key in expected} == expected
+        if not is_listed or (kind not in _PUSH_KINDS and Path(kind).name not in {file["name"] for file in dry_run["files"]}):
             raise CommandError(tr("Press Dry run first to see the files."))
-    chosen = f"--{kind}" if kind in _KINDS else f"--gguf={run.path / kind}"
-    return [repo, chosen, *(["--public"] if is_public else []), how]
+    chosen = f"--{kind}" if kind in _PUSH_KINDS else f"--gguf={run.path / kind}"
+    return [repo, chosen, "--public", how] if "public" in values else [repo, chosen, how]
 
 
-_OPTIONS: dict[str, Callable[[Context, RunDirectory, Mapping[str, Any]], list[str]]] = {
-    "eval": _evaluation, "merge": _merge, "export": _export, "report": lambda *_: [], "compare": _comparison, "push": _push
+_OPTIONS_OF_COMMAND: dict[str, Callable[[Context, RunDirectory, Mapping[str, Any]], list[str]]] = {
+    "eval": _eval_options, "merge": _merge_options, "export": _export_options, "report": lambda *_: [],
+    "compare": _compare_options, "push": _push_options,
 }  # fmt: skip
 
 
-def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
-    going = "".join(
-        _task(verb, task) for verb, task in (("report", report), ("compare", compare))
+def _reports_html(run: RunDirectory, report: Task, compare: Task) -> str:
+    progress = "".join(
+        _task_html(verb, task) for verb, task in (("report", report), ("compare", compare))
         if (status := task.status()) is not None and status["state"] != "done"
     )  # fmt: skip
     files = {"report.html": tr("Download the report"), "comparison.html": tr("Download the comparison")}
-    there = {file: label for file, label in files.items() if (run.path / file).is_file()}
-    return going + render("reports", run=run.path.name, files=there, is_going=bool(going))
+    written = {file: label for file, label in files.items() if (run.path / file).is_file()}
+    return progress + render("reports", run=run.path.name, files=written, is_being_written=bool(progress))
 
 
 def _gguf_files(run: RunDirectory) -> list[str]:
@@ -146,7 +148,7 @@ def _gguf_files(run: RunDirectory) -> list[str]:
     return [path.relative_to(run.path).as_posix() for path in paths]
 
 
-def _task(verb: str, task: Task) -> Safe:
+def _task_html(verb: str, task: Task) -> Safe:
     status, lines = task.status(), task.output().strip().splitlines()
     is_done = status is not None and status["state"] == "done"
     return render("task", verb=verb, status=status, lines=lines, is_done=is_done, result=task.result() or {})

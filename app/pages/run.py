@@ -16,7 +16,7 @@ from finetune.run.state import is_alive
 
 from ..language import tr
 from ..views import run as run_view
-from ..views.charts import answer
+from ..views.charts import chart_data
 from ..views.markup import TO_NEW_RUN, note, page_title, problem_of, render
 from ..views.run import TABS
 from ..views.runs import arms, sweep_page
@@ -39,66 +39,68 @@ class RunPage:
         if run is None:
             self.context.queue.ensure_starter()
             return render("run_none")
-        live = self.context.lives.of(run)
+        live = self.context.lives.follow(run)
         try:
-            parts, chats = self.parts(run, tab), chat.pane(live.plan())
+            parts, chat_pane = self.parts(run, tab), chat.pane(live.plan())
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
             return page_title(run.path.name) + problem_of(error)
-        forms = {"answers": result.evaluate_pane(self.context, run), "use": result.use_pane(run), "chat": chats}
+        forms = {"answers": result.evaluate_pane(self.context, run), "use": result.use_pane(run), "chat": chat_pane}
         return run_view.page(live, tab, forms, parts)
 
     def _default_run(self, tab: str) -> RunDirectory | None:
-        # these tabs need an adapter; the others show a living run, else the newest
+        # these tabs need an adapter; the others prefer a running run; else the newest
         is_wanted = chat.has_adapter if tab in ("answers", "chat", "use") else is_alive
         runs = self.context.workspace.list_runs()
         return next(filter(is_wanted, runs), runs[0] if runs else None)
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
-        """Return the HTML of a tab's parts and the head's parts."""
-        texts = run_view.html_parts(self.context.lives.of(run), tab)
+        """Return the HTML of head and tab by part."""
+        parts = run_view.html_parts(self.context.lives.follow(run), tab)
         if tab in ("answers", "use"):
-            texts |= result.parts(self.context, run, tab, order)
-        return texts | chat.parts(self.context, run) if tab == "chat" else texts
+            parts |= result.parts(self.context, run, tab, order)
+        elif tab == "chat":
+            parts |= chat.parts(self.context, run)
+        return parts
 
     def changed(self, name: str, tab: str = "", shown: str = "", order: str = "differ") -> dict[str, Any]:
-        """Return checksum and HTML of each part that is not in `shown`."""
-        if tab not in TABS or order not in result.ORDERS:
-            raise HTTPException(400, "`tab` is one of the run's page, `order` one of its evaluations.")
+        """Return whether the run goes on, and the parts not in `shown`."""
+        if tab not in TABS or order not in result.ROW_ORDERS:
+            raise HTTPException(400, f"Unknown tab {tab!r} or order {order!r}; reload the page.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            texts, is_alive = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
+            parts, goes_on = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
         else:
             run = named_run(self.context, name)
-            texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
-        return {"alive": is_alive, "parts": changed_parts(texts, shown)}
+            parts, goes_on = self.parts(run, tab, order), not self.context.lives.follow(run).state().ended
+        return {"alive": goes_on, "parts": changed_parts(parts, shown)}
 
     def points(self, name: str, have: str = "") -> dict[str, Any]:
-        """Return the data of the chart."""
-        return answer(self.context.lives.of(named_run(self.context, name)), have)
+        """Return chart data newer than `have`, the key of the last answer."""
+        return chart_data(self.context.lives.follow(named_run(self.context, name)), have)
 
     def act(self, name: str, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button or form."""
+        """Handle a button's or form's message; return HTML by part."""
         run = named_run(self.context, name)
         return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
-        context, values, shown = self.context, message.get("values") or {}, ""
+        context, values, note_html = self.context, message.get("values") or {}, ""
         match message:
             case {"run": "pause" | "kill" as deed}:
-                shown = "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
+                note_html = "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
             case {"run": "finish"}:
                 ends = tr("The run ends after this step. Its best step is the result.")
-                shown = note(ends if control.finish(run) else tr("This run is not running."))
+                note_html = note(ends if control.finish(run) else tr("This run is not running."))
             case {"run": "resume"}:
                 context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-                shown = note(tr("Queued. The run continues from its newest checkpoint."))
+                note_html = note(tr("Queued. The run continues from its newest checkpoint."))
             case {"run": "duplicate"}:
                 context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                shown = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
+                note_html = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
             case {"run": "half"}:
                 settings = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
-                rate = context.lives.of(run).plan().settings.learning_rate / 2
+                rate = context.lives.follow(run).plan().settings.learning_rate / 2
                 context.draft.write(write_recipe(recipe_from({**settings, "learning_rate": rate})))
-                shown = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
+                note_html = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
             case {"task": "ask"}:
                 chat.ask(context, run, values)
             case {"task": "picture"}:
@@ -111,7 +113,7 @@ class RunPage:
                 result.start(context, run, verb, values)
             case _:
                 raise KeyError(message)
-        return {"said": shown}
+        return {"said": note_html}
 
     def report(self, name: str, file: str) -> Response:
         path = named_run(self.context, name).path / file

@@ -18,13 +18,12 @@ from ..views.words import clock
 from ..web.followed import FollowedPage
 
 _MOST_COMPARED = 5
-_LISTED = 200
+_MOST_ROWS = 200
 
 
 class RunsPage(FollowedPage):
-    """Page of runs."""
+    """Page of runs; runs.js has search, filters and selection."""
 
-    # search, filters and selection live in runs.js
     name = "runs"
 
     def html(self, query: Mapping[str, str]) -> str:
@@ -33,21 +32,21 @@ class RunsPage(FollowedPage):
     def parts(self) -> dict[str, str]:
         self.context.queue.ensure_starter()
         workspace = self.context.workspace
-        end_s = time.monotonic() + 0.5  # a long history is read on in the next answers
+        deadline_s = time.monotonic() + 0.5  # later requests read the rest of a long history
         rows, damaged = [], ""
-        for run in workspace.list_runs()[:_LISTED]:
+        for run in workspace.list_runs()[:_MOST_ROWS]:
             try:
-                rows.append(row_of(self.context.lives.of(run), min(0.05, end_s - time.monotonic())))
+                rows.append(row_of(self.context.lives.follow(run), min(0.05, deadline_s - time.monotonic())))
             except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
-            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_LISTED], state_of=state_of_sweep, say=sweep_sentence),
-            "queue": render("queue", entries=self._entries()),
-            "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_LISTED]),
+            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, say=sweep_sentence),
+            "queue": render("queue", entries=self._queue_entries()),
+            "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_MOST_ROWS]),
         }
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _queue_entries(self) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = []
         for entry in reversed(self.context.queue.entries()):
             status, name = entry.status(), entry.path.name
@@ -84,7 +83,7 @@ class RunsPage(FollowedPage):
     def compare(self, runs: list[RunDirectory]) -> str:
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
-        lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
+        lives = [self.context.lives.follow(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live) for live in lives]
         element = chart_element([live.run.path.name for live in lives])
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""

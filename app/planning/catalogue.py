@@ -13,7 +13,7 @@ from finetune.recipe import load_recipe, shipped_recipes
 from ..language import mark
 from ..workspace import Workspace
 
-_MOST = 12
+_MOST_FOUND, _FILES_PER_FOLDER = 12, 50
 DATA_ENDINGS = tuple(READERS)
 
 
@@ -22,25 +22,26 @@ class Model:
     """A base model."""
 
     name: str
-    #: May name `recipe`, which uses the model.
+    #: Where the model is listed, as a text for `tr`; may contain `{recipe}`.
     source: str
-    #: Size and licence by the hub; None: unknown.
+    #: Size and licence on the hub; None: unknown.
     parameters: int | None = None
     licence: str | None = None
     recipe: str = ""
 
 
 def local_models(workspace: Workspace) -> list[Model]:
-    """Return bundled, local, cached and shipped recipes' models."""
+    """Return bundled, local and downloaded models, then the shipped recipes'."""
     models = [Model(name, mark("bundled")) for name in ("tiny", "tiny-vision")]
     configs = [path for pattern in ("*/config.json", "models/*/config.json") for path in sorted(workspace.root.glob(pattern))]
     folders = [config.parent for config in configs if any(config.parent.glob("*.safetensors"))]
     models += [Model(folder.relative_to(workspace.root).as_posix(), mark("folder")) for folder in folders]
-    models += [Model(name, mark("downloaded")) for name in _cached()]
+    models += [Model(name, mark("downloaded")) for name in _downloaded_models()]
     for recipe in shipped_recipes():
         models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
-    # the first entry of a name wins
-    return [model for number, model in enumerate(models) if model.name not in {earlier.name for earlier in models[:number]}]
+    names = [model.name for model in models]
+    # a model that is listed twice: the first source
+    return [model for index, model in enumerate(models) if model.name not in names[:index]]
 
 
 def local_datasets(workspace: Workspace) -> list[str]:
@@ -49,18 +50,18 @@ def local_datasets(workspace: Workspace) -> list[str]:
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]
-            datasets += map(workspace.shown, files[:50])
+            datasets += map(workspace.path_in_recipe, files[:_FILES_PER_FOLDER])
     return datasets
 
 
 def search_models(query: str) -> list[Model]:
-    """Return the hub's text-generation models by downloads. Raises RecipeError."""
+    """Search the hub for text-generation models, most downloaded first. Raises RecipeError."""
     import httpx
     from huggingface_hub import HfApi
 
-    wanted: dict[str, Any] = {"search": query[:100], "pipeline_tag": "text-generation", "sort": "downloads", "limit": _MOST}
+    filters: dict[str, Any] = {"search": query[:100], "pipeline_tag": "text-generation", "limit": _MOST_FOUND}
     try:
-        infos = list(HfApi().list_models(**wanted, expand=["safetensors", "cardData", "downloads"]))
+        infos = list(HfApi().list_models(**filters, sort="downloads", expand=["safetensors", "cardData", "downloads"]))
     except (httpx.HTTPError, OSError) as error:
         raise RecipeError(
             f"the hub can't be reached: {type(error).__name__}", "Choose a local model, or give the path of a model folder."
@@ -75,12 +76,12 @@ def search_models(query: str) -> list[Model]:
 
 def card_label(name: str) -> str:
     """Return `RTX 3080 Laptop` for `rtx-3080-laptop-8gb`."""
-    spelt = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
+    special_cases = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
     parts = [part for part in name.split("-") if not part.endswith("gb")]
-    return " ".join(spelt.get(part, part.upper()) for part in parts)
+    return " ".join(special_cases.get(part, part.upper()) for part in parts)
 
 
-def _cached() -> list[str]:
+def _downloaded_models() -> list[str]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import shlex
@@ -20,23 +21,23 @@ from finetune.settings import Recipe
 
 from ..workspace import Workspace
 
-#: Recipe of the demo: bundled model and data, trains on any machine.
-FIRST = "tiny-cpu"
+DEMO_RECIPE = "tiny-cpu"  # bundled model and data, trains on any machine
 #: Stand-ins for missing choices, so that the draft can be checked and planned.
-_NOT_CHOSEN = {"model_name_or_path": "tiny", "dataset": {"path": "support"}}
-#: Settings kept for another model, although nobody typed them.
-_KEPT = ("dataset", "gpu", "price_per_hour", "memory_budget")
-_UNDOABLE = 50
+_STAND_INS = {"model_name_or_path": "tiny", "dataset": {"path": "support"}}
+#: Settings that suit any model, so that choosing another model does not reset them.
+_OF_ANY_MODEL = ("dataset", "gpu", "price_per_hour", "memory_budget")
+_MOST_UNDONE = 50
 
 
 @dataclass(frozen=True)
-class Edited:
-    """The draft."""
+class DraftState:
+    """State of the draft."""
 
+    #: Settings without defaults, as in a recipe file.
     values: dict[str, Any]
     #: Names of typed settings.
     typed: tuple[str, ...]
-    #: With stand-ins for missing choices.
+    #: `values` with stand-ins for missing choices.
     recipe: Recipe
     #: Changes with each edit.
     stamp: int
@@ -68,57 +69,59 @@ class Draft:
         self._path, self._lock = workspace.folder("draft") / "draft.json", threading.RLock()
         self._earlier: list[dict[str, Any]] = []
 
-    def read(self) -> Edited:
+    def read(self) -> DraftState:
         stored = read_object(self._path) or {}
         # another version's settings may be invalid
         with contextlib.suppress(RecipeError, TypeError, ValueError):
-            return _edited(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
-        return _edited({}, (), 0)
+            return _checked(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
+        return _checked({}, (), 0)
 
-    def change(self, **settings: Any) -> Edited:
+    def change(self, **settings: Any) -> DraftState:
         """Set settings by dotted name, with `__` for the dot; None unsets."""
         with self._lock:
-            now = self.read()
-            values, typed = json.loads(json.dumps(now.values)), {*now.typed}
-            if settings.get("model_name_or_path", now.model) != now.model:
-                # another model drops what nobody typed: it was chosen for the old model
-                values = {name: value for name, value in values.items() if name in typed or name in _KEPT}
+            before = self.read()
+            values, typed = copy.deepcopy(before.values), {*before.typed}
+            if settings.get("model_name_or_path", before.model) != before.model:
+                # settings that nobody typed came from a recipe for the old model
+                values = {name: value for name, value in values.items() if name in typed or name in _OF_ANY_MODEL}
                 values.pop("model_revision", None)
             for dotted, value in settings.items():
                 *groups, name = dotted.split("__")
                 group = functools.reduce(lambda outer, key: outer.setdefault(key, {}), groups, values)
+                top_level_name = dotted.partition("__")[0]
                 if value is None:
                     group.pop(name, None)
+                    typed.discard(top_level_name)
                 else:
                     group[name] = value
-                (typed.discard if value is None else typed.add)(dotted.partition("__")[0])
+                    typed.add(top_level_name)
             return self._store(values, typed)
 
-    def apply(self, override: str) -> Edited:
+    def apply(self, override: str) -> DraftState:
+        """Set `key=value key=value`, shell-quoted."""
         overrides = shlex.split(override)
-        changed = {part.partition("=")[0].strip().split(".")[0] for part in overrides}
+        changed = {assignment.partition("=")[0].strip().split(".")[0] for assignment in overrides}
         with self._lock:
-            now = self.read()
-            recipe = parse_recipe(write_recipe(now.recipe), "recipe", overrides)
-            stand_ins = {*_NOT_CHOSEN, "gpu"} - {*now.values, *changed}
-            return self._store(
-                {name: value for name, value in _values(recipe).items() if name not in stand_ins}, changed.union(now.typed)
-            )
+            before = self.read()
+            recipe = parse_recipe(write_recipe(before.recipe), "recipe", overrides).model_dump(exclude_unset=True, mode="json")
+            stand_ins = {*_STAND_INS, "gpu"} - {*before.values, *changed}
+            values = {name: value for name, value in recipe.items() if name not in stand_ins}
+            return self._store(values, changed.union(before.typed))
 
-    def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> Edited:
+    def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> DraftState:
         """Replace the settings by a recipe, except chosen settings in `keep`."""
         with self._lock:
-            now = self.read()
-            values = _values(parse_recipe(text, "recipe"))
+            before = self.read()
+            values = parse_recipe(text, "recipe").model_dump(exclude_unset=True, mode="json")
             if not is_typed:
-                values.pop("output_dir", None)  # the copied run's folder
-            values |= {name: now.values[name] for name in keep if name in now.values}
+                values.pop("output_dir", None)  # the folder of the run whose recipe this is
+            values |= {name: before.values[name] for name in keep if name in before.values}
             return self._store(values, values if is_typed else ())
 
-    def clear(self) -> Edited:
+    def clear(self) -> DraftState:
         return self._store({}, ())
 
-    def undo(self) -> Edited:
+    def undo(self) -> DraftState:
         with self._lock:
             if self._earlier:
                 stored = {**self._earlier.pop(), "stamp": self.read().stamp + 1}
@@ -129,35 +132,31 @@ class Draft:
     def can_undo(self) -> bool:
         return bool(self._earlier)
 
-    def _store(self, values: dict[str, Any], typed: Any) -> Edited:
+    def _store(self, values: dict[str, Any], typed: Any) -> DraftState:
         with self._lock:
-            now = self.read()
-            edited = _edited(values, typed, now.stamp + 1)
-            if edited.values == now.values:
-                return now
+            before = self.read()
+            edited = _checked(values, typed, before.stamp + 1)
+            if edited.values == before.values:
+                return before
             write_json(self._path, {"values": edited.values, "typed": edited.typed, "stamp": edited.stamp})
-            self._earlier = [*self._earlier[1 - _UNDOABLE :], {"values": now.values, "typed": now.typed}]
+            self._earlier = [*self._earlier[1 - _MOST_UNDONE :], {"values": before.values, "typed": before.typed}]
             return edited
 
 
-def _edited(values: dict[str, Any], typed: Any, stamp: int) -> Edited:
-    dataset = {**_NOT_CHOSEN["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
-    here = {} if usable_devices() else {"gpu": "cpu"}  # without a GPU the default is the CPU
-    recipe = recipe_from({**_NOT_CHOSEN, **here, **values, "dataset": dataset})
+def _checked(values: dict[str, Any], typed: Any, stamp: int) -> DraftState:
+    dataset = {**_STAND_INS["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
+    default_gpu = {} if usable_devices() else {"gpu": "cpu"}
+    recipe = recipe_from({**_STAND_INS, **default_gpu, **values, "dataset": dataset})
     if recipe.trust_remote_code:
         raise RecipeError(
             "trust_remote_code: the page does not run a model's own code",
             "Allow it on the command line: finetune run RECIPE.yaml",
         )
-    return Edited(values, tuple(sorted(typed)), recipe, stamp)
-
-
-def _values(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(exclude_unset=True, mode="json")
+    return DraftState(values, tuple(sorted(typed)), recipe, stamp)
 
 
 def as_text(value: Any) -> str:
-    """Return a setting's value as typed."""
+    """Return a setting's value as a person types it."""
     if value is None:
         return "null"
     if isinstance(value, (dict, list)):

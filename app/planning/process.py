@@ -17,62 +17,66 @@ from finetune.settings.schema import Decides, settings_that_decide
 from ..worker import Report, Work, serve
 
 if TYPE_CHECKING:
-    from finetune.data.preparation import EncodedRows, SelectedRows
+    from finetune.data.preparation import EncodedRows
     from finetune.planner.planning import RowsRead
 
-_DATASETS, _LENGTHS_SENT = 2, 20_000
-#: Number of first rows shown, and characters of a cell.
+#: Encoded datasets to keep in memory, and row lengths to send for a histogram.
+_MOST_DATASETS, _MOST_LENGTHS = 2, 20_000
 _ROWS_SHOWN, _CELL_CHARACTERS = 5, 160
-#: Settings applied after tokenising.
-_APPLIED_AFTERWARDS = ("max_length", "excess_length")
+_APPLIED_AFTER_TOKENISING = ("max_length", "excess_length")
 
 
 class Questions:
-    """Answers about a recipe text."""
+    """Methods that the page calls: plans and data of a recipe."""
 
     def __init__(self) -> None:
-        # data of the last few recipes stays in memory
+        # by settings that decide the tokens, last used last
         self._encoded: dict[str, EncodedRows] = {}
 
     def look(self, work: Work, recipe: str) -> dict[str, Any]:
-        prepared = self._prepared(_completed(recipe), work.report)
-        lengths = sorted(prepared.lengths)
-        # a histogram needs no more than a sample, and the longest row
-        sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
+        """Return data counts, problems, row lengths and the first row."""
+        parsed = _completed_recipe(recipe)
+        selected = self._encode_rows(parsed, work.report).select(parsed, None)
+        lengths = sorted(selected.lengths)
+        if len(lengths) > _MOST_LENGTHS:  # every nth length, and the longest
+            lengths = lengths[:: len(lengths) // _MOST_LENGTHS + 1] + lengths[-1:]
         return {
-            "report": prepared.report.as_json(),
-            # refused rows are listed here; a run refuses them
-            "kinds": [row.kind for row in prepared.report.rows_refused],
-            "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
-            "lengths": sent,
+            "report": selected.report.as_json(),
+            # one kind per refused row
+            "kinds": [row.kind for row in selected.report.rows_refused],
+            "eval_report": selected.eval_report.as_json() if selected.eval_report else None,
+            "lengths": lengths,
             **self.row(work, recipe, 0),
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
+        """Return a row's text in pieces, marked if trained on."""
         from finetune.data.pictures.source import thumbnails
         from finetune.data.tokens import NOT_TRAINED, decode_spans, shorten_repeats
 
-        parsed = _completed(recipe)
-        prepared = self._prepared(parsed, work.report)
-        count = len(prepared.lengths)
-        index = max(0, min(index, count - 1))
-        ids, labels, pictures = prepared.sequence(index)
-        spans = decode_spans(ids, labels, self._encode(parsed, work.report).encoder.tokenizer)
+        parsed = _completed_recipe(recipe)
+        encoded = self._encode_rows(parsed, work.report)
+        selected = encoded.select(parsed, None)
+        row_count = len(selected.lengths)
+        index = max(0, min(index, row_count - 1))
+        ids, labels, pictures = selected.sequence(index)
+        spans = decode_spans(ids, labels, encoded.encoder.tokenizer)
         return {
-            "marked": [[shorten_repeats(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
+            "marked": [[shorten_repeats(text), bool(trained)] for text, trained in spans], "index": index, "sequences": row_count,
             "tokens": len(ids), "trained_tokens": sum(label != NOT_TRAINED for label in labels),
             "pictures": thumbnails(pictures),
         }  # fmt: skip
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:
+        """Return the first rows and each column's role."""
         from finetune.data.column_advice import first_rows, roles_of
 
         dataset = parse_recipe(recipe, "recipe").dataset
         rows = first_rows(dataset)
         names = list(dict.fromkeys(name for row in rows for name in row.values))
-        shown = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.values.items()} for row in rows[:_ROWS_SHOWN]]
+        shown_rows = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.values.items()} for row in rows[:_ROWS_SHOWN]]
         roles, is_guess = roles_of(rows, dataset)
-        return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
+        return {"columns": names, "rows": shown_rows, "roles": roles, "is_guess": is_guess}
 
     def plan(self, work: Work, recipe: str, compare: bool = False, has_data: bool = True) -> dict[str, Any]:
         from finetune.card import find_card
@@ -80,63 +84,61 @@ class Questions:
 
         parsed = parse_recipe(recipe, "recipe")
         card = find_card(parsed.gpu, processes=parsed.launch.processes_here)
-        # without data the plan is for full rows
-        rows = functools.partial(self._rows, report=work.report) if has_data else without_rows
+        # without data: for rows of `max_length` tokens
+        rows = functools.partial(self._read_rows, report=work.report) if has_data else without_rows
         return plan_recipe(parsed, card, rows, progress=work.report, compare=compare).as_json()
 
-    def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
+    def model_verdict(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
+        """Return whether `model` fits with full rows, its peak memory and speed."""
         from finetune.card import find_card
         from finetune.model.configuration import read_config
         from finetune.planner.planning import plan_recipe, without_rows
         from finetune.planner.shape import shape_of
 
         parsed = parse_recipe(recipe, "recipe")
-        # other settings are the planner's
+        # the planner chooses the remaining settings for this model
         inherited: dict[str, Any] = {name: getattr(parsed, name) for name in ("dataset", "gpu", "max_length")}
         try:
-            plan = plan_recipe(
-                Recipe(**inherited, model_name_or_path=model), find_card(parsed.gpu), without_rows, progress=work.report
-            )
+            candidate = Recipe(**inherited, model_name_or_path=model)
+            plan = plan_recipe(candidate, find_card(parsed.gpu), without_rows, progress=work.report)
             parameters = shape_of(read_config(plan.settings), plan.settings).parameters
         except FinetuneError as error:
             return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-        forecast, base = plan.forecast, base_format_of(plan.settings)
+        forecast, base_format = plan.forecast, base_format_of(plan.settings)
         return {
-            "verdict": plan.verdict, "parameters": parameters, "bits": base.bits if base.setting else None,
+            "verdict": plan.verdict, "parameters": parameters, "bits": base_format.bits if base_format.setting else None,
             "peak_bytes": forecast and forecast.peak_bytes, "tokens_per_s": forecast and forecast.tokens_per_s,
         }  # fmt: skip
 
-    def _prepared(self, recipe: Recipe, report: Report) -> SelectedRows:
-        return self._encode(recipe, report).select(recipe, None)
-
-    def _rows(self, recipe: Recipe, report: Report) -> RowsRead:
+    def _read_rows(self, recipe: Recipe, report: Report) -> RowsRead:
         from finetune.planner.planning import read_rows
 
-        is_downloaded = _data_key(recipe) in self._encoded
-        return read_rows(recipe, functools.partial(self._encode, report=report), downloaded=is_downloaded)
+        # rows of a hub dataset are read only if that needs no download
+        is_encoded = _data_key(recipe) in self._encoded
+        return read_rows(recipe, functools.partial(self._encode_rows, report=report), downloaded=is_encoded)
 
-    def _encode(self, recipe: Recipe, report: Report) -> EncodedRows:
+    def _encode_rows(self, recipe: Recipe, report: Report) -> EncodedRows:
         from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
         rows = self._encoded.pop(key) if key in self._encoded else encode_rows(recipe, report)
-        self._encoded[key] = rows  # the newest last: the first leaves
-        if len(self._encoded) > _DATASETS:
+        self._encoded[key] = rows  # at the end: the first was used longest ago
+        if len(self._encoded) > _MOST_DATASETS:
             del self._encoded[next(iter(self._encoded))]
         return rows
 
 
 @functools.lru_cache(maxsize=1)  # completing may read the rows' file
-def _completed(text: str) -> Recipe:
+def _completed_recipe(text: str) -> Recipe:
     from finetune.recipe.complete import complete
 
     return complete(parse_recipe(text, "recipe"))[0]
 
 
 def _data_key(recipe: Recipe) -> str:
-    # everything that decides the rows' tokens, before the limit of length
+    # settings that decide the tokens of the rows before long rows are cut or dropped
     chosen = recipe.model_dump(mode="json")
-    return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
+    return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTER_TOKENISING])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Answers of a model as HTML: samples over its training with differences marked, scores and rows of its evaluations."""
+"""Answers of a model as HTML: samples during training, and evaluated rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import finetune.evaluate.results as found
+import finetune.evaluate.results as stored_results
 from finetune.data.pictures.source import FileStat, file_stat, file_thumbnail
 from finetune.evaluate.paired import format_difference, rank_rows
 from finetune.events import Sample
@@ -22,20 +22,15 @@ from .markup import Safe, inert, render
 
 #: Text and image files: rows with different images may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]
-
 _WORDS = re.compile(r"\s+|[^\s\w]|\w+")
-#: Longer answers are shown without marks: difflib is quadratic.
-_MOST_WORDS = 400
-#: Images shown per sample.
-_MOST_PICTURES = 4
+_MOST_WORDS = 400  # longer answers are shown without marks: difflib is quadratic
+_PICTURES_PER_SAMPLE = 4
 _ROWS_SHOWN = 12
-#: Names of scores in a list.
-_SHORT = {
+_SHORT_SCORE_NAMES = {
     "exact": "EM", "contains": mark("contains"), "regex": mark("regex"), "json": "JSON", "numeric": mark("number"),
     "calls": mark("calls"), "token accuracy": mark("token accuracy"),
 }  # fmt: skip
-#: Displayed names of scores.
-_SCORES = {
+_SCORE_NAMES = {
     "exact": mark("exact match"), "regex": mark("regular expression"), "json": "JSON", "numeric": mark("number"),
     "calls": mark("tool calls"), "loss": mark("loss"),
 }  # fmt: skip
@@ -50,11 +45,12 @@ def answers(
     by_prompt: dict[_Prompt, dict[int, Sample]] = {}
     for sample in samples:
         # not for a file that is passed on: a foreign run folder may name any image of this machine
-        pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()
+        pictures = tuple(sample.pictures[:_PICTURES_PER_SAMPLE]) if with_pictures else ()
         by_prompt.setdefault((sample.prompt or "", pictures), {})[sample.step] = sample
+    # samples of the newest step may have other prompts than the first
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     names = [tr("Step {step}", step=f"{step:,}") if step else tr("Before training") for step in steps]
-    rows = [_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]]
+    rows = [_prompt_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]]
     return render("answers", steps=names, rows=rows, with_copy=with_pictures)
 
 
@@ -69,65 +65,68 @@ def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     return file_thumbnail(path)
 
 
-def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[Safe | None]]:
-    # pictures, prompt, expected answer, and the answer of each step
+def _prompt_row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[Safe | None]]:
+    # images, prompt, expected answer, and the answer of each step
     expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
-    shown: list[Safe | None] = []
+    cells: list[Safe | None] = [None] * len(steps)
     earlier = None
-    for step in steps:
-        answer = (by_step[step].answer or "") if step in by_step else None
-        shown.append(None if answer is None else marked(answer, expected, earlier))
-        earlier = answer if answer is not None else earlier
+    for index, step in enumerate(steps):
+        if step in by_step:
+            answer = by_step[step].answer or ""
+            cells[index] = mark_differences(answer, expected, earlier)
+            earlier = answer
     text, paths = prompt
-    return pictures_of(paths), text, expected, shown
+    return pictures_of(paths), text, expected, cells
 
 
-def marked(answer: str, expected: str, earlier: str | None) -> Safe:
-    """Return `answer` with wrong words struck and newly right words marked."""
-    return Safe(_marked(answer, expected, earlier) or f"<em>{tr('empty answer')}</em>")
+def mark_differences(answer: str, expected: str, earlier: str | None) -> Safe:
+    """Return `answer` with wrong words struck through and newly right words marked."""
+    return Safe(_mark_differences(answer, expected, earlier) or f"<em>{tr('empty answer')}</em>")
 
 
 @functools.lru_cache(1024)  # a page asks each second
-def _marked(answer: str, expected: str, earlier: str | None) -> str:
-    tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
-    if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
+def _mark_differences(answer: str, expected: str, earlier: str | None) -> str:
+    answer_words, expected_words = _WORDS.findall(answer), _WORDS.findall(expected)
+    if not expected or max(len(answer_words), len(expected_words)) > _MOST_WORDS:
         return inert(answer)
-    was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
-    shown = ""
-    for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
+    was_right = set(range(len(expected_words)))  # the first answer: nothing is newly right
+    if earlier is not None:
+        blocks = _matcher(_WORDS.findall(earlier), expected_words).get_matching_blocks()
+        was_right = {block.b + number for block in blocks for number in range(block.size)}
+    html = ""
+    for kind, start, end, expected_start, expected_end in _matcher(answer_words, expected_words).get_opcodes():
         if kind == "equal":
-            for is_known, indices in itertools.groupby(range(first, end), was_right.__contains__):  # one mark
-                text = inert("".join(map(wanted.__getitem__, indices)))
-                shown += text if is_known or text.isspace() else f"<ins>{text}</ins>"
-        elif start < stop:
-            shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
-    return shown
+            # one mark for adjacent words that are newly right
+            for is_old, indices in itertools.groupby(range(expected_start, expected_end), was_right.__contains__):
+                text = inert("".join(expected_words[index] for index in indices))
+                html += text if is_old or text.isspace() else f"<ins>{text}</ins>"
+        elif start < end:
+            html += f"<del>{inert(''.join(answer_words[start:end]))}</del>"
+    return html
 
 
-def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:
-    blocks = difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_matching_blocks()
-    return {block.b + number for block in blocks for number in range(block.size)}
+def _matcher(answer_words: Sequence[str], expected_words: Sequence[str]) -> difflib.SequenceMatcher[str]:
+    return difflib.SequenceMatcher(None, answer_words, expected_words, autojunk=False)
 
 
 def evaluations(
     run: RunDirectory, order: str = "differ", rows_shown: int = _ROWS_SHOWN, *, progress: Safe | None = None, empty: str,
     is_open: bool = False,
 ) -> str:  # fmt: skip
-    """Return a run's evaluations, newest first, after the `progress` of one; `empty` if none; `is_open`: older ones too."""
-    results = found.read_evaluations(run)
-    shown = [results[name] for name in sorted(results, key=lambda name: -_written_s(run, name))]
+    """Return a run's evaluations, newest first, below `progress`."""
+    stored, results = stored_results.read_evaluations(run), []
+    for name in sorted(stored, key=lambda name: -_modified_s(run, name)):
+        rows = rank_rows(stored[name]["base"]["scores"], stored[name]["tuned"]["scores"], order)
+        results.append((stored[name], stored_results.measures(stored[name]), rows[:rows_shown]))
     return render(
-        "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=found.unreadable_evaluations(run),
-        no_call=found.read_no_call(run), forgetting=found.read_forgetting(run), tasks=found.read_tasks(run),
-        title_of=lambda title: tr(_SCORES.get(title) or title), format_difference=format_difference, marked=marked,
-        results=[
-            (result, found.measures(result), rank_rows(result["base"]["scores"], result["tuned"]["scores"], order)[:rows_shown])
-            for result in shown
-        ],
+        "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=stored_results.unreadable_evaluations(run),
+        no_call=stored_results.read_no_call(run), forgetting=stored_results.read_forgetting(run),
+        tasks=stored_results.read_tasks(run), title_of=lambda title: tr(_SCORE_NAMES.get(title) or title),
+        format_difference=format_difference, mark_differences=mark_differences, results=results,
     )  # fmt: skip
 
 
-def _written_s(run: RunDirectory, name: str) -> float:
+def _modified_s(run: RunDirectory, name: str) -> float:
     return (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime
 
 
@@ -142,13 +141,13 @@ def newest_score(run: RunDirectory) -> str:
 
 @lru_cache(1024)
 def _newest_score(run: RunDirectory, _changed_ns: int, _language: str) -> str:
-    # cached: lists show it again and again, and it is read anew when the folder has changed
-    results = found.read_evaluations(run)
+    # cached while the folder is unchanged: the table of runs shows the score every 2 s
+    results = stored_results.read_evaluations(run)
     if not results:
         return ""
-    newest = results[max(results, key=lambda name: _written_s(run, name))]
-    kind = "exact_match" if newest["score"] == "exact" else "score"
-    base, tuned = (newest[model].get(kind) for model in ("base", "tuned"))
-    if newest["score"] not in _SHORT or base is None or tuned is None:
+    newest = results[max(results, key=lambda name: _modified_s(run, name))]
+    figure = "exact_match" if newest["score"] == "exact" else "score"
+    base, tuned = (newest[model].get(figure) for model in ("base", "tuned"))
+    if newest["score"] not in _SHORT_SCORE_NAMES or base is None or tuned is None:
         return ""
-    return f"{tr(_SHORT[newest['score']])} {100 * base:.3g} → {100 * tuned:.3g} %"
+    return f"{tr(_SHORT_SCORE_NAMES[newest['score']])} {100 * base:.3g} → {100 * tuned:.3g} %"

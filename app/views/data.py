@@ -1,4 +1,4 @@
-"""Panel of the data: counts, refused rows by kind and their correction, one row with trained tokens marked, lengths."""
+"""Data panel: counts, refused rows and their correction, one row with trained tokens marked, row lengths."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from .markup import Safe, inert, render
 
 _MARKED_CHARACTERS = 6000
 _WRONG_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
-#: Files with a row per line.
-_LINES = (".jsonl", ".ndjson")
-_SHOWN_CHARACTERS = 4000
+_JSON_LINES = (".jsonl", ".ndjson")  # files with one row per line
+_LINE_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,13 @@ class Problem:
 
     @property
     def reason(self) -> str:
-        # without the place in the row
+        # without the field, which the page shows apart
         field = re.sub(r"\[\d+\]", "[]", self.rows[0]["field"] or "")
         return self.kind.removeprefix(field).strip()
 
     @property
     def correction(self) -> tuple[str, str] | None:
-        # wrong and intended role of the first row, if every row has both
+        # wrong and intended role of the first row, if every row has a wrong role
         matches = [_WRONG_ROLE.search(row["reason"]) for row in self.rows]
         return (matches[0][1], matches[0][2]) if matches[0] and all(matches) else None
 
@@ -56,78 +55,78 @@ def problems_of(answer: dict[str, Any]) -> list[Problem]:
 
 
 def source_text(root: Path, row: dict[str, Any]) -> str:
-    """Return the row's line in its file."""
+    """Return a row's line in its file; empty if rows are not lines."""
     path = root / row["file"]
-    # a row of another format is not a line
-    if path.suffix not in (*_LINES, ".csv", ".tsv"):
+    if path.suffix not in (*_JSON_LINES, ".csv", ".tsv"):
         return ""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return next(islice(file, row["row"] - 1, row["row"]), "")[:_SHOWN_CHARACTERS].strip()
+            return next(islice(file, row["row"] - 1, row["row"]), "")[:_LINE_CHARACTERS].strip()
     except OSError:
         return ""
 
 
-def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
-    """Write a file with corrected roles; return its path. Raises RecipeError."""
+def correct_roles(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
+    """Write a copy with corrected roles; return its path. Raises RecipeError."""
     paths = {workspace.root / row["file"] for row in rows}
-    if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:
+    if len(paths) != 1 or next(iter(paths)).suffix not in _JSON_LINES:
         raise RecipeError("only JSONL files can be corrected here", "Correct the rows in the file.")
     path = paths.pop()
-    numbers = {row["row"] for row in rows}
-    meant = {match[1]: match[2] for row in rows if (match := _WRONG_ROLE.search(row["reason"]))}
+    line_numbers = {row["row"] for row in rows}
+    intended_roles = {match[1]: match[2] for row in rows if (match := _WRONG_ROLE.search(row["reason"]))}
     target = workspace.folder("uploads") / f"{path.stem[:60]}-corrected-{secrets.token_hex(3)}.jsonl"
     with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
         for number, line in enumerate(source, 1):
-            copy.write(_corrected(line, meant) if number in numbers else line)
-    return workspace.shown(target)
+            copy.write(_corrected(line, intended_roles) if number in line_numbers else line)
+    return workspace.path_in_recipe(target)
 
 
-def _corrected(line: str, meant: dict[str, str]) -> str:
+def _corrected(line: str, intended_roles: dict[str, str]) -> str:
     row = json.loads(line)
     for messages in row.values():
         for message in messages if isinstance(messages, list) else []:
             for key in ("role", "from"):
-                if isinstance(message, dict) and message.get(key) in meant:
-                    message[key] = meant[message[key]]
+                if isinstance(message, dict) and message.get(key) in intended_roles:
+                    message[key] = intended_roles[message[key]]
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def look(answer: dict[str, Any], recipe: Recipe, columns: Safe) -> Safe:
-    """Return row counts, problems with their remedies, columns, the first row and a histogram of tokens per row."""
-    counts, kinds, share = answer["report"], problems_of(answer), recipe.dataset.test_split_size
+    """Return the data panel: counts, problems, columns, first row and lengths."""
+    counts, problems = answer["report"], problems_of(answer)
+    share = recipe.dataset.test_split_size
     if share is None:
         share = DEFAULT_SHARE if counts.get("rows_held_out") else 0
     limit = None if recipe.max_length == AUTO else recipe.max_length
     return render(
         "look", counts=counts, eval_counts=answer["eval_report"], dataset=recipe.dataset, share=share, shown_share=f"{share:g}",
-        template=recipe.chat_template or "", problems=kinds, total=sum(len(problem.rows) for problem in kinds),
+        template=recipe.chat_template or "", problems=problems, total=sum(len(problem.rows) for problem in problems),
         are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=counts["warnings"],
-        findings=counts["findings"], columns=columns, row=marked(answer),
+        findings=counts["findings"], columns=columns, row=marked_row(answer),
         bars=histogram(answer["lengths"], limit), limit=limit, percentiles=counts.get("lengths"),
         over=sum(length > limit for length in answer["lengths"]) if limit else 0,
     )  # fmt: skip
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
-    """Return row `at` of problem `number`, cut to 5,000 characters, with buttons for its neighbours."""
+    """Return row `at` of a problem as in its file, with buttons for its neighbours."""
     row = problem.rows[at]
     return render(
         "data_row", title=tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), at=at, count=len(problem.rows),
         name="walk", steps=lambda index: {"walk": number, "at": index}, field=row["field"] or "", reason=row["reason"],
-        pieces=[(Safe(inert(text, 5000)), False)] if text else [], trained="",
+        pieces=[(Safe(inert(text, _LINE_CHARACTERS)), False)] if text else [], trained="",
     )  # fmt: skip
 
 
-def marked(answer: Mapping[str, Any]) -> Safe:
-    """Return a row as the model sees the row, with trained tokens marked."""
+def marked_row(answer: Mapping[str, Any]) -> Safe:
+    """Return a row as the model sees it, with trained tokens marked."""
     if not answer["sequences"]:
         return Safe(f"<h2>{tr('No valid row')}</h2>")
-    pieces, left = [], _MARKED_CHARACTERS
+    pieces, characters_left = [], _MARKED_CHARACTERS
     for text, is_trained in answer["marked"]:
-        pieces.append((Safe(inert(text[:left], left + 1)), is_trained))
-        left -= len(text)
-        if left <= 0:
+        pieces.append((Safe(inert(text[:characters_left], characters_left + 1)), is_trained))
+        characters_left -= len(text)
+        if characters_left <= 0:
             pieces.append((Safe("…"), False))
             break
     return render(

@@ -1,4 +1,4 @@
-"""HTML: escaped texts, templates, tables, problems. Names, rows, chat and logs can't add markup, colours or text direction."""
+"""Templates and escaping: names, rows, chat and logs can't add markup, colours or text direction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from finetune.units import format_bytes, format_count, gib
 from ..language import mark, tr, tr_n
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
-#: A command, up to the end of its line or brackets: shown as typed.
+#: A command, up to the end of its line or bracket; shown unchanged.
 _COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
-#: Scores of `finetune eval` by the page's label.
+#: Values of `finetune eval --score` by the page's label.
 SCORES = {
     mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
 HELD_OUT_BEFORE = mark("held-out rows of the run it continues")
-#: Page labels by option.
-_LABELS = {
+_OPTION_LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
     "forgetting": HELD_OUT_BEFORE, "last": mark("Last step instead of the best"), "output": mark("Folder in the run"),
     "type": mark("Type"), "to": mark("Separate files for base and adapter"), "public": mark("Public, else private"),
@@ -37,7 +36,7 @@ _LABELS = {
 _SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
 #: An option and its value: number, quoted text, score, GGUF type, or the placeholder `FILE`.
 _OPTION = re.compile(
-    rf"(?<![\w-])--({'|'.join(_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
+    rf"(?<![\w-])--({'|'.join(_OPTION_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
 )
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
@@ -51,17 +50,19 @@ def inert(value: Any, limit: int = 2000) -> str:
 def plain(text: str) -> str:
     """Return text without ANSI sequences, control characters and direction marks."""
     text = _ANSI.sub("", text)
-    letters = {*text} - {"\n", "\t"} if not text.isprintable() else ()
+    if text.isprintable():
+        return text
+    letters = {*text} - {"\n", "\t"}
     return text.translate({ord(letter): None for letter in letters if unicodedata.category(letter) in ("Cc", "Cf", "Cs")})
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> Safe:
-    """Return a table; `Safe` cells are HTML, and columns that start with `>` are right-aligned."""
+    """Return a table; `Safe` cells are HTML, and `>` right-aligns a column."""
     return render("table", columns=columns, rows=rows, caption=caption, is_hidden=hidden_caption)
 
 
 def stamp_of(name: str, html: str) -> str:
-    """Return the checksum of a part's HTML."""
+    """Return a checksum that tells whether a part has changed."""
     return f"{zlib.crc32(f'{name} {html}'.encode()):08x}"
 
 
@@ -76,17 +77,18 @@ class Safe(str):
 
 def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "") -> Safe:
     """Return the element of a part, whose HTML `parts.js` replaces."""
-    html, named = parts.get(name, ""), f' id="{identity}"' if identity else ""
+    html, id_attribute = parts.get(name, ""), f' id="{identity}"' if identity else ""
     # without a stamp the browser fetches the part
     stamp = f' data-stamp="{stamp_of(name, html)}"' if name in parts else ""
-    return Safe(f'<div data-part="{name}" class="{css}"{named}{stamp}>{html}</div>')
+    return Safe(f'<div data-part="{name}" class="{css}"{id_attribute}{stamp}>{html}</div>')
 
 
 def as_on_page(text: str) -> str:
-    """Return an engine message in page terms: settings as in a recipe, options as labels, commands as typed."""
-    # split with one group: every second part is a command
-    parts = enumerate(_COMMAND.split(text))
-    return "".join(part if number % 2 else _OPTION.sub(_labelled, _OVERRIDE.sub(_as_in_recipe, part)) for number, part in parts)
+    """Return a finetune message in page terms: settings as in recipes, options as labels."""
+    # split with one group: every second piece is a command, which stays
+    pieces = _COMMAND.split(text)
+    pieces[::2] = [_OPTION.sub(_labelled, _OVERRIDE.sub(_as_in_recipe, piece)) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def _as_in_recipe(override: re.Match[str]) -> str:
@@ -102,7 +104,7 @@ def _setting_names() -> frozenset[str]:
 
 def _labelled(option: re.Match[str]) -> str:
     # `--tolerance 0.01` is “Tolerance: 0.01” on the page
-    label, value = tr(_LABELS[option[1]]), option[2] or ""
+    label, value = tr(_OPTION_LABELS[option[1]]), option[2] or ""
     if value not in ("", "FILE"):
         label = tr("{change}: {result}", change=label, result=tr(_SCORE_LABELS.get(value, value)))
     return f"“{label}”"
@@ -123,7 +125,7 @@ TO_NEW_RUN = ' data-go="/" role="status"'
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> Safe:
-    """Return a box with the problems and the fix of an error, which screen readers announce."""
+    """Return an error box, which screen readers announce."""
     return render("problem", title=tr(title), problems=problems[:20], fix=fix)
 
 
@@ -136,13 +138,13 @@ def problem_of(error: Exception) -> Safe:
 
 def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> Safe:
     """Return the chart of one run, or of several to compare."""
-    called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
-    # the element fetches its points: this text stays equal while a run goes on
-    return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>')
+    labels_attribute = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
+    # without points, which the element fetches: a page does not redraw an equal element
+    return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{labels_attribute}></ft-chart>')
 
 
-#: Errors in handling a message that the page never sends.
-WRONG_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
+#: Errors that a message causes which no script of the page sends.
+MALFORMED_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
 
 
 def refusal(error: Exception) -> Safe:
@@ -150,8 +152,8 @@ def refusal(error: Exception) -> Safe:
     if isinstance(error, RecipeError):
         title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
         return problem(title, error.problems, error.fix)
-    # UnicodeError is a ValueError, but of a file's text
-    if isinstance(error, WRONG_MESSAGE) and not isinstance(error, UnicodeError):
+    # a UnicodeError, though a ValueError, comes from the text of a file
+    if isinstance(error, MALFORMED_MESSAGE) and not isinstance(error, UnicodeError):
         return problem(tr("Not done"), [tr("the server does not know this request")], tr("Reload the page."))
     return problem_of(error)
 
@@ -169,13 +171,13 @@ def _environment() -> Any:
     from . import words  # here: imports stay at most ten deep
 
     # stricter than autoescape: `inert` also removes colours and text direction
-    def shown(value: Any) -> Any:
+    def escape_unless_safe(value: Any) -> Any:
         return value if isinstance(value, Markup) else Markup(value if isinstance(value, Safe) else inert(value))
 
     folder = Path(__file__).parents[1] / "templates"
     environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(folder), autoescape=True, finalize=escape_unless_safe, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.globals |= {name: value for name, value in vars(words).items() if not name.startswith("_")}
     environment.globals |= {

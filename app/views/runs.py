@@ -14,31 +14,30 @@ from finetune.units import GIB, format_bytes
 from ..language import tr
 from ..live import Digest, LiveRun, Point, Series, smoothed
 from .answers import newest_score
-from .charts import MEMORY, Line, measured_peak, picture, sparkline
+from .charts import MEMORY_METRICS, Line, measured_peak, sparkline, svg_chart
 from .markup import Safe, as_on_page, chart_element, render
-from .words import day, loss_text, minutes, setting_name, value_text
+from .words import day, duration, loss_text, setting_name, value_text
 
 if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
 
-#: Curves that can be told apart in one chart.
-_MOST_CURVES = 5
+_MOST_CURVES = 5  # can be told apart in one chart
 
 
 def row_of(live: LiveRun, limit_s: float = 0.05) -> dict[str, Any]:
-    """Return the run's current facts as texts, empty where unknown; at most `limit_s` seconds are spent on new events."""
+    """Return a run's table row as texts, reading new events for at most `limit_s`."""
     if limit_s > 0:
         live.refresh(limit_s)
     digest, name, loss = live.digest, live.run.path.name, live.digest.series.get("loss")
-    total, rate = live.plan().total_steps, digest.newest_step and digest.newest_step.tokens_per_s
-    label = tr("Loss of {name}: {loss}", name=name, loss=_last(loss))
-    training_s = sum(part.total for part in digest.series["step_s"].bins.values()) if "step_s" in digest.series else 0.0
+    total, rate = live.plan().total_steps, digest.newest_step.tokens_per_s if digest.newest_step else None
+    label = tr("Loss of {name}: {loss}", name=name, loss=_loss_or_gap(loss))
+    training_s = sum(bin_.total for bin_ in digest.series.get("step_s", Series()).bins.values())
     return {
         "name": name, "model": Path(live.plan().settings.model_name_or_path).name, "state": live.state(),
         "steps": tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}",
-        "loss": _last(loss), "curve": Safe(sparkline(loss.points(), label)) if loss else "", "held_out": _held_out(digest),
-        "score": newest_score(live.run), "peak": peak_beside_forecast(live),
-        "time": minutes(training_s) if digest.step else "", "started": _day(live.run.plan.stat().st_mtime),
+        "loss": _loss_or_gap(loss), "curve": Safe(sparkline(loss.points(), label)) if loss else "",
+        "held_out": _held_out_text(digest), "score": newest_score(live.run), "peak": peak_beside_forecast(live),
+        "time": duration(training_s) if digest.step else "", "started": _day(live.run.plan.stat().st_mtime),
         "tokens_per_s": f"{rate:,.0f}" if rate else "",
     }  # fmt: skip
 
@@ -46,25 +45,27 @@ def row_of(live: LiveRun, limit_s: float = 0.05) -> dict[str, Any]:
 def peak_beside_forecast(live: LiveRun) -> str:
     """Return `20.9 / 21.1`: measured and forecast GiB of the process."""
     plan = live.plan()
-    measured, forecast = measured_peak(live.digest, plan), plan.forecast.peak_bytes if plan.forecast else None
-    texts = [
-        f"{size / GIB:.1f}" if size else missing for size, missing in ((measured, tr("not yet")), (forecast, tr("no forecast")))
-    ]
-    return "" if measured is None and forecast is None else " / ".join(texts)
+    measured = measured_peak(live.digest, plan)
+    if measured is None and not plan.forecast:
+        return ""
+    measured_text = f"{measured / GIB:.1f}" if measured else tr("not yet")
+    forecast_text = f"{plan.forecast.peak_bytes / GIB:.1f}" if plan.forecast else tr("no forecast")
+    return f"{measured_text} / {forecast_text}"
 
 
-def _last(loss: Series | None) -> str:
+def _loss_or_gap(loss: Series | None) -> str:
     if loss is None or loss.missing is None:
         return loss_text(loss.last or 0.0) if loss else ""
     return tr("{value} at {step}", value=tr(loss.missing[1]), step=f"{loss.missing[0]:,}")
 
 
-def _held_out(digest: Digest) -> str:
+def _held_out_text(digest: Digest) -> str:
     result, series = digest.newest.get(Result.kind), digest.series.get("eval_loss")
-    # an ended run: the result's loss, else the lowest so far
+    # of an ended run the result's, else the lowest so far
     if isinstance(result, Result) and result.eval_loss is not None:
         return loss_text(result.eval_loss)
-    return loss_text(series.low) if series is not None and series.low is not None else ""
+    lowest = series.lowest_bin if series else None
+    return loss_text(lowest.low) if lowest else ""
 
 
 def _day(moment_s: float) -> str:
@@ -76,16 +77,19 @@ def _day(moment_s: float) -> str:
 
 
 def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return loss and memory of runs in `element` or SVG, their figures, and differing settings."""
+    """Return the curves of runs in `element` or SVG, their figures, and differing settings."""
     template, values = compare_held_out([live.run for live in lives])
-    settings = [live.plan().settings.model_dump(mode="json") for live in lives]
-    names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
-    differences = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
+    recipes = [live.plan().settings.model_dump(mode="json") for live in lives]
+    differences: list[list[str]] = []
+    for name in recipes[0]:
+        column = [settings.get(name) for settings in recipes]
+        if name != "output_dir" and len(set(map(repr, column))) > 1:
+            differences.append([setting_name(name), *map(value_text, column)])
     pictures = ""
     if not element:
         losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points()))
-        memory = _overlay(lives, MEMORY, lambda series: series.points(highest=True))
-        pictures = picture(tr("Loss, smoothed"), losses, "{:.3g}".format) + picture(tr("Memory"), memory, format_bytes)
+        memory = _overlay(lives, MEMORY_METRICS, lambda series: series.points(highest=True))
+        pictures = svg_chart(tr("Loss, smoothed"), losses, "{:.3g}".format) + svg_chart(tr("Memory"), memory, format_bytes)
     return render(
         "comparison", chart=element, pictures=Safe(pictures), held_out=tr(template, **values), rows=rows,
         differences=differences, names=[f">{live.run.path.name}" for live in lives],
@@ -95,7 +99,7 @@ def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence
 def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Series], list[Point]]) -> list[Line]:
     return [
         Line(live.run.path.name, points(series), f"run{number}") for number, live in enumerate(lives)
-        # a GPU's metric, else the host's
+        # the first metric that the run has
         if (series := next((live.digest.series[name] for name in names if name in live.digest.series), None)) is not None
     ]  # fmt: skip
 
@@ -111,12 +115,12 @@ def arm_name(values: dict[str, Any]) -> str:
 
 
 def sweep_page(sweep: Sweep, tab: str) -> str:
-    """Return the page of a sweep: rule and command, the curves of the best arms, and the place of `arms`."""
+    """Return a sweep's page: rule, command, curves of the best arms, and table of arms."""
     from finetune.sweep.sweep import RULE
 
     results, name = sweep.results(), sweep.path.name
-    best = sorted(results[:_MOST_CURVES], key=lambda entry: entry.name)
-    element = chart_element([entry.name for entry in best], [arm_name(entry.values) for entry in best])
+    best = sorted(results[:_MOST_CURVES], key=lambda arm: arm.name)
+    element = chart_element([arm.name for arm in best], [arm_name(arm.values) for arm in best])
     return render(
         "sweep", name=name, tab=tab, rule=as_on_page(RULE), most=_MOST_CURVES, chart=element,
         command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > _MOST_CURVES,
@@ -125,7 +129,7 @@ def sweep_page(sweep: Sweep, tab: str) -> str:
 
 
 def arms(sweep: Sweep, *, in_report: bool = False) -> str:
-    """Return the result in words and the table of arms; on the page with links to their runs."""
+    """Return the result in words and the arms, on the page with links."""
     return render(
         "arms", results=sweep.results(), state=state_of_sweep(sweep), sentence=sweep_sentence(sweep), in_report=in_report,
         arm_name=arm_name,
@@ -135,14 +139,14 @@ def arms(sweep: Sweep, *, in_report: bool = False) -> str:
 def losses(sweep: Sweep) -> str:
     """Return the held-out losses of all arms as SVG."""
     curves = [
-        Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
-        for number, entry in enumerate(sweep.results())
+        Line(arm_name(arm.values), [(float(step), loss) for step, loss in arm.curve], f"run{number}")
+        for number, arm in enumerate(sweep.results())
     ]
-    return picture(tr("Held-out loss of each arm"), curves, "{:.3g}".format)
+    return svg_chart(tr("Held-out loss of each arm"), curves, "{:.3g}".format)
 
 
 def state_of_sweep(sweep: Sweep) -> str:
-    """Return whether the sweep goes on, in a word."""
+    """Return `Running`, `Finished` or `Stopped`."""
     if sweep.is_running:
         return tr("Running")
     return tr("Finished" if sweep.is_finished else "Stopped")

@@ -1,4 +1,4 @@
-"""Settings in words: a change is described by its effect."""
+"""Settings, times and speeds in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..language import mark, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
-#: Displayed names of settings where the name itself, as `Warmup ratio`, is not what people call them.
+#: Displayed names of settings; the others are displayed as `Warmup ratio` for `warmup_ratio`.
 SETTING_NAMES = {
     "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
     "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
@@ -26,17 +26,14 @@ SETTING_NAMES = {
     "excess_length": mark("Longer rows"), "attn_implementation": mark("Attention"), "use_dora": "DoRA",
     "use_rslora": "rsLoRA", "beta": "beta", "adapter_name_or_path": mark("Adapter"),
 }  # fmt: skip
-#: Phrases for numeric settings.
-_NUMBERS = {
+_NUMERIC_PHRASES = {
     "max_length": mark("Shorten the longest row to {n} tokens"), "lora_r": mark("LoRA rank {n}"),
     "effective_batch_size": mark("{n} rows per step"),
 }  # fmt: skip
-#: Phrases by setting and value.
-_SWITCHES = {
+_VALUE_PHRASES = {
     ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
     ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
-    ("adapter_dtype", "bfloat16"): mark("16-bit adapters"),
-    ("layer_offloading", "cpu"): mark("Offload layers to CPU"),
+    ("adapter_dtype", "bfloat16"): mark("16-bit adapters"), ("layer_offloading", "cpu"): mark("Offload layers to CPU"),
     ("layer_offloading", "nvme"): mark("Offload layers to disk"),
     ("offload_embeddings", "true"): mark("Offload the input embedding to CPU"),
     ("lora_dropout", "0.0"): mark("No dropout"), ("use_dora", "false"): mark("Plain LoRA instead of DoRA"),
@@ -50,16 +47,14 @@ STATES = {
     "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
     "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
-#: Displayed states of the queue.
-QUEUE_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
+QUEUE_STATE_NAMES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 _EVERY_N = "activation_checkpointing_every_n_layers"
-#: Ways of gradient checkpointing that are not every nth layer.
-_RECOMPUTATION = {
+#: Phrases for gradient checkpointing in other ways than every nth layer.
+_CHECKPOINTING_KINDS = {
     "false": mark("no gradient checkpointing"), "selective": mark("gradient checkpointing except attention"),
     "offload": mark("gradient checkpointing, inputs offloaded to CPU"),
 }  # fmt: skip
-#: Settings that follow from other settings.
-_IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
+_IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}  # without a phrase: they follow from others
 
 
 def state_name(state: str) -> str:
@@ -83,49 +78,52 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     if name == "per_device_train_batch_size":
         return tr_n("{n} row at a time", "{n} rows at a time", int(value))
     if name == "activation_checkpointing" or (name == _EVERY_N and "activation_checkpointing" not in settings):
-        return capital(_checkpointing_phrase(settings.get("activation_checkpointing", "true"), int(settings.get(_EVERY_N, 1))))
+        return capitalized(_checkpointing(settings.get("activation_checkpointing", "true"), int(settings.get(_EVERY_N, 1))))
+    # one switch off and another on is one change of the weights' format
     if name in SWITCHES and value == "false":
         return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
-    if name in _NUMBERS:
-        return tr(_NUMBERS[name], n=f"{int(value):,}")
+    if name in _NUMERIC_PHRASES:
+        return tr(_NUMERIC_PHRASES[name], n=f"{int(value):,}")
     if name in _IMPLIED or name == _EVERY_N:
         return ""
     if name == "dataset.ignore_columns":
         return tr("Leave out {columns}", columns=value.strip("[]"))
-    switch = _SWITCHES.get((name, value))
+    switch = _VALUE_PHRASES.get((name, value))
     return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 
 
-def _checkpointing_phrase(kind: str, count: int) -> str:
-    if kind in _RECOMPUTATION:
-        return tr(_RECOMPUTATION[kind])
+def _checkpointing(kind: str, count: int) -> str:
+    if kind in _CHECKPOINTING_KINDS:
+        return tr(_CHECKPOINTING_KINDS[kind])
     return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
 
 
 def plan_in_words(settings: Settings) -> str:
     """Return `16-bit weights, no gradient checkpointing`."""
-    ways = [tr("{precision} weights", precision=precision(settings)), gradient_checkpointing(settings)]
-    ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
+    phrases = [tr("{precision} weights", precision=precision(settings)), gradient_checkpointing(settings)]
+    if settings.optim == EIGHT_BIT:
+        phrases.append(tr("8-bit optimizer"))
     if settings.layer_offloading:
-        count, is_disk = settings.offloaded_layers, settings.layer_offloading == "nvme"
-        ways.append(tr("{n} layers offloaded to disk" if is_disk else "{n} layers offloaded to CPU", n=count))
-    return tr(", ").join(ways)
+        is_disk = settings.layer_offloading == "nvme"
+        template = mark("{n} layers offloaded to disk") if is_disk else mark("{n} layers offloaded to CPU")
+        phrases.append(tr(template, n=settings.offloaded_layers))
+    return tr(", ").join(phrases)
 
 
-def capital(text: str) -> str:
+def capitalized(text: str) -> str:
     """Capitalise the first letter only."""
     return text[:1].upper() + text[1:]
 
 
 def precision(settings: Settings) -> str:
-    """Return the bits of the base model's weights."""
+    """Return the base model's bits, as `4-bit`."""
     return tr("{bits}-bit", bits=base_format_of(settings).bits)
 
 
 def gradient_checkpointing(settings: Settings) -> str:
-    """Return a phrase such as `gradient checkpointing in 1 layer of 2`."""
+    """Return `gradient checkpointing in 1 layer of 2`."""
     kind = str(settings.activation_checkpointing).lower()
-    return _checkpointing_phrase(kind, settings.activation_checkpointing_every_n_layers)
+    return _checkpointing(kind, settings.activation_checkpointing_every_n_layers)
 
 
 def optimizer(settings: Settings) -> str:
@@ -135,16 +133,16 @@ def optimizer(settings: Settings) -> str:
 
 
 def loss_text(value: float) -> str:
-    """Format a loss to three decimals, or to four below 0.1."""
+    """Return three decimals, or four below 0.1."""
     return f"{value:.{4 if abs(value) < 0.1 else 3}f}"
 
 
-def minutes(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return `41 min`, `18 h 15 min` or `50 s`."""
     if seconds < 60:
         return tr("{s} s", s=f"{seconds:.0f}")
-    whole = round(seconds / 60)
-    return tr("{m} min", m=whole) if whole < 60 else tr("{h} h {m} min", h=whole // 60, m=f"{whole % 60:02d}")
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return tr("{h} h {m} min", h=hours, m=f"{minutes:02d}") if hours else tr("{m} min", m=minutes)
 
 
 def day(moment: time.struct_time) -> str:
@@ -159,24 +157,24 @@ def clock(time_s: float) -> str:
     return hour if moment[:3] == time.localtime()[:3] else f"{day(moment)} {hour}"
 
 
-def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
-    """Return the change of speed against `own` tokens per second; empty if unknown."""
-    if not own or not tokens_per_s:
+def speed_change(tokens_per_s: float | None, chosen_tokens_per_s: float | None) -> str:
+    """Return speed relative to the chosen plan, as `12 % slower`."""
+    if not chosen_tokens_per_s or not tokens_per_s:
         return ""
-    change = round(100 * (tokens_per_s / own - 1))
-    template = mark("{n} % slower") if change < 0 else mark("{n} % faster")
-    return tr(template, n=abs(change)) if change else tr("same speed")
+    percent = round(100 * (tokens_per_s / chosen_tokens_per_s - 1))
+    template = mark("{n} % slower") if percent < 0 else mark("{n} % faster")
+    return tr(template, n=abs(percent)) if percent else tr("same speed")
 
 
 def value_text(value: Any) -> str:
-    """Return a setting's value as text; for data its file."""
+    """Return a setting's value as text, for `dataset` its file."""
     if isinstance(value, dict):
-        return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
+        return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, bool):
         return tr("yes" if value else "no")
     return tr("not set") if value is None else str(value)
 
 
 def short_name(gpu_name: str) -> str:
-    """Return a GPU's name without NVIDIA and GeForce."""
+    """Return a GPU's name without `NVIDIA GeForce`."""
     return gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")

@@ -1,4 +1,4 @@
-"""Pages whose parts a browser follows, answers to their messages, and the state that all pages share."""
+"""Pages that a browser refreshes in parts, answers to their messages, and shared state."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from ..background import Queue
 from ..chats import Chats
 from ..live import LiveRuns
 from ..planning.draft import Draft
-from ..views.markup import WRONG_MESSAGE, refusal, stamp_of
+from ..views.markup import MALFORMED_MESSAGE, refusal, stamp_of
 from ..worker import Worker
 from ..workspace import Workspace
 
-#: Seconds of silence after which the planner is killed.
-_SILENT_S = 300.0
+_SILENT_S = 300.0  # then the planner process is killed
 
 
 class Context:
-    """State of one app."""
+    """State that all pages share, and its processes."""
 
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
@@ -50,9 +49,9 @@ class Context:
 
 
 class FollowedPage(ABC):
-    """A page whose parts `parts.js` fetches."""
+    """A page whose parts `parts.js` keeps up to date."""
 
-    #: Part of its address, /ft/page/`name`.
+    #: Last part of the address, /ft/page/NAME.
     name: str
 
     def __init__(self, context: Context) -> None:
@@ -67,7 +66,7 @@ class FollowedPage(ABC):
         """Return the HTML of each part."""
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button. Raises the errors that `attempted` handles."""
+        """Handle a button's message; return HTML by part. Raises the errors that `attempted` handles."""
         raise KeyError(message)
 
     def changed(self, shown: str = "") -> dict[str, Any]:
@@ -82,7 +81,7 @@ class FollowedPage(ABC):
 
 
 def changed_parts(parts: Mapping[str, str], shown: str) -> dict[str, tuple[str, str]]:
-    """Return stamp and HTML of each part that the browser lacks. `shown`: the stamps it has, separated by dots."""
+    """Return stamp and HTML of changed parts. `shown`: the browser's stamps, joined by dots."""
     stamped = {name: (stamp_of(name, html), html) for name, html in parts.items()}
     return {name: pair for name, pair in stamped.items() if pair[0] not in shown.split(".")}
 
@@ -91,7 +90,7 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str]], message: Mappi
     """Return the answer to a message; `said` explains an error."""
     try:
         return {"said": ""} | act(message)
-    except (FinetuneError, OSError, *WRONG_MESSAGE) as error:
+    except (FinetuneError, OSError, *MALFORMED_MESSAGE) as error:
         return {"said": refusal(error)}
 
 
@@ -108,9 +107,9 @@ def explain_errors(api: Any) -> None:
     def explained(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return PlainTextResponse(error.detail, error.status_code)
-        if isinstance(error, WRONG_MESSAGE):  # damaged values, or a mistake of this app
+        if isinstance(error, MALFORMED_MESSAGE):  # damaged values, or a mistake of this app
             traceback.print_exception(error)
         return PlainTextResponse(f"These files can't be read: {error}", 409)
 
-    for kind in (HTTPException, FinetuneError, OSError, *WRONG_MESSAGE):
+    for kind in (HTTPException, FinetuneError, OSError, *MALFORMED_MESSAGE):
         api.add_exception_handler(kind, explained)

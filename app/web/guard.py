@@ -32,7 +32,6 @@ BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
 UPLOADS_AT_ONCE = 2
 MOST_UPLOAD_BYTES = 512 * 2**20
 MOST_UPLOAD_AGE_S = 3600.0
-
 HEADERS = {
     "x-frame-options": "DENY", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
@@ -63,7 +62,7 @@ class Access:
 
 
 class Guard:
-    """ASGI application around the app."""
+    """ASGI middleware: checks host, origin, token, route and size."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app, self.access = app, access
@@ -71,17 +70,17 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             request = Request(scope)
-            if answer := self._refusal(request) or self._with_cookie(request):
+            if answer := self._refusal(request) or self._cookie_redirect(request):
                 await answer(scope, receive, send)
             else:
-                await self.app(scope, _limited(receive, _most_bytes(request)), _hardened(send))
+                await self.app(scope, _limited(receive, _limit_bytes(request)), _hardened(send))
         elif scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1008})
+            await send({"type": "websocket.close", "code": 1008})  # policy violation
 
     def _refusal(self, request: Request) -> Response | None:
-        # Gradio checks none of this: any site may upload
+        # Gradio checks none of this: without the guard any site could upload files
         method, path, headers = request.method, request.scope["path"], request.headers
         host, origin, is_read = headers.get("host", ""), headers.get("origin"), method in ("GET", "HEAD")
         if not self.access.knows(host):
@@ -97,7 +96,7 @@ class Guard:
         kind, length = headers.get("content-type", "").partition(";")[0].strip().lower(), headers.get("content-length", "")
         if not is_read and kind != ("multipart/form-data" if _is_upload(request.scope) else "application/json"):
             return _refused(415, "Unsupported content type.")
-        if not is_read and length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > _most_bytes(request)):
+        if not is_read and length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > _limit_bytes(request)):
             return _refused(413, "The request is too large.")
         return None
 
@@ -107,13 +106,13 @@ class Guard:
             request.query_params.get("token", ""), request.cookies.get(self.access.cookie, ""),
             bearer[7:] if bearer.startswith("Bearer ") else "",
         ]  # fmt: skip
-        wanted = self.access.token.encode()
-        return any(hmac.compare_digest(token.encode("latin1", "replace"), wanted) for token in sent)
+        expected = self.access.token.encode()
+        return any(hmac.compare_digest(token.encode("latin1", "replace"), expected) for token in sent)
 
-    def _with_cookie(self, request: Request) -> Response | None:
+    def _cookie_redirect(self, request: Request) -> Response | None:
         if request.method != "GET" or not request.query_params.get("token"):
             return None
-        # out of the address: browsers keep addresses in their history
+        # the token leaves the address, which browsers keep in their history
         query = urlencode([(name, value) for name, value in request.query_params.multi_items() if name != "token"])
         target = f"/{request.scope['path'].lstrip('/')}{'?' + query if query else ''}"
         cookie = f"{self.access.cookie}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -128,19 +127,19 @@ def _is_upload(scope: Scope) -> bool:
     return bool(scope["path"].rstrip("/") == UPLOAD_PATH)
 
 
-def _most_bytes(request: Request) -> int:
+def _limit_bytes(request: Request) -> int:
     return UPLOAD_BYTES if _is_upload(request.scope) else BODY_BYTES
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
-    got = 0
+    received_bytes = 0
 
     async def counted() -> Message:
-        nonlocal got
+        nonlocal received_bytes
         message = await receive()
-        got += len(message.get("body", b""))
-        # counted: a missing or wrong content-length must not evade the limit
-        if got > limit:
+        # counted here: a missing or wrong content-length must not evade the limit
+        received_bytes += len(message.get("body", b""))
+        if received_bytes > limit:
             return {"type": "http.disconnect"}
         return message
 
@@ -161,7 +160,7 @@ def _hardened(send: Send) -> Send:
 
 
 class UploadLimit:
-    """Limits parallel uploads (429) and their bytes (507)."""
+    """ASGI middleware: limits parallel uploads (429) and stored bytes (507)."""
 
     def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder, self._running = app, folder, 0
@@ -180,11 +179,11 @@ class UploadLimit:
             self._running -= 1
 
     def _used_bytes(self) -> int:
-        taken = 0
+        used_bytes = 0
         for entry in self.folder.iterdir():
-            # abandoned: used uploads are moved out of this folder
+            # abandoned: the app moves an upload that it uses out of this folder
             if time.time() - entry.stat().st_mtime > MOST_UPLOAD_AGE_S:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
-                taken += sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
-        return taken
+                used_bytes += sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
+        return used_bytes

@@ -19,8 +19,7 @@ _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]
 FOREVER = {"cache-control": "private, max-age=31536000, immutable"}
 
 
-def policy(nonce: str) -> str:
-    """Return a page's content security policy."""
+def _security_policy(nonce: str) -> str:
     return (
         # the nonce is new for each page: markup injected through data can't run
         # 'unsafe-eval': Gradio compiles its templates with eval, which only a script that already runs can call
@@ -42,9 +41,9 @@ class PageFilter(BaseHTTPMiddleware):
         nonce, path, headers = secrets.token_urlsafe(16), request.url.path, request.headers
         # the page can only be rewritten before it is compressed
         request.scope["headers"] = [pair for pair in headers.raw if pair[0] != b"accept-encoding"]
-        with language.spoken(language.preferred(headers.get("cookie", ""), headers.get("accept-language", ""))):
+        with language.use_language(language.preferred_language(headers.get("cookie", ""), headers.get("accept-language", ""))):
             answer: Any = await call_next(request)
-            answer.headers["content-security-policy"] = policy(nonce)
+            answer.headers["content-security-policy"] = _security_policy(nonce)
             if path.startswith(("/assets/", "/theme.css")) and answer.status_code == 200:
                 answer.headers.update(FOREVER)
             if path.startswith("/ft/"):

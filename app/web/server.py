@@ -20,11 +20,10 @@ from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
 from .page_filter import PageFilter
 
-_LEAST_TOKEN = 16
+_LEAST_TOKEN_LENGTH = 16
 #: More connections get 503, before file descriptors run out.
 _MOST_CONNECTIONS = 512
-#: All addresses of this machine.
-ANY_HOST = ("0.0.0.0", "::")
+ANY_HOST = ("0.0.0.0", "::")  # all addresses of this machine
 
 
 def page_token() -> str:
@@ -32,20 +31,20 @@ def page_token() -> str:
     token = os.environ.get("FINETUNE_UI_TOKEN")
     if token is None:
         return secrets.token_urlsafe(32)
-    # the token stands in a header, a cookie and a link
-    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"\\'):
+    # letters that a header, a cookie and a link can carry
+    if len(token) < _LEAST_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"\\'):
         fix = 'Unset FINETUNE_UI_TOKEN for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"'
-        raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", fix)
+        raise CommandError(f"the token must have at least {_LEAST_TOKEN_LENGTH} letters and digits", fix)
     return token
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket at `port` or one of the next twenty; 0: any. Raises CommandError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for number in range(port, port + 20) if port else [0]:
+    for candidate in range(port, port + 20) if port else [0]:
         listener = port_socket(family)
         try:
-            listener.bind((host, number))
+            listener.bind((host, candidate))
         except OSError as error:
             listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # the port is taken, or privileged
@@ -55,13 +54,13 @@ def listen(host: str, port: int) -> socket.socket:
     raise CommandError(f"ports {port} to {port + 19} are taken", "Choose another: finetune ui --port 8000")
 
 
-def make_access(host: str, port: int, token: str, allowed: tuple[str, ...] = ()) -> Access:
-    """Return access by loopback, listening and allowed names."""
-    names = [*LOOPBACK, *(name.lower() for name in allowed)]
-    wide = host in ANY_HOST
-    if not wide:
+def make_access(host: str, port: int, token: str, allowed_hosts: tuple[str, ...] = ()) -> Access:
+    """Return access by loopback, listening and allowed host names."""
+    names = [*LOOPBACK, *(name.lower() for name in allowed_hosts)]
+    is_any_host = host in ANY_HOST
+    if not is_any_host:
         names.append(f"[{host}]" if ":" in host else host.lower())
-    return Access(token, port, tuple(dict.fromkeys(names)), any_port=wide)
+    return Access(token, port, tuple(dict.fromkeys(names)), any_port=is_any_host)
 
 
 def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
@@ -85,15 +84,15 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     explain_errors(api)
     api.get("/healthz")(lambda: {"ok": True})
-    page, looks = build_page(context, api)
+    page, mount_options = build_page(context, api)
     api = gradio.mount_gradio_app(
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
-        show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
+        show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **mount_options,
     )  # fmt: skip
     return Guard(UploadLimit(GZipMiddleware(PageFilter(api, complete)), temporary / "files"), access), context
 
 
-def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> int:
+def serve(host: str, port: int, runs: Path, allowed_hosts: tuple[str, ...] = ()) -> int:
     """Serve until Ctrl-C; runs continue."""
     import uvicorn
 
@@ -101,10 +100,10 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
     bound = listen(host, port)
     port = bound.getsockname()[1]
     workspace = Workspace(Path.cwd(), runs.absolute())
-    application, context = build(workspace, make_access(host, port, token, allowed))
-    in_link = "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
+    application, context = build(workspace, make_access(host, port, token, allowed_hosts))
+    link_host = "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
     bound.listen()  # the link works when it is printed: connections wait for the server
-    print(f"finetune ui: http://{in_link}:{port}/?token={token}", flush=True)  # noqa: T201
+    print(f"finetune ui: http://{link_host}:{port}/?token={token}", flush=True)  # noqa: T201
     print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
     config = uvicorn.Config(
         application, http="h11", log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",

@@ -12,7 +12,7 @@ from written_runs import append, plan, step_event
 
 from app.live import LiveRun, LiveRuns
 from app.pages.run import RunPage
-from app.views.charts import answer
+from app.views.charts import chart_data
 from app.views.runs import peak_beside_forecast
 from app.web.followed import explain_errors
 from app.web.guard import READ
@@ -66,7 +66,7 @@ class Client:
         self.live, self.have, self.series, self.marks = live, "", {}, []
 
     def tick(self):
-        news = answer(self.live, self.have)
+        news = chart_data(self.live, self.have)
         if not news["from"]:
             self.series = {}
         self.marks = news["marks"]
@@ -110,22 +110,22 @@ def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
 
 def test_an_unknown_key_is_answered_with_everything(run, live):
     write(run, *losses(1, 50))
-    newest = answer(live)["have"]
-    assert answer(live, newest)["from"] == 50
+    newest = chart_data(live)["have"]
+    assert chart_data(live, newest)["from"] == 50
     for have in ("x", "\0", newest[1:], f"{newest}x", "00000000-0.50"):
-        assert answer(live, have)["from"] == 0
+        assert chart_data(live, have)["from"] == 0
     write(run, Start(resumed_from="checkpoint-20", step=20), *losses(21, 22))
-    assert answer(live, newest)["from"] == 0
+    assert chart_data(live, newest)["from"] == 0
     run.events.unlink()
     write(run, *losses(1, 3))
-    news = answer(live, newest)
+    news = chart_data(live, newest)
     assert (news["from"], news["step"], len(news["series"]["loss"]["bins"])) == (0, 3, 3)
 
 
 def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_other_programs(run, live):
     memory = {"reserved_bytes": 7 * GIB, "card_used_bytes": 9 * GIB, "other_processes_bytes": GIB}
     write(run, Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB, **memory))
-    news = answer(live)
+    news = chart_data(live)
     panel = news["panels"][1]
     newest = {line["kind"]: news["series"][line["name"]]["bins"][-1][1] + line["add"] for line in panel["lines"]}
     assert newest == {"process": 9.0, "allocated": 6.0, "whole": 9.0}
@@ -135,7 +135,7 @@ def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_oth
 
 
 def test_a_run_without_steps_has_panels_and_no_points(live):
-    news = answer(live)
+    news = chart_data(live)
     assert (news["step"], news["series"]) == (0, {})
     assert [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
 

@@ -15,7 +15,7 @@ from picture_models import save_picture_model, save_picture_rows
 from PIL import Image
 from written_runs import make_run
 
-from app.chats import Answer, Chats, Conversation, Turn, _kept, keep_picture, kept_pictures
+from app.chats import Answer, Chats, Conversation, Turn, _stored_picture, store_picture, stored_pictures
 from app.pages import chat
 from app.pages.run import RunPage
 from app.worker import Work
@@ -78,7 +78,7 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
         assert "It is &lt;b&gt;late" in shown and 'class="ft-turn base"' not in shown and "ft-busy" in shown
         raise FinetuneError("the process was killed")
 
-    chats._worker_of = lambda _: SimpleNamespace(call=call)
+    chats._worker_for = lambda _: SimpleNamespace(call=call)
     chats.ask(run, "one?", 9, models=["tuned"]).result(60)
     [turn] = chats.turns(run)
     assert (turn.answers["tuned"].text, turn.answers["tuned"].stopped) == ("It is <b>late", True)
@@ -155,21 +155,21 @@ def picture(path, size=(60, 40), colour="red"):
 
 def test_an_upload_is_kept_by_its_bytes_and_what_is_no_picture_is_refused(tmp_path):
     folder, upload = tmp_path / "pictures", picture(tmp_path / "a.png")
-    name = keep_picture(folder, upload)
+    name = store_picture(folder, upload)
     assert not Path(upload).exists()
-    assert [(source.path, source.width, source.height) for source in kept_pictures(folder, [name])] == [(folder / name, 60, 40)]
+    assert [(image.path, image.width, image.height) for image in stored_pictures(folder, [name])] == [(folder / name, 60, 40)]
     (tmp_path / "b.png").write_text("no picture")
     with pytest.raises(BadPicture):
-        keep_picture(folder, str(tmp_path / "b.png"))
+        store_picture(folder, str(tmp_path / "b.png"))
 
 
 def test_a_name_that_is_none_and_a_picture_that_was_changed_are_left_out(tmp_path):
     folder = tmp_path / "pictures"
-    name = keep_picture(folder, picture(tmp_path / "a.png"))
+    name = store_picture(folder, picture(tmp_path / "a.png"))
     picture(folder / ("0" * 40))
     shutil.copy(folder / name, tmp_path / "outside")
     names = ["0" * 40, "../outside", "f" * 40, name]
-    assert [source.digest for source in kept_pictures(folder, names)] == [name]
+    assert [source.digest for source in stored_pictures(folder, names)] == [name]
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     assert Worker(run).main() == 0
     chats = Chats(workspace)
     names = [
-        keep_picture(chats.pictures, picture(tmp_path / f"{colour}.png", size, colour))
+        store_picture(chats.pictures, picture(tmp_path / f"{colour}.png", size, colour))
         for colour, size in (("red", (60, 40)), ("blue", (90, 90)))
     ]
     writer = EventWriter(chats.path(run))
@@ -204,7 +204,7 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     assert [source.digest for source in shown] == names
     assert [message.get("pictures") for message in messages] == [1, None, 1, None]
     (chats.pictures / names[1]).unlink()
-    _kept.cache_clear()
+    _stored_picture.cache_clear()
     with pytest.raises(CommandError, match="was removed"):
         ask(continued, "third", names[1:])
     first, second, _ = chats.turns(run)
@@ -222,7 +222,7 @@ def test_a_picture_that_the_disk_has_no_space_for_is_said_and_one_from_elsewhere
     context.uploads.mkdir(parents=True)
     make_run(context.workspace.runs, "one", [])
     name = added(picture(context.uploads / "a.png"))["waiting"]
-    assert [source.digest for source in kept_pictures(context.chats.pictures, [name])] == [name]
+    assert [source.digest for source in stored_pictures(context.chats.pictures, [name])] == [name]
     assert "was not uploaded here" in added(picture(tmp_path / "a.png"))["said"]
     monkeypatch.setattr("app.chats.shutil.move", fail)
     assert "No space left on device" in added(picture(context.uploads / "b.png"))["said"]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from arithmetic_forecast import ArithmeticForecaster
 
 from app.planning.process import Questions
-from app.worker import Work, answer_of
+from app.worker import Work, call_method
 from finetune.bundled import dataset_paths
 from finetune.cli import main
 
@@ -101,7 +101,7 @@ def test_recipes_get_one_answer_from_every_door(workspace, page, monkeypatch, re
         Path("recipe").write_text(text)
         code, output, _ = run("plan", "recipe", "--json")
         answer = json.loads(output)
-        asked = answer_of(page, "plan", {"recipe": text, "compare": True}, Work())
+        asked = call_method(page, "plan", {"recipe": text, "compare": True}, Work())
         shown_code, shown, wrong = run("plan", "recipe")
         assert shown_code == code, text
         if "verdict" in answer:

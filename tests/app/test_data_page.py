@@ -6,7 +6,7 @@ import pytest
 
 from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
-from app.views.data import problems_of, source_text, with_roles_corrected
+from app.views.data import correct_roles, problems_of, source_text
 from app.views.markup import render
 from app.worker import SupersededError
 from app.workspace import Workspace
@@ -42,12 +42,12 @@ def test_problems_are_counted_by_kind_and_offer_what_was_meant():
 
 def test_roles_are_corrected_in_a_copy_and_other_rows_stay_as_they_are(workspace):
     kind = problems_of(answer())[0]
-    lines = (workspace.root / with_roles_corrected(workspace, kind.rows)).read_text().splitlines()
+    lines = (workspace.root / correct_roles(workspace, kind.rows)).read_text().splitlines()
     assert [json.loads(line)["messages"][0]["role"] for line in lines] == ["user"] * 3
     assert lines[1] == json.dumps(ROWS[1]) == source_text(workspace.root, {"file": "a.jsonl", "row": 2})
     assert '"usr"' in (workspace.root / "a.jsonl").read_text()
     with pytest.raises(RecipeError):
-        with_roles_corrected(workspace, [{"file": "a.csv", "row": 1, "reason": ROLE}])
+        correct_roles(workspace, [{"file": "a.csv", "row": 1, "reason": ROLE}])
 
 
 def test_buttons_of_the_data_panel_change_the_draft(workspace, context):

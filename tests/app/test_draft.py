@@ -88,10 +88,10 @@ def test_the_queue_is_files_and_keeps_its_order(workspace, monkeypatch):
     queue = Queue(workspace)
     entries = [queue.add(load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2, 3)]
     reopened = Queue(workspace)
-    assert [load_recipe(entry.recipe).seed for entry in reopened.waiting()] == [1, 2, 3]
+    assert [load_recipe(entry.recipe).seed for entry in reopened.open_entries()] == [1, 2, 3]
     assert reopened.cancel(entries[0].path.name)
     assert not reopened.cancel("../../outside")
-    assert [load_recipe(entry.recipe).seed for entry in reopened.waiting()] == [2, 3]
+    assert [load_recipe(entry.recipe).seed for entry in reopened.open_entries()] == [2, 3]
 
 
 def some_run(workspace, name="one"):

@@ -179,12 +179,12 @@ def test_the_recipe_can_be_downloaded_and_is_what_the_form_edits(app):
 
 
 def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_another(app):
-    from app.page import OWN_FOLDER
+    from app.page import STATIC_ADDRESS
 
-    current, older = (send(app, "GET", f"{folder}/page.js") for folder in (OWN_FOLDER, "/ft/v0"))
+    current, older = (send(app, "GET", f"{folder}/page.js") for folder in (STATIC_ADDRESS, "/ft/v0"))
     assert "immutable" in current[1]["cache-control"] and older[1]["cache-control"] == "no-cache"
     assert current[2] == older[2] and b"const update" in current[2]
-    assert send(app, "GET", f"{OWN_FOLDER}/page.py")[0] == 404
+    assert send(app, "GET", f"{STATIC_ADDRESS}/page.py")[0] == 404
     assert b'lang="zh"' in send(app, "GET", "/", {"Accept-Language": "zh-CN"})[2]
 
 

@@ -9,7 +9,7 @@ from browser import NAMES, OPTION
 from test_rail import GPU, live_run
 
 from app import language
-from app.language import SCRIPT_CALL, catalogue, preferred, script_texts, spoken, tr, tr_n
+from app.language import SCRIPT_CALL, catalogue, preferred_language, script_texts, tr, tr_n, use_language
 from app.page import PAGES
 from app.views import new_run
 from app.views.markup import as_on_page, render
@@ -64,11 +64,11 @@ def test_a_translation_has_the_values_of_its_text():
     ],
 )  # fmt: skip
 def test_the_cookie_decides_then_what_the_browser_prefers(cookie, accepted, code):
-    assert preferred(cookie, accepted) == code
+    assert preferred_language(cookie, accepted) == code
 
 
 def test_the_language_is_that_of_the_request_and_ends_with_it():
-    with spoken("zh"):
+    with use_language("zh"):
         assert (
             tr("Runs") == "训练记录"
             and tr_n("{n} setting to correct", "{n} settings to correct", 1200) == "1,200 项设置需要更正"
@@ -93,7 +93,7 @@ def test_styles_have_no_texts():
 
 
 def test_the_rail_is_chinese():
-    with spoken("zh"):
+    with use_language("zh"):
         parts = [render("rail", address=address, tab="", run=None) for address, _, _ in PAGES]
         parts += [render("rail_status", live=live, gpus=[GPU]) for live in (None, live_run("1", 60, 960, 20 * 2**30))]
         parts.append(render("rail_status", live=None, gpus=[]))

@@ -85,9 +85,9 @@ def test_a_long_history_is_read_in_pieces(run, monkeypatch):
     monkeypatch.setattr("app.live._PIECE_BYTES", 2**10)
     write_steps(run, 1, 5000)
     live = LiveRun(run)
-    assert live.refresh(0) is False and 0 < live.digest.step < 5000 and 0 < live.progress < 1
+    assert live.refresh(0) is False and 0 < live.digest.step < 5000 and 0 < live.read_share < 1
     assert live.state().step == 5000
-    assert live.refresh(60) and live.digest.step == 5000 and live.progress == 1
+    assert live.refresh(60) and live.digest.step == 5000 and live.read_share == 1
 
 
 def test_a_line_that_is_being_written_does_not_change_the_state(run, monkeypatch):
@@ -110,7 +110,7 @@ def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is
         Step(step=1, loss=1.0, peak_allocated_bytes=4 * GIB),
     )
     assert live.digest.peaks == {"peak_allocated_bytes": 4 * GIB}
-    assert live.digest.phases == {"train": 4 * GIB}
+    assert live.digest.phase_peaks == {"train": 4 * GIB}
 
 
 def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run):

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 from browser import options_in
 
-from app.language import spoken
+from app.language import use_language
 from app.pages.new_run import NewRun
 from app.planning.process import Questions
 from app.views import new_run
 from app.views.new_run import blocker_of, form
-from app.views.run import parts_of
+from app.views.run import memory_bar_parts
 from app.views.words import in_words
-from app.worker import SupersededError, Work, answer_of, result_of
+from app.worker import SupersededError, Work, call_method, result_of
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
@@ -36,7 +36,7 @@ def page(context, tmp_path, monkeypatch):
     page, questions = NewRun(context), Questions()
 
     def call(method, report=lambda _: None, is_wanted=None, **values):
-        return result_of(answer_of(questions, method, values, Work(report)))
+        return result_of(call_method(questions, method, values, Work(report)))
 
     context.planner.call = call
     return page
@@ -254,7 +254,7 @@ def test_a_plan_is_shown_before_its_alternatives_and_is_chinese_for_a_chinese_re
     assert "being planned" in first["parts"]["plans"] and not first["complete"] and complete["stamp"] == first["stamp"]
     english = "".join(complete["parts"].values())
     assert ">Fits</h2>" in english and "nr-plan" in english and options_in(english) == []
-    with spoken("zh"):
+    with use_language("zh"):
         shown = tiny.plan(complete=True)["parts"]
     assert ">放得下</h2>" in shown["answer"] and "梯度检查点" in shown["plans"]
 
@@ -279,7 +279,7 @@ def test_a_missing_file_blocks_run_though_its_plan_fits(page):
     wanted, plan = blocked(dataset="data/nothere.jsonl")
     blocker = blocker_of(wanted, plan, Path.cwd())
     assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
-    shown = new_run.answer(plan, blocker)
+    shown = new_run.verdict(plan, blocker)
     assert 'data-panel="data"' in shown and 'nr-verdict warn"' in shown
 
 
@@ -297,7 +297,7 @@ def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_proce
 
 def test_a_card_that_is_not_here_blocks_run(page):
     blocker = blocker_of(*blocked(gpu="rtx-3060"), Path.cwd())
-    assert blocker.elsewhere and "RTX 3060" in blocker.problems[0]
+    assert blocker.is_elsewhere and "RTX 3060" in blocker.problems[0]
     assert "Planned for another machine" in new_run.blocker_note(blocker)
     assert blocker_of(*blocked(), Path.cwd()) is None
 
@@ -320,7 +320,7 @@ def test_refused_rows_block_run_with_a_button_that_leaves_them_out(tiny, tmp_pat
     [(8, 9, "Fits", "2.0 GiB to spare"), (10, 12, "Tight", "1.0 GiB too much"), (12, 19, "Does not fit", "8.0 GiB too much")],
 )
 def test_the_verdict_has_its_gib(peak, high, title, spare):
-    shown = new_run.answer(plan_of(peak, high))
+    shown = new_run.verdict(plan_of(peak, high))
     assert f"</i>{title}</h2>" in shown and spare in shown
 
 
@@ -328,7 +328,7 @@ def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
     copies = LayerCopies("", 80, 80, 33 * GIB, GIB, 256 * GIB, 1e10)
     forecast = replace(plan_of().forecast, step_s=125.0)
     slow, slower = (
-        new_run.answer(plan_of(verdict=verdict_of(forecast, 11 * GIB, target), forecast=forecast, layer_copies=copies))
+        new_run.verdict(plan_of(verdict=verdict_of(forecast, 11 * GIB, target), forecast=forecast, layer_copies=copies))
         for target in ("cpu", "nvme")
     )
     assert 'nr-verdict warn"' in slow and ">Fits, slow</h2>" in slow and "33.0 GiB of layers in host memory." in slow
@@ -338,16 +338,16 @@ def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
 def test_the_time_is_the_runs_and_the_cost_the_plans_own():
     plan = plan_of(total_steps=10)
     plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0))
-    assert "about 1 h 00 min" in new_run.answer(plan)
-    assert "10 updates, 2.00" in new_run.answer(replace(plan, cost=2.0))
+    assert "about 1 h 00 min" in new_run.verdict(plan)
+    assert "10 updates, 2.00" in new_run.verdict(replace(plan, cost=2.0))
 
 
 @pytest.mark.parametrize("high", [9, 19])
 def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
     plan = plan_of(8, high)
-    parts, over = parts_of(plan)
+    parts, over = memory_bar_parts(plan)
     assert sum(parts.values()) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
-    shown, end = new_run.answer(plan), 100 * plan.card.total_bytes / (plan.card.total_bytes + over)
+    shown, end = new_run.verdict(plan), 100 * plan.card.total_bytes / (plan.card.total_bytes + over)
     assert sum(map(float, re.findall(r"flex-basis:([\d.]+)%", shown))) == pytest.approx(100, abs=0.01)
     assert f'class="end" style="left:{end:.2f}%"' in shown and ("8.0 GiB too big" in shown) == (high > 11)
 
@@ -367,7 +367,7 @@ def test_a_check_that_fails_keeps_a_run_from_starting():
     plan = plan_of(checks=(ResourceCheck("disk", 175 * GIB, 37 * GIB, False),))
     ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b", is_complete=True), plan, None)
     assert "needs 175.0 GiB of disk; 37.0 GiB are free." in ready and not can_start
-    assert 'nr-verdict warn"' in new_run.answer(plan)
+    assert 'nr-verdict warn"' in new_run.verdict(plan)
 
 
 def test_a_change_is_said_without_option_syntax():

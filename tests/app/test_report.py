@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from app.report import page
+from app.report import runs_report
 from finetune.events import EventWriter, ForecastCheck
 from finetune.run.directory import RunDirectory
 
@@ -58,7 +58,7 @@ class Tags(HTMLParser):
 
 
 def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
-    html = page(runs[:1])
+    html = runs_report(runs[:1])
     tags = Tags(html)
     assert not {"script", "img", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.found}
     assert not [name for _, values in tags.found for name in values if name.startswith("on") or name in ("src", "action")]
@@ -74,28 +74,28 @@ def test_what_the_driver_does_not_list_is_unknown_in_words_and_not_a_number(runs
     peaks = {"predicted_card_used_bytes": 4 * 2**30, "measured_card_used_bytes": 5 * 2**30}
     writer.emit(ForecastCheck(at="end", measured_allocated_bytes=2**30, predicted_context_bytes=2**29, **peaks))
     writer.close()
-    text = re.sub(r"\n\s*", "", Tags(page(runs[:1])).text)
+    text = re.sub(r"\n\s*", "", Tags(runs_report(runs[:1])).text)
     assert "endallocatedno forecast1.00 GiBendCUDA context512 MiBunknown: the driver lists no memory by process, as on" in text
     assert "endwhole GPU, with other programs4.00 GiB5.00 GiB+25.0%" in text
 
 
 def test_runs_are_paired_on_the_rows_that_both_answered(runs):
-    text = Tags(page(runs)).text
+    text = Tags(runs_report(runs)).text
     assert "two - one: +0.75" in text and "two - one: -0.75" in text  # the score, and the loss
     other = runs[1].path / "evaluations" / "scores-json.json"
     other.write_text(other.read_text().replace('"p"', '"q"'))
-    assert "not scored on the same rows" in Tags(page(runs)).text
+    assert "not scored on the same rows" in Tags(runs_report(runs)).text
 
 
 def test_an_evaluation_that_cannot_be_read_is_named(runs):
-    assert "scores-torn.json can't be read" in Tags(page(runs[:1])).text
+    assert "scores-torn.json can't be read" in Tags(runs_report(runs[:1])).text
 
 
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):
     for name in ("events.jsonl", "data/report.json", "data/MANIFEST.json"):
         (runs[0].path / name).unlink()
     shutil.rmtree(runs[0].adapter)
-    html = page(runs[:1])
+    html = runs_report(runs[:1])
     assert "no readable data report" in html and "no result yet" in html
 
 

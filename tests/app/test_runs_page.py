@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 from written_runs import append, make_run, step, steps
 
-from app.page import FIRST_HTML, complete
+from app.page import HTML_OF_COMPONENT, complete
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.views.runs import row_of
@@ -40,7 +40,7 @@ def scored(run, base=0.0, tuned=0.97):
 def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
     run = context.workspace.run("first")
     scored(run)
-    row = row_of(context.lives.of(run))
+    row = row_of(context.lives.follow(run))
     assert (row["held_out"], row["score"], row["time"], row["steps"]) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
     assert row["peak"] == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
 
@@ -93,7 +93,7 @@ def test_a_message_that_means_nothing_changes_nothing_and_says_so(context, messa
 
 
 def test_a_page_that_can_not_be_made_says_why(monkeypatch):
-    monkeypatch.setitem(FIRST_HTML, "first-html-999", lambda _query: int("damaged"))
+    monkeypatch.setitem(HTML_OF_COMPONENT, "first-html-999", lambda _query: int("damaged"))
     assert b"damaged" in complete(b'{"type": "html", "props": {"value": "first-html-999"}}', "/runs", {})
 
 
@@ -102,5 +102,5 @@ def test_a_page_sends_the_parts_that_have_changed(context):
     shown = ".".join(stamp for stamp, _ in changed_parts(page.parts(), "").values())
     assert changed_parts(page.parts(), shown) == {}
     append(context.workspace.run("first"), [step(21)])
-    context.lives.of(context.workspace.run("first")).refresh()
+    context.lives.follow(context.workspace.run("first")).refresh()
     assert changed_parts(page.parts(), shown).keys() == {"list"}

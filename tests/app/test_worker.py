@@ -45,7 +45,7 @@ serve(Target())
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    monkeypatch.setattr(app.worker, "command", lambda *_: [sys.executable, "-c", TARGET])
+    monkeypatch.setattr(app.worker, "module_command", lambda *_: [sys.executable, "-c", TARGET])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     worker = Worker(Workspace(tmp_path, tmp_path / "runs"), ".target", log=tmp_path / "log.txt")
     yield worker
@@ -92,12 +92,12 @@ def test_calls_queue_up_and_only_the_named_one_is_cancelled(worker):
 def test_a_call_that_waited_is_not_made_when_nobody_wants_it_any_more(worker):
     assert worker.call("add", first=1, second=2) == 3
     wanted = [True]
-    with ThreadPoolExecutor() as pool, worker._calling:
+    with ThreadPoolExecutor() as pool, worker._call_lock:
         call = pool.submit(worker.call, "add", is_wanted=lambda: bool(wanted), first=1, second=2)
         wanted.clear()
-        worker._calling.release()
+        worker._call_lock.release()
         assert isinstance(call.exception(60), SupersededError)
-        worker._calling.acquire()
+        worker._call_lock.acquire()
 
 
 def test_a_cancelled_call_may_return_what_it_has(worker):

@@ -11,7 +11,7 @@ import pytest
 from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_token  # noqa: F401 - a fixture
 from small_data import build_tokenizer, prepare, read_examples, recipe
 
-from app.views.data import marked
+from app.views.data import marked_row
 from finetune.data import token_cache
 from finetune.data.pictures import source
 from finetune.data.pictures.placement import PICTURE_MARK, with_parts
@@ -129,11 +129,11 @@ def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
     example = _read(write("rows.jsonl", [ROWS["llava"]]))[0]
     row = {"sequences": 1, "index": 0, "marked": [["<b>", True]], "tokens": 3, "trained_tokens": 1}
     (shown,) = thumbnails(example.pictures)
-    html = marked({**row, "pictures": [shown]})
+    html = marked_row({**row, "pictures": [shown]})
     assert shown["address"].startswith("data:image/jpeg;base64,/9j/") and shown["address"] in html
     assert 'alt="Image, 8 x 6 pixels"' in html and "<mark><b>" not in html
     (cats / "cats" / "1.png").unlink()
-    assert "can no longer be opened" in marked({**row, "pictures": thumbnails(example.pictures)})
+    assert "can no longer be opened" in marked_row({**row, "pictures": thumbnails(example.pictures)})
     assert shorten_repeats("a" + "<|image_pad|>" * 1002 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
 
 

@@ -100,7 +100,7 @@ def test_the_bundled_questions_are_thirty_and_each_has_tools():
 
 @pytest.mark.slow
 def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path, capsys, finetune):
-    from app.report import page
+    from app.report import runs_report
     from finetune.evaluate.results import read_evaluations
     from finetune.evaluate.score import compare, measure_no_call
 
@@ -122,5 +122,5 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     assert "worse:" in first_lines and "none due (30): answered without a call 100% before" in " ".join(first_lines.split())
     [evaluation] = read_evaluations(run).values()
     assert evaluation["field_differences"][NO_CALL_DUE]["value"] == -1.0
-    assert "Worse: questions with tools, none due" in page([run])
+    assert "Worse: questions with tools, none due" in runs_report([run])
     assert measure_no_call(run, pytest.fail).is_worse  # from the file of answers: no model is loaded
