@@ -106,27 +106,27 @@ class Queue:
         if lock is None:
             return
         with lock:
-            while open_entries := self.open_entries():
+            while entry := next(iter(self.open_entries()), None):
                 busy = next((run.path.name for run in self.workspace.list_runs() if is_alive(run)), None)
                 if busy is None:
-                    self._start_in_child(open_entries[0])
+                    self._start_in_child(entry)
                     continue
                 message = f"starts when {busy} has ended"
                 # the user may have removed the entry meanwhile
-                if open_entries[0].path.exists() and open_entries[0].status()["message"] != message:
-                    open_entries[0].set_status("waiting", message)
+                if entry.path.exists() and entry.status()["message"] != message:
+                    entry.set_status("waiting", message)
                 time.sleep(_POLL_S)
 
     def _start_in_child(self, entry: Entry) -> None:
         # a child process, whose libraries take no memory while the run trains
         entry.set_status("preparing", "loading libraries")
         log = entry.path / "log.txt"
-        child = module_command(".background", str(self.workspace.runs), str(entry.path))
+        command = module_command(".background", str(self.workspace.runs), str(entry.path))
         with log.open("ab") as file:
-            code = subprocess.run(child, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=child_environment()).returncode
+            child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=child_environment())
         if entry.status()["state"] == "preparing":  # the child died before it could write an error
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
-            entry.set_status("failed", f"the preparation ended with status {code}", problems=[lines[-1][:500]], fix="")
+            last_line = (log.read_text(encoding="utf-8", errors="replace").strip() or "no output").splitlines()[-1][:500]
+            entry.set_status("failed", f"the preparation ended with status {child.returncode}", problems=[last_line], fix="")
 
     def start(self, entry: Entry) -> None:
         """Prepare and start the run of an entry."""

@@ -58,7 +58,9 @@ class DraftState:
     @property
     def text(self) -> str:
         """The recipe as YAML, without stand-ins."""
-        return write_recipe(self.recipe) if self.is_complete else dump(self.values) if self.values else ""
+        if self.is_complete:
+            return write_recipe(self.recipe)
+        return dump(self.values) if self.values else ""
 
 
 class Draft:
@@ -124,8 +126,7 @@ class Draft:
     def undo(self) -> DraftState:
         with self._lock:
             if self._earlier:
-                stored = {**self._earlier.pop(), "stamp": self.read().stamp + 1}
-                write_json(self._path, stored)
+                write_json(self._path, {**self._earlier.pop(), "stamp": self.read().stamp + 1})
             return self.read()
 
     @property
@@ -135,12 +136,12 @@ class Draft:
     def _store(self, values: dict[str, Any], typed: Any) -> DraftState:
         with self._lock:
             before = self.read()
-            edited = _checked(values, typed, before.stamp + 1)
-            if edited.values == before.values:
+            after = _checked(values, typed, before.stamp + 1)
+            if after.values == before.values:
                 return before
-            write_json(self._path, {"values": edited.values, "typed": edited.typed, "stamp": edited.stamp})
+            write_json(self._path, {"values": after.values, "typed": after.typed, "stamp": after.stamp})
             self._earlier = [*self._earlier[1 - _MOST_UNDONE :], {"values": before.values, "typed": before.typed}]
-            return edited
+            return after
 
 
 def _checked(values: dict[str, Any], typed: Any, stamp: int) -> DraftState:

@@ -42,7 +42,6 @@ class Questions:
             lengths = lengths[:: len(lengths) // _MOST_LENGTHS + 1] + lengths[-1:]
         return {
             "report": selected.report.as_json(),
-            # one kind per refused row
             "kinds": [row.kind for row in selected.report.rows_refused],
             "eval_report": selected.eval_report.as_json() if selected.eval_report else None,
             "lengths": lengths,
@@ -79,6 +78,7 @@ class Questions:
         return {"columns": names, "rows": shown_rows, "roles": roles, "is_guess": is_guess}
 
     def plan(self, work: Work, recipe: str, compare: bool = False, has_data: bool = True) -> dict[str, Any]:
+        """Return the plan as JSON, with its alternatives if `compare`."""
         from finetune.card import find_card
         from finetune.planner.planning import plan_recipe, without_rows
 

@@ -147,8 +147,7 @@ def _memory_panel(digest: Digest, plan: Plan) -> dict[str, Any]:
     levels = []
     if plan.forecast:
         spread = {"low": _in_gib(plan.forecast.peak_low_bytes), "high": _in_gib(plan.forecast.peak_high_bytes)}
-        peak_gib = _in_gib(plan.forecast.peak_bytes)
-        levels.append({"label": tr("forecast"), "value": peak_gib, **spread, "kind": "forecast"})
+        levels.append({"label": tr("forecast"), "value": _in_gib(plan.forecast.peak_bytes), **spread, "kind": "forecast"})
     if plan.budget_bytes and plan.budget_bytes < _WHOLE_SHARE * plan.card.total_bytes:
         levels.append({"label": tr("budget"), "value": _in_gib(plan.budget_bytes), "kind": "budget"})
     total_label = tr("host memory" if plan.card.is_cpu else "size of the GPU")

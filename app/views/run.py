@@ -126,16 +126,16 @@ def progress(live: LiveRun, state: RunState) -> str:
 
 def now(live: LiveRun, state: RunState) -> str:
     """Return the smaller plan after out of memory, or the next steps of an ended run."""
-    retry, failed, result = (live.digest.newest.get(kind) for kind in (Retry.kind, OutOfMemory.kind, Result.kind))
-    changes, happened = "", mark("Out of memory during a step")
-    if isinstance(retry, Retry) and isinstance(failed, OutOfMemory):
+    newest, changes, happened = live.digest.newest, "", mark("Out of memory during a step")
+    retry, out_of_memory = newest.get(Retry.kind), newest.get(OutOfMemory.kind)
+    if isinstance(retry, Retry) and isinstance(out_of_memory, OutOfMemory):
         override = " ".join(f"{name}={str(value).lower()}" for name, value in retry.changes.items())
         changes = in_words(override) if override else ""
-        happened = _OUT_OF_MEMORY_HEADINGS.get(failed.phase or "", happened)
+        happened = _OUT_OF_MEMORY_HEADINGS.get(out_of_memory.phase or "", happened)
     return render(
         "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=_newest_checkpoint_step(live),
-        changes=changes, happened=tr(happened), tabs=TABS,
-        is_full=state.exit_code == DiskFull.exit_code, is_cpu=live.plan().card.is_cpu, result=result,
+        changes=changes, happened=tr(happened), tabs=TABS, is_full=state.exit_code == DiskFull.exit_code,
+        is_cpu=live.plan().card.is_cpu, result=newest.get(Result.kind),
     )  # fmt: skip
 
 
@@ -143,27 +143,29 @@ def failure(live: LiveRun, state: RunState) -> str:
     """Return the cause of a failure, with buttons for remedies."""
     settings = live.plan().settings
     # float16 overflows at any learning rate: its remedy is float32
-    half_rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and settings.dtype != "float16" else ""
+    has_overflowed = state.state == "diverged" and settings.dtype == "float16"
+    half_rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and not has_overflowed else ""
     is_out_of_memory = state.state == "failed" and OutOfMemory.kind in live.digest.newest
     return render(
         "run_failure", explanation=explanation_of(live, state), half_rate=half_rate, resume=_resume_label(live),
-        run=live.run.path.name, step=live.digest.step,
-        needs_other_settings=not half_rate and (state.state == "diverged" or is_out_of_memory),
+        run=live.run.path.name, step=live.digest.step, offers_duplicate=is_out_of_memory or has_overflowed,
     )  # fmt: skip
 
 
 def explanation_of(live: LiveRun, state: RunState) -> Safe:
     """Return heading and cause of a failure."""
     step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
-    name, why = state_name(state.state), _reason_sentence(state.message)
+    name, cause = state_name(state.state), _reason_sentence(state.message)
     heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
-        heading = tr(_OUT_OF_MEMORY_HEADINGS[event.phase]) if event.phase in _OUT_OF_MEMORY_HEADINGS else heading
-        why = _explained(event)
+        cause = _explained(event)
+        if event.phase in _OUT_OF_MEMORY_HEADINGS:
+            heading = tr(_OUT_OF_MEMORY_HEADINGS[event.phase])
+        else:  # `step` is the last completed step
+            heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
     if state.state == "diverged" and live.plan().settings.dtype != "float16":
-        why += f" {tr('A lower learning rate usually helps.')}"
-    return Safe(f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>")
+        cause += f" {tr('A lower learning rate usually helps.')}"
+    return Safe(f"<h2>{inert(heading)}</h2><p>{inert(cause)}</p>")
 
 
 def _reason_sentence(message: str) -> str:
@@ -186,10 +188,9 @@ def figures(digest: Digest, plan: Plan) -> str:
         "figures", loss=loss, average=averages[-1] if averages else None,
         held_out=held_out if held_out and held_out.last is not None else None,
         held_out_step=evaluation.step if isinstance(evaluation, Evaluation) else held_out and held_out.last_step,
-        lowest=held_out.lowest_bin if held_out else None,
-        measured=measured_peak(digest, plan), forecast=plan.forecast, is_cpu=plan.card.is_cpu, step=step,
-        rate=rate if rate is not None and math.isfinite(rate) else None, deviation=_deviation_text,
-        step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
+        lowest=held_out.lowest_bin if held_out else None, measured=measured_peak(digest, plan), forecast=plan.forecast,
+        is_cpu=plan.card.is_cpu, step=step, rate=rate if rate is not None and math.isfinite(rate) else None,
+        deviation=_deviation_text, step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
     )  # fmt: skip
 
 

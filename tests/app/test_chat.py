@@ -117,7 +117,7 @@ def test_what_offloaded_layers_cost_is_said(context, kept_run, monkeypatch):
     run = RunDirectory(kept_run(context.workspace.runs))
     copies = SimpleNamespace(generation_summary="each token copies 9 GiB")
     live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies))
-    monkeypatch.setattr(context.lives, "of", lambda run: live)
+    monkeypatch.setattr(context.lives, "follow", lambda run: live)
     assert "each token copies" in chat.parts(context, run)["warning"]
 
 
