@@ -13,9 +13,9 @@ const fill = (element, html) => {
 };
 const show = (parts) => {
   for (const [name, html] of Object.entries(parts)) for (const element of document.querySelectorAll(`[data-part="${name}"]`)) fill(element, html);
-  explain();
+  showExplanation();
 };
-const explain = () => {
+const showExplanation = () => {
   const chosen = find(`[data-why-of="${state.why}"]`) ? state.why : "";
   for (const text of document.querySelectorAll("[data-why-of]")) text.hidden = text.dataset.whyOf !== chosen;
 };
@@ -34,7 +34,7 @@ const takeScreen = (answer) => {
     if (field !== document.activeElement) field.value = answer.values[field.dataset.field] ?? field.dataset.usual;
   }
   if (isNew) askForPlan();
-  if (isNew && state.panel === "data") look();
+  if (isNew && state.panel === "data") loadRows();
 };
 // A run starts once, however often the button is pressed.
 const setStart = (canStart, starting) => {
@@ -58,10 +58,10 @@ const askForPlan = async () => {
 };
 // Each edit waits for the answer to the edit before. An edit that the server did not get is sent again; a refused edit is not.
 // `keepalive`: a browser lets a request of at most 64 KiB outlive its page.
-const posted = (message, body = JSON.stringify(message)) => ({ method: "POST", headers: { "content-type": "application/json" }, body, keepalive: body.length < 60_000 });
+const postOptions = (message, body = JSON.stringify(message)) => ({ method: "POST", headers: { "content-type": "application/json" }, body, keepalive: body.length < 60_000 });
 const noteOf = (css, textContent) => Object.assign(document.createElement("p"), { className: `ft-note ${css}`, textContent }).outerHTML;
 const answerTo = async (message) => {
-  const response = await fetch("/ft/new/change", posted(message)).catch(() => null);
+  const response = await fetch("/ft/new/change", postOptions(message)).catch(() => null);
   if (!response || response.status >= 500) return null;
   if (response.ok) return response.json().catch(() => ({ parts: {} })); // the next tick has the screen
   return { parts: { refused: noteOf("bad", await response.text()) } };
@@ -83,10 +83,10 @@ const send = (message) => {
 };
 // When the page is left, waiting edits and the edit being typed are sent; the first waiting edit is already on its way.
 window.addEventListener("pagehide", () => {
-  const box = document.activeElement, typed = box.matches("input[data-set], [data-field]") && box.value !== box.defaultValue && edit(box);
-  for (const message of [...state.waiting.slice(1), ...(typed ? [typed] : [])]) fetch("/ft/new/change", posted(message));
+  const box = document.activeElement, typed = box.matches("input[data-set], [data-field]") && box.value !== box.defaultValue && editOf(box);
+  for (const message of [...state.waiting.slice(1), ...(typed ? [typed] : [])]) fetch("/ft/new/change", postOptions(message));
 });
-const edit = (box) => {
+const editOf = (box) => {
   const { set, field, column } = box.dataset;
   if (set === "text" || !box.reportValidity()) return null;
   if (set || field) return { set: set ?? field, text: box.value };
@@ -95,7 +95,7 @@ const edit = (box) => {
 sendBy((message) => ("search" in message ? open("model", message.search) : send(message)));
 
 // Panels: fetched when opened, the models' panel at each tick. The event `close` comes late, when the next panel may be open.
-const look = async () => {
+const loadRows = async () => {
   const answer = await ask("panel/look"), shown = find("[data-look]");
   if (answer !== null && shown) fill(shown, answer);
 };
@@ -111,11 +111,11 @@ const open = async (name, query = "") => {
   await loadPanel();
   panel.scrollTop = 0;
   takeScreen(await ask(`screen?mine=${state.mine}`));
-  if (state.panel === "data") look();
+  if (state.panel === "data") loadRows();
 };
 document.addEventListener("close", () => { if (!find("#nr-panel").open) state.panel = ""; }, true);
 
-const take = async (file) => {
+const uploadData = async (file) => {
   find("[data-look]").textContent = tr("Uploading {name} …", { name: file.name });
   const { path, error } = await upload(file);
   if (path) send({ upload: path }); else find("[data-look]").textContent = error;
@@ -124,15 +124,15 @@ document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-panel], [data-close], [data-why], [data-upload], [data-use-text], #nr-start");
   if (!element) return;
   if (element.dataset.panel) open(element.dataset.panel);
-  else if (element.dataset.why) { state.why = state.why === element.dataset.why ? "" : element.dataset.why; explain(); }
+  else if (element.dataset.why) { state.why = state.why === element.dataset.why ? "" : element.dataset.why; showExplanation(); }
   else if (element.matches("[data-close]")) find("#nr-panel").close();
-  else if (element.matches("[data-upload]")) chooseFile(take);
+  else if (element.matches("[data-upload]")) chooseFile(uploadData);
   else if (element.matches("[data-use-text]")) send({ set: "text", text: find("#nr-text").value });
   else if (find(".nr-settings :invalid")) find(".nr-settings :invalid").reportValidity();
   else send({ start: true, name: find("#nr-name").value });
 });
 document.addEventListener("change", ({ target }) => {
-  const message = edit(target);
+  const message = editOf(target);
   if (message) send(message);
 });
 document.addEventListener("submit", (event) => {
@@ -144,7 +144,7 @@ document.addEventListener("submit", (event) => {
 });
 onDrop(async (file) => {
   if (state.panel !== "data") await open("data");
-  take(file);
+  uploadData(file);
 });
 const follow = async () => {
   if (!find("#new-run")) return;

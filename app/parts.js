@@ -56,9 +56,9 @@ export const post = async (root, message, said = root.querySelector("[data-said]
   return answer;
 };
 // Buttons outside of followed elements send by the function given to `sendBy`; earlier messages wait for it.
-const early = [];
-let send = (message) => early.push(message);
-export const sendBy = (sender) => { send = sender; early.splice(0).forEach(sender); };
+const waitingMessages = [];
+let send = (message) => waitingMessages.push(message);
+export const sendBy = (sender) => { send = sender; waitingMessages.splice(0).forEach(sender); };
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-act]"), root = element?.closest("[data-follow]"), bar = find("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
@@ -95,7 +95,7 @@ export const onDrop = (take, isWanted = () => true) => {
 };
 
 // Copies images, one below the other under their titles; saves them as a file if the browser refuses.
-export const save = async (blob, download) => Object.assign(document.createElement("a"), { href: await dataOf(blob), download }).click();
+export const save = async (blob, download) => Object.assign(document.createElement("a"), { href: await dataUrlOf(blob), download }).click();
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
 export const copyPicture = async (rows, name, button) => {
   const scale = devicePixelRatio, titleHeight = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
@@ -115,7 +115,7 @@ export const copyPicture = async (rows, name, button) => {
   setTimeout(() => { button.textContent = tr("Copy image"); }, 2000);
 };
 // The image of an element: an SVG draws a copy with its computed styles and an inlined font, as an SVG can't fetch one.
-const dataOf = (blob) => new Promise((done) => Object.assign(new FileReader(), { onload: ({ target }) => done(target.result) }).readAsDataURL(blob));
+const dataUrlOf = (blob) => new Promise((done) => Object.assign(new FileReader(), { onload: ({ target }) => done(target.result) }).readAsDataURL(blob));
 const styled = (node) => {
   const copy = node.cloneNode(false);
   if (!node.style) return copy; // a text
@@ -126,7 +126,7 @@ const styled = (node) => {
 };
 const pictureOf = async (element) => {
   const { offsetWidth: width, offsetHeight: height } = element, scale = devicePixelRatio, html = new XMLSerializer().serializeToString(styled(element));
-  const font = await fetch(new URL("inter.woff2", import.meta.url)).then((response) => response.blob()).then(dataOf);
+  const font = await fetch(new URL("inter.woff2", import.meta.url)).then((response) => response.blob()).then(dataUrlOf);
   const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width * scale}" height="${height * scale}" viewBox="0 0 ${width} ${height}">
     <style>@font-face { font-family: Inter; font-weight: 100 900; src: url(${font}); }</style><foreignObject width="100%" height="100%">${html}</foreignObject></svg>`;
   const image = Object.assign(new Image(), { src: `data:image/svg+xml,${encodeURIComponent(svg)}` });

@@ -6,17 +6,17 @@ const TICK_MS = 1000, CHAT_MS = 500, IDLE_MS = 5000, SILENT_S = 5;
 const runPage = () => find("#run-page");
 let answered = Date.now(), alive = true, refused = "";
 
-const follow = () => {
+const setFollow = () => {
   const { dataset } = runPage(), { tab } = dataset;
   dataset.follow = `${dataset.address}?${new URLSearchParams({ tab, order: find("#result-order")?.value ?? "differ" })}`;
   dataset.every = tab === "chat" ? CHAT_MS : alive || tab === "answers" || tab === "use" ? TICK_MS : IDLE_MS;
 };
-const askNow = () => { follow(); ask(runPage()); };
+const askNow = () => { setFollow(); ask(runPage()); };
 document.addEventListener("answer", ({ target, detail }) => {
   if (target !== runPage()) return;
   ({ refused } = detail);
   if (detail.answer) [answered, alive] = [Date.now(), detail.answer.alive];
-  follow();
+  setFollow();
   showSilence();
 }, true);
 
@@ -33,7 +33,7 @@ setInterval(showSilence, 1000);
 document.addEventListener("visibilitychange", () => { answered = Date.now(); });
 
 // The address names the open tab.
-const open = (tab) => {
+const openTab = (tab) => {
   runPage().dataset.tab = tab;
   for (const link of document.querySelectorAll(".ft-tabs a")) link.ariaCurrent = link.dataset.tab === tab ? "page" : null;
   for (const link of document.querySelectorAll("[data-rail]")) link.ariaCurrent = (link.dataset.rail === "chat") === (tab === "chat") ? "page" : null;
@@ -45,10 +45,10 @@ document.addEventListener("click", (event) => {
   event.preventDefault();
   const { tab } = link.dataset;
   if (tab !== runPage().dataset.tab) history.pushState(null, "", `/run?${new URLSearchParams({ run: runPage().dataset.run, tab })}`);
-  open(tab);
+  openTab(tab);
   if (!link.closest(".ft-tabs")) document.querySelector(`.ft-tabs [data-tab="${tab}"]`)?.focus();
 });
-addEventListener("popstate", () => { const { tab } = Object.fromEntries(new URLSearchParams(location.search)); if (runPage()) open(find(`.ft-tabs [data-tab="${CSS.escape(tab)}"]`) ? tab : "overview"); });
+addEventListener("popstate", () => { const { tab } = Object.fromEntries(new URLSearchParams(location.search)); if (runPage()) openTab(find(`.ft-tabs [data-tab="${CSS.escape(tab)}"]`) ? tab : "overview"); });
 
 // A form shows the server's answer.
 document.addEventListener("submit", async (event) => {

@@ -8,7 +8,7 @@ const shown = () => rows().filter((row) => !row.hidden);
 const state = { chosen: new Set(), last: "", menu: "" };
 
 // A filter offers the values that the rows have; the chosen value stays.
-const offer = (select, values) => {
+const setOptions = (select, values) => {
   const wanted = [select.options[0].text, ...new Set(values)];
   if ([...select.options].map(({ text }) => text).join("\n") === wanted.join("\n")) return;
   const before = select.value;
@@ -16,11 +16,11 @@ const offer = (select, values) => {
   select.value = wanted.includes(before) ? before : "";
 };
 
-const apply = () => {
+const applyState = () => {
   if (!find("#runs-controls")) return;
   const all = rows(), text = find("#runs-search").value.trim().toLowerCase();
   const filters = [[find("#runs-state"), "stateName"], [find("#runs-model"), "modelName"]];
-  for (const [select, key] of filters) offer(select, all.map(({ dataset }) => dataset[key]));
+  for (const [select, key] of filters) setOptions(select, all.map(({ dataset }) => dataset[key]));
   const names = new Set(all.map(({ dataset }) => dataset.run));
   for (const name of state.chosen) if (!names.has(name)) state.chosen.delete(name);
   for (const row of all) {
@@ -46,10 +46,10 @@ const choose = (row, isChosen, isSpan) => {
   const span = isSpan && lastIndex >= 0 ? names.slice(Math.min(index, lastIndex), Math.max(index, lastIndex) + 1) : [row.dataset.run];
   for (const name of span) if (isChosen) state.chosen.add(name); else state.chosen.delete(name);
   state.last = row.dataset.run;
-  apply();
+  applyState();
 };
 
-const open = (button) => {
+const openMenu = (button) => {
   const menu = find("#runs-menu"), place = button.getBoundingClientRect();
   state.menu = button.closest("tr").dataset.run;
   menu.showPopover();
@@ -66,21 +66,21 @@ const act = (deed, isMenu) => {
     if (name && name !== state.menu) post(find("#runs-page"), { deed, runs, name });
   } else if (deed === "none") state.chosen.clear();
   else post(find("#runs-page"), { deed, runs });
-  apply();
+  applyState();
 };
 
 document.addEventListener("click", (event) => {
   const { target } = event, row = target.closest?.("tr[data-run]");
   if (row && target.matches("input[type=checkbox]")) choose(row, target.checked, event.shiftKey);
-  else if (row && target.matches(".ft-more")) open(target);
+  else if (row && target.matches(".ft-more")) openMenu(target);
   const { deed } = target.closest?.("#runs-menu [data-deed], #runs-chosen [data-deed]")?.dataset ?? {};
   if (deed) act(deed, Boolean(target.closest("#runs-menu")));
 });
-document.addEventListener("input", ({ target }) => { if (target.closest("#runs-controls")) apply(); });
+document.addEventListener("input", ({ target }) => { if (target.closest("#runs-controls")) applyState(); });
 document.addEventListener("keydown", (event) => {
   if (!event.target.closest?.("#runs-menu") || !["ArrowDown", "ArrowUp"].includes(event.key)) return;
   event.preventDefault();
   event.target[event.key === "ArrowDown" ? "nextElementSibling" : "previousElementSibling"]?.focus();
 });
-document.addEventListener("answer", apply, true);
-apply();
+document.addEventListener("answer", applyState, true);
+applyState();

@@ -188,7 +188,7 @@ class NewRun:
             raise CommandError("this file was not uploaded here")
         suffix = source.suffix.lower()
         if suffix not in DATA_ENDINGS:
-            raise CommandError("this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
+            raise CommandError(f"{source.name}: this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
         stem = _NOT_IN_NAMES.sub("-", source.stem)[:60].strip("-. ") or "data"
         folder = self.context.workspace.folder("uploads")
         target, number = folder / f"{stem}{suffix}", 2
