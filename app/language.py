@@ -46,7 +46,7 @@ def tr(text: str, /, **values: Any) -> str:
 
 def tr_n(singular: str, plural: str, n: int, **values: Any) -> str:
     """Return the text for `n` things, with thousands separators."""
-    # Chinese has one form for all numbers
+    # a translation has one form for all numbers, as in Chinese
     text = catalogue(current()).get(singular) or (singular if n == 1 else plural)
     return text.format(n=f"{n:,}", **values)
 

@@ -57,7 +57,7 @@ def plain(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, hidden_caption: bool = False) -> Safe:
-    """Return a table; `Safe` cells are HTML, and `>` right-aligns a column."""
+    """Return a table; `Safe` cells are HTML, and columns that start with `>` are right-aligned."""
     return render("table", columns=columns, rows=rows, caption=caption, is_hidden=hidden_caption)
 
 
@@ -143,7 +143,7 @@ def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> Safe:
     return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{labels_attribute}></ft-chart>')
 
 
-#: Errors that a message causes which no script of the page sends.
+#: Errors in handling a malformed message, which the page's scripts never send.
 MALFORMED_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
 
 
