@@ -19,7 +19,7 @@ _DISK_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error or its cause is out of memory."""
+    """Return whether an error or one of its causes says that memory ran out."""
     import torch  # slow: a command that prints a recipe's error doesn't need it
 
     return any(
@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error or its cause is a full or read-only disk."""
+    """Return whether an error or one of its causes says that a disk is full or read-only."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _DISK_ERRNOS) or any(text in str(cause) for text in _DISK_TEXTS)
         for cause in _with_causes(error)

@@ -95,7 +95,7 @@ class OutOfMemory(FinetuneError, exit_code=5, cause="out of memory", title="Out 
 
 
 class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged", title="Training diverged"):
-    """Loss or gradients are not finite, or DPO's chosen answers have become unlikely."""
+    """Loss or gradients are not finite, or the chosen answers of DPO or KTO have become unlikely."""
 
 
 # no user sees it: the supervisor retries from the last checkpoint

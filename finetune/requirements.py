@@ -46,9 +46,9 @@ def packages(extra: str = "") -> list[Package]:
     return [Package(entry, installed_version(entry.name)) for entry in needed]
 
 
-def how_to_install(missing: list[Package]) -> str:
+def how_to_install(unusable: list[Package]) -> str:
     """Return the pip command for these packages."""
-    return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in missing)
+    return "pip install " + " ".join(f"'{package.requirement.name}{package.requirement.specifier}'" for package in unusable)
 
 
 def refuse_other_versions(names: Collection[str]) -> None:

@@ -94,7 +94,7 @@ def peak_rss_bytes() -> int:
 
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB on Linux
-    # Linux starts ru_maxrss at the peak of the process that started this one (fs/exec.c); VmHWM starts at 0
+    # ru_maxrss can start at the peak of the process that started this one (fs/exec.c); VmHWM starts anew with exec
     _, label, peak_kib = Path("/proc/self/status").read_text(encoding="utf-8").partition("VmHWM:")
     return 1024 * (int(peak_kib.split()[0]) if label else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 

@@ -61,7 +61,8 @@ class Questions:
         ids, labels, pictures = selected.sequence(index)
         spans = decode_spans(ids, labels, encoded.encoder.tokenizer)
         return {
-            "marked": [[shorten_repeats(text), bool(trained)] for text, trained in spans], "index": index, "sequences": row_count,
+            "marked": [[shorten_repeats(text), bool(trained)] for text, trained in spans],
+            "index": index, "sequences": row_count,
             "tokens": len(ids), "trained_tokens": sum(label != NOT_TRAINED for label in labels),
             "pictures": thumbnails(pictures),
         }  # fmt: skip

@@ -11,7 +11,7 @@ from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
 
 
 def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
-    """Halve roughly the activations stored for the backward pass; gradients change only by rounding.
+    """Roughly halve the activations stored for the backward pass; gradients change only by rounding.
 
     Changes the model in place; `enabled=False` reverts that. Returns a summary of each decoder layer. Raises RecipeError
     for a model without decoder layers.

@@ -118,7 +118,7 @@ def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, has_
         if not (sufficient := _sufficient_suggestions(plan)):
             return ""
         verb, overrides = "plan", [*overrides, *sufficient[0].override.split()]
-    elif plan.card.source == "catalogue":  # this GPU is in another machine, which has to find its index itself
+    elif plan.card.source == "catalogue":  # this GPU is in another machine, where gpu=auto chooses it
         where, overrides = " on that machine", [*overrides, "gpu=auto"]
     # the last override of a setting counts
     by_setting = {override.partition("=")[0]: shlex.quote(override) for override in overrides}

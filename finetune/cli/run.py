@@ -155,7 +155,7 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, pause_on_interrupt: bool = True) -> int:
-    # `pause_on_interrupt`: else Ctrl-C or SIGTERM only ends the watching
+    # with `pause_on_interrupt`, Ctrl-C or SIGTERM pauses the run; otherwise it only ends the watching
     is_live = out.is_terminal and not as_json
     with caught_interrupts() as interrupts, out.status("starting") if is_live else nullcontext() as status:
         for event, left_s in _events(run, offset, interrupts, pause_on_interrupt):

@@ -10,7 +10,7 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, show_progress, state_text, table
 from finetune.errors import CommandError, RecipeError
 from finetune.evaluate import results
-from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Step, event_json, newest, read_events
+from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
@@ -88,8 +88,8 @@ def _show(source: str, *, as_json: bool) -> None:
     try:
         plan = adjusted_plan(run)
         cost = cost_of(spent_s, plan.settings.price_per_hour)
-        clauses, values = Pace.of(events).step_time_clauses(plan)
-        step_time = " ".join(clauses).format(**values)
+        clauses, parameters = Pace.of(events).step_time_clauses(plan)
+        step_time = " ".join(clauses).format(**parameters)
     except CommandError:  # the plan is damaged
         cost, step_time = None, ""
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
@@ -130,7 +130,7 @@ def _show_memory(source: str, *, as_json: bool) -> None:
         plan = None
     timed_out = False
     if plan and plan.settings.record_memory_history and not plan.card.is_cpu and is_alive(run):
-        with show_progress(quiet=as_json) as progress:  # a running run writes its history after its step
+        with show_progress(quiet=as_json) as progress:  # an active run writes its history after its step
             timed_out = not request_history(run, _STEP_DEADLINE_S, progress)
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
@@ -179,7 +179,7 @@ def _show_memory(source: str, *, as_json: bool) -> None:
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
-        phase = "train" if isinstance(event, Step) else getattr(event, "phase", None)
+        phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None
         # peaks before a retry belong to the forecast of an earlier plan
         if phase is None or (event.time_s or 0) < since_s:
             continue

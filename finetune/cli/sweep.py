@@ -93,7 +93,8 @@ def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) 
     fixed, swept = [], {}
     for override in overrides:
         name, _, text = override.partition("=")
-        if "," not in text or _is_valid(override, parse):  # a list such as target_modules=q_proj,v_proj is one value
+        # a list such as target_modules=q_proj,v_proj is one value
+        if "," not in text or not text.strip("[], ") or _is_valid(override, parse):
             fixed.append(override)
             continue
         value_texts = [part.strip() for part in text.strip().strip("[]").split(",") if part.strip()]

@@ -296,8 +296,8 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
         return []
     label = printable(path_text, 200)
     if (folder / "dataset_dict.json").is_file():
-        names = dict.fromkeys(filter(lambda name: isinstance(name, str), _json_list(folder / "dataset_dict.json", "splits")))
-        splits = [name for name in names if (folder / name / "state.json").is_file()]
+        split_names = [name for name in _json_list(folder / "dataset_dict.json", "splits") if isinstance(name, str)]
+        splits = [name for name in dict.fromkeys(split_names) if (folder / name / "state.json").is_file()]
         listing = ", ".join(map(printable, splits))
         if split is None and len(splits) > 1:
             others = [name for name in splits if name != "train"]

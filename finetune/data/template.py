@@ -70,7 +70,8 @@ class Template:
         self.has_markers = bool(_GENERATION_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
         # the key under which the template reads a thought
-        self._thought_key = next((name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)), THOUGHT_KEYS[0])
+        read_keys = [name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)]
+        self._thought_key = [*read_keys, *THOUGHT_KEYS][0]
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map}
         if "date_string" in self.source:
             self._variables["date_string"] = _DATE

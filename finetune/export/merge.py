@@ -61,7 +61,7 @@ def merge(
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden path to write to, and rename it to `target`. Raise CommandError or DiskFull."""
+    """Yield a hidden path, not created yet, and rename it to `target` at the end. Raise CommandError or DiskFull."""
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     temporary = target.with_name(f".{target.name}")
