@@ -57,7 +57,7 @@ def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[A
 
 def save_without_vocabulary() -> None:
     """Save adapters without asking the hub for the vocabulary."""
-    # PEFT would compare the vocabulary's size with the hub's, but training never changes it
+    # PEFT would compare the vocabulary's size with the hub's, to save whole embeddings if it differs
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
 
 

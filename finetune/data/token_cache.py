@@ -185,7 +185,7 @@ def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder
 def _tokenise_batch(
     folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
 ) -> tuple[int, int, ParsedBatch, pa.Table | str]:
-    """Return index, number of rows, problems, and the table, or its file's hash in a folder."""
+    """Return index, number of rows, the parsed batch without examples, and its table, or its file's hash in a folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []

@@ -63,7 +63,8 @@ class Encoder:
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
         self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}  # ids that end an answer, in generation too
-        self._special_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._inside_ids = self._eos_ids | special_ids
         self._escaper = SpecialTokenEscaper(tokenizer)
         sequence_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         # GPT-2's unknown token is its EOS
@@ -76,6 +77,7 @@ class Encoder:
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.format.stops
+            self._template_inside_ids = self.template.format.ends | self._inside_ids
             self._require_eos()
         return self.template
 
@@ -255,7 +257,7 @@ class Encoder:
         notes, template = rendered.notes, None if rendered.is_plain else self.template
         # an answer ends with an id of `inside_ids`, or with an id of `after_ids` that follows its text
         after_ids = template.format.ends if template else self._eos_ids
-        inside_ids = after_ids | self._eos_ids | self._special_ids
+        inside_ids = self._template_inside_ids if template else self._inside_ids
         answer_ends = np.flatnonzero(trained_mask & ~np.append(trained_mask[1:], False)) + 1
         for end in answer_ends.tolist() if not self.train_on_inputs else []:
             # white space between text and EOS is trained on, white space after the EOS is not

@@ -366,7 +366,7 @@ SYNTAXES = (
         _tagged_call, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
     ),
     _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_calls, closing="</tool_call>"),  # Hermes, Qwen
-    _syntax(  # older Mistral, Granite: a list of JSON objects after a mark
+    _syntax(  # older Mistral, Granite, Phi-4-mini: a list of JSON objects after a mark
         ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
         _json_calls, closing=r"(?:<\|/tool_call\|>)?",
     ),

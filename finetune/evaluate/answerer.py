@@ -37,7 +37,7 @@ from finetune.run.fingerprint import reads_quantised_file, require_own_adapter, 
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
-_ORIGIN = "origin"  # PEFT's name of the adapter that the run continued
+_ORIGIN = "origin"  # adapter name under which the adapter that the run continued is loaded
 OnPiece = Callable[[str, bool], None]  # takes a piece of an answer, and whether it is part of the thought
 
 

@@ -11,7 +11,7 @@ import numpy as np
 _DRAWS = 2_000  # of the bootstrap
 #: 95 % of a normal distribution are within this many standard deviations.
 _NORMAL_QUANTILE = 1.96
-#: Above this half width of the interval / difference, no number of rows is named: it would be the square of it.
+#: Above this half width of the interval / difference, no number of rows is named: the number grows with its square.
 _MAX_RELATIVE_WIDTH = 1000
 
 
@@ -35,7 +35,7 @@ def difference(
 ) -> Difference | None:
     """Return the weighted mean of tuned - base; None for fewer than two rows or zero weights.
 
-    `span` is the largest possible difference of a row, 0 if unknown.
+    `span` is the largest possible difference of a row: two rows with it widen the interval. 0 adds none.
     """
     if len(base) < 2 or not (weights is None or any(weights)):
         return None

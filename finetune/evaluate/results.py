@@ -118,7 +118,7 @@ def measures(result: dict[str, Any]) -> list[Measure]:
     gaps = {name: result.get(f"{name}_difference") for _, name, _ in _MEASURES}
     if score == "token accuracy":
         gaps["token_accuracy"] = result["score_difference"]
-    # the score is another figure already
+    # these repeat another figure, or say nothing about free text
     left_out = {"exact": ["score"], "token accuracy": ["score", "exact_match"]}.get(score, [])
     rows: list[tuple[str, bool, Any, Any, Any]] = [
         (title or score, is_share, base.get(name), tuned.get(name), gaps[name])

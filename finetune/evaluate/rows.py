@@ -36,7 +36,7 @@ _SEQUENCE_FIELDS = {
 class EvalRows:
     """Prompts with expected answers, and sequences whose loss is computed."""
 
-    #: Rows of plain text have no prompt, and are not in the first three lists.
+    #: The first three lists leave out rows of plain text, which have no prompt, and answers marked bad.
     prompts: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)  # expected answers

@@ -74,7 +74,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         "regex": _by_pattern(pattern),
         "json": lambda _, expected, answer: json_score(expected, answer),
         "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
-        **dict.fromkeys(("calls", "tokens", "loss"), lambda *_: RowScore(0.0)),  # unused: `ModelOutputs.score` computes them
+        **dict.fromkeys(("calls", "tokens", "loss"), lambda *_: RowScore(0.0)),  # computed by `ModelOutputs.score`
     }
     return Scorer(TOKEN_ACCURACY if name == "tokens" else name, functions[name])
 

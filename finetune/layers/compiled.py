@@ -27,7 +27,7 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
     call_bodies(BODIES)
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers
     # the dropped guards are the ones that tell structures apart, so drop them only if all layers have the same structure
-    options: Any = {"guard_filter_fn": _is_checked} if len(set(map(_structure, layers))) == 1 else None
+    options: Any = {"guard_filter_fn": _checked} if len(set(map(_structure, layers))) == 1 else None
     compiled = {kind: torch.compile(kind.forward, options=options) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, compiled[type(layer)])  # type: ignore[method-assign]
@@ -38,7 +38,7 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
     return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
 
 
-def _is_checked(guards: Sequence[Any]) -> list[bool]:
+def _checked(guards: Sequence[Any]) -> list[bool]:
     # in each call, inputs, tensors and plain values are checked, such as whether adapters are active. Most other guards ask
     # whether modules and functions are unchanged: nothing changes them in a run.
     return [guard.guard_type in _CHECKED_GUARDS or not (guard.is_global or "self" in guard.name) for guard in guards]

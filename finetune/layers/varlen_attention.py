@@ -70,7 +70,7 @@ def varlen_attention(
 
 def lengths_as_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with each length as the size of an empty tensor."""
-    # the compiler would make numbers constants of the graph, and compile again for each length
+    # the compiler would make a number a constant of the graph, and compile again for another length
     lengths = {name: torch.empty(arguments[name], 0) for name in ("max_length_q", "max_length_k") if arguments.get(name)}
     return {**arguments, **lengths}
 

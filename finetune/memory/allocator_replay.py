@@ -21,7 +21,7 @@ _LINEAR_TOLERANCE = 0.02
 class Replay:
     """Peaks of a replayed run by phase: load, train, save, eval."""
 
-    #: Bytes of whole blocks: outside expandable segments, torch splits no remainder up to 1 MiB off a block.
+    #: Bytes of whole blocks: outside expandable segments, large blocks keep a remainder of up to 1 MiB.
     allocated: dict[str, int]
     #: Bytes.
     reserved: dict[str, int]

@@ -22,7 +22,7 @@ from finetune.memory.forecast import UNCOMPILABLE
 _Slot = tuple[dict[str, Any], str]
 _Function = Callable[..., Any]
 #: aten operators that the compiler does not fuse, and parts of such operators' names. The compiler fuses elementwise operators
-#: and reductions; a tensor that only one fused kernel reads is never in memory (torch/_inductor/scheduler.py).
+#: and reductions; a tensor that only fused kernels read is never in memory (torch/_inductor/scheduler.py).
 _UNFUSED = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "sort", "topk"}
 _UNFUSED_PARTS = ("attention", "attn")
 

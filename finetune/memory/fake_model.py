@@ -17,7 +17,7 @@ from finetune.memory.tracker import OFFLOADED, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
 
-#: Attribute of a loaded embedding table: its number of rows with new tokens.
+#: Attribute of a loaded embedding table: its number of rows, including rows of new tokens.
 GROWN_ROWS = "_grown_rows"
 #: Phases in which adapters are created and cast; in a run they are parts of loading.
 ADAPTERS, CASTS = "adapters", "casts"

@@ -112,12 +112,12 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(plain_config, attention)}
-            model_type = _class_to_build(plain_config)
-            if model_type is AutoModelForCausalLM:
+            class_to_build = _class_to_build(plain_config)
+            if class_to_build is AutoModelForCausalLM:
                 # with `auto_map`, which `config_from` keeps in trusted configurations only
-                model = model_type.from_config(plain_config, trust_remote_code=True, **arguments)
+                model = class_to_build.from_config(plain_config, trust_remote_code=True, **arguments)
             else:
-                model = model_type._from_config(plain_config, **arguments)
+                model = class_to_build._from_config(plain_config, **arguments)
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
         text = first_line(error)
         if "attention implementation" in text:

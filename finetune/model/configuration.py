@@ -29,7 +29,7 @@ _EAGER_ONLY = {
     "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-#: Upper limits for values that decide how many modules are built.
+#: Upper limits for counts of what is built one by one: layers, and entries of id2label.
 _MAX_COUNTS = {"num_hidden_layers": 10_000, "num_labels": 100_000}
 #: Bytes read of a config.json or README.
 _MAX_BYTES = 4_000_000

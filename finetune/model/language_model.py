@@ -162,7 +162,8 @@ def _keep_language_model(model: Any) -> None:
 
 def _find_decoder(model: Any) -> tuple[str, Any]:
     candidates = (getattr(model, name, None) for name in ("language_model", "text_model"))
-    decoder = next((part for part in candidates if part is not None), None) or model.get_decoder()
+    decoder = next((part for part in candidates if part is not None), None)
+    decoder = model.get_decoder() if decoder is None else decoder
     return next((name for name, module in model.named_modules() if module is decoder), ""), decoder
 
 

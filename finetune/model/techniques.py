@@ -30,9 +30,7 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     undo_compiling(layers)
     undo_operators(layers)
     modules = [*layers, *outside_layers(model)]
-    undo_lean(modules)
-    if settings.lean_layers is True:
-        make_lean(modules)
+    (make_lean if settings.lean_layers is True else undo_lean)(modules)
     # an embedding in host memory stays there; a forecast moves it once it is loaded
     if settings.offload_embeddings is True and not in_forecast:
         offload_embedding(model)

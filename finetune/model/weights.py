@@ -64,7 +64,7 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
 
 
 def configuration_fingerprint(settings: Settings) -> str | None:
-    """Return a hash of config.json, the index and trusted code, or None without the files."""
+    """Return a hash of config.json, the index and trusted code, or None without a config.json."""
     config = model_file(settings, CONFIG)
     if config is None:
         return None

@@ -67,7 +67,7 @@ def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float |
     parent = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=parent, buffering=0) as file:
-            piece, written_bytes = os.urandom(PIECE_BYTES), 0  # random: a drive may compress
+            piece, written_bytes = os.urandom(PIECE_BYTES), 0  # random, so that it can't be compressed
             deadline = time.monotonic() + MAX_S
             while written_bytes < sample_bytes and time.monotonic() < deadline:
                 written_bytes += file.write(piece)

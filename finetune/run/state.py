@@ -18,7 +18,7 @@ from finetune.system import is_locked
 if TYPE_CHECKING:  # the chain of imports stays short
     from finetune.run.directory import RunDirectory
 
-ENDED = (*ENDED_STATES, "lost")  # `lost` is derived here; a living run is queued, starting, running or pausing
+ENDED = (*ENDED_STATES, "lost")  # `lost` is derived here; other runs are queued, starting, running or pausing
 _TAIL_BYTES = 256 * 1024
 
 

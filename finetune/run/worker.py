@@ -198,11 +198,11 @@ class Worker:
         apply_techniques(model, settings)
         self._end_load_phase(time.perf_counter() - began)
         callback = RunCallback(self.events, self.memory, self.stop, self.history)
-        held_out = self.run.data / "eval"
+        train_rows, held_out = load_from_disk(str(self.run.data / "train")), self.run.data / "eval"
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
             seal_facts=facts, needs_mask=needs_mask, model=model, args=sft_config(self.plan, self.run),
-            train_dataset=load_from_disk(str(self.run.data / "train")),
+            train_dataset=train_rows,
             eval_dataset=load_from_disk(str(held_out)) if held_out.is_dir() else None,
             processing_class=tokenizer, callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
@@ -235,10 +235,9 @@ class Worker:
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
-        # `_facts.result()` waits for the hashes: a fresh start must not
         differences = fact_differences(checkpoint.facts, deciding_facts(self._facts.result())) if checkpoint else []
         origin = base_adapter_of(self.run)
-        if origin and origin.base is not None and self._facts.result().get("base", origin.base) != origin.base:
+        if origin and self._facts.result().get("base", origin.base) != origin.base and origin.base is not None:
             differences.append("the base adapter was trained on other base weights")
         # all ranks must fail together, and only local rank 0 has compared the weights
         if ranks.all_reduce_max(len(differences)):
@@ -332,7 +331,7 @@ def _non_finite_base_parameters(model: Any) -> list[str]:
         state = getattr(parameter, "quant_state", None)  # 4-bit codes are always finite: check the scales
         scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
         floats = [values for values in scales if values is not None and values.is_floating_point()]
-        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)  # a sum needs no second copy in memory
+        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
 
     frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
     return [name for name, parameter in frozen if not is_finite(parameter)]
@@ -390,7 +389,7 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     if status and ranks.this_rank().world_size == 1:
-        # a retry can start sooner: the interpreter's exit would wait until the base model's files are hash_facts
+        # a retry can start sooner: the interpreter's exit would wait until the base model's files are hashed
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -31,7 +31,7 @@ from finetune.units import format_seconds
 
 #: Files of a sweep: Optuna's study; output and lock of the driving process; request to stop.
 JOURNAL, LOG, LOCK, STOP = "study.journal", "log.txt", "lock", "stop"
-_FULL_ARMS = 3  # the first arms, with which the pruner compares later ones
+_FULL_ARMS = 3  # arms that must have finished before the pruner drops any
 RULE = (
     "From half of the steps on, an arm is dropped if its lowest held-out loss is above the median of the finished arms at that "
     f"step; the first {_FULL_ARMS} arms always train to the end."

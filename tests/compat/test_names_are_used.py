@@ -80,7 +80,7 @@ def test_a_cold_start(code):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_bitsandbytes_compiles_is_compile_when_called():
+def test_what_bitsandbytes_compiles_is_compiled_when_called():
     from finetune.compat.bitsandbytes import _compile_when_called
 
     compiled = []

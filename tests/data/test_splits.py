@@ -154,12 +154,11 @@ def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_c
         path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
     else:
         DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(path)
+        (path / "dataset_dict.json").write_text('{"splits": ["train", 1, "test", "train"]}')
     with pytest.raises(DataError, match="the splits train, test") as error:
         prompts_of_splits(path)
     assert "dataset.eval_split=test" in error.value.fix
     assert prompts_of_splits(path, eval_split="test") == EXPECTED_PROMPTS
     assert prompts_of_splits(path, split="test") == (EXPECTED_PROMPTS[1], None)
-    if kind != "JSON":
-        (path / "dataset_dict.json").write_text('{"splits": ["train", 1, "test", "train"]}')
     with pytest.raises(DataError, match="has no split dev; it has train, test"):
         prompts_of_splits(path, eval_split="dev")

@@ -207,14 +207,14 @@ def _opened(content: bytes) -> Image:
 
     if not content:
         raise BadPicture("is empty (0 bytes)")
-    with _decoding():  # reads the header only
+    with _decoding():  # decodes no pixels
         image = Image.open(BytesIO(content), formats=_FORMATS)
     # files are untrusted: the size is checked before anything is decoded
     if problem := size_problem(*image.size):
         raise BadPicture(problem)
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
-    with _decoding():  # is_animated reads the next frame; phones write photos as MPO, a JPEG with more frames
+    with _decoding():  # is_animated looks for a next frame; phones write photos as MPO, a JPEG with more frames
         is_animated = image.format not in ("JPEG", "MPO") and bool(getattr(image, "is_animated", False))
     if is_animated:
         raise BadPicture("is animated or has several pages; only one is allowed")
