@@ -96,14 +96,14 @@ class Series:
 
     @property
     def lowest_bin(self) -> Bin | None:
-        bins = [bin_ for bin_ in self.bins.values() if bin_.count]
+        bins = [bin_ for bin_ in list(self.bins.values()) if bin_.count]
         return min(bins, key=lambda bin_: (bin_.low, bin_.low_step), default=None)
 
     def points(self, *, highest: bool = False) -> list[Point]:
         """Return each bin's mean or highest value, at its middle; empty bins are gaps."""
-        middle = (self.width - 1) / 2
-        values = {index: bin_.high if highest and bin_.count else bin_.mean for index, bin_ in self.bins.items()}
-        return [(index * self.width + middle, value) for index, value in sorted(values.items())]
+        # sorted copies the items in one call: another thread may add bins
+        middle, bins = (self.width - 1) / 2, sorted(self.bins.items())
+        return [(index * self.width + middle, bin_.high if highest and bin_.count else bin_.mean) for index, bin_ in bins]
 
     def _double_width(self) -> None:
         # bins are aligned to multiples of a power of two, so a bin depends only on its values and not on when they came:

@@ -86,7 +86,7 @@ def has_adapter(run: RunDirectory) -> bool:
 
 def _warning(context: Context, run: RunDirectory) -> Safe:
     training_run = None
-    # a training run and a chat share the GPU's memory; no warning once the chat's model is loaded
+    # a training run and a chat share the GPU's memory; no warning once this run's chat process runs
     if not context.chats.is_running(run):
         training_run = next(filter(is_alive, context.workspace.list_runs()), None)
     training_plan = context.lives.follow(training_run).plan() if training_run else None

@@ -234,7 +234,7 @@ class NewRun:
 
     def _model_panel(self, edited: DraftState, query: str, *, check: bool) -> str:
         if time.monotonic() - self._models_listed_s > _LISTING_S:
-            self._models_listed_s, self._local_models = time.monotonic(), local_models(self.context.workspace)
+            self._local_models, self._models_listed_s = local_models(self.context.workspace), time.monotonic()
         matches = [model for model in self._local_models if query.lower() in model.name.lower()]
         hub_error = ""
         if query:

@@ -142,13 +142,13 @@ def now(live: LiveRun, state: RunState) -> str:
 def failure(live: LiveRun, state: RunState) -> str:
     """Return the cause of a failure, with buttons for remedies."""
     settings = live.plan().settings
-    # float16 overflows at any learning rate: its remedy is float32
-    has_overflowed = state.state == "diverged" and settings.dtype == "float16"
-    half_rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and not has_overflowed else ""
+    # an overflow of float16 is a usual cause: half the learning rate may not cure it
+    diverged_in_float16 = state.state == "diverged" and settings.dtype == "float16"
+    half_rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and not diverged_in_float16 else ""
     is_out_of_memory = state.state == "failed" and OutOfMemory.kind in live.digest.newest
     return render(
         "run_failure", explanation=explanation_of(live, state), half_rate=half_rate, resume=_resume_label(live),
-        run=live.run.path.name, step=live.digest.step, offers_duplicate=is_out_of_memory or has_overflowed,
+        run=live.run.path.name, step=live.digest.step, offers_duplicate=is_out_of_memory or diverged_in_float16,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def difference(
 ) -> Difference | None:
     """Return the weighted mean of tuned - base; None for fewer than two rows or zero weights.
 
-    `span` is the largest possible difference of a row: two rows with it widen the interval. 0 adds none.
+    `span` is the largest possible difference of a row; unless 0, two rows of this difference widen the interval.
     """
     if len(base) < 2 or not (weights is None or any(weights)):
         return None

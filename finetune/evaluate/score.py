@@ -40,8 +40,7 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Score held-out rows, or rows of the file `data`, with base and tuned model.
 
-    Raise DataError for unusable rows, CommandError without an adapter, RecipeError for another base, OutOfMemory for
-    too long a row.
+    Raise DataError for unusable rows, CommandError without an adapter, RecipeError for another base, and OutOfMemory.
     """
     started = time.perf_counter()
     require_data(run)

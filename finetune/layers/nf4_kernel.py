@@ -53,9 +53,11 @@ def dequantise(
     arguments = (*tensors, *constants, _PROGRAM_BYTES)
     grid, key = (-(-n_bytes // _PROGRAM_BYTES), 1, 1), (out.device, absmax.dtype, out.dtype, *constants)
     # the compiled kernels below assume aligned pointers
-    if any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors):
+    if sum([tensor.data_ptr() % _ALIGNMENT for tensor in tensors]):  # a generator takes longer
         _dequantise[grid](*arguments, **_OPTIONS)
     elif kernel := _compiled.get(key):
-        kernel[grid](*arguments)
+        # `kernel[grid](*arguments)` would also describe the launch for profilers, which takes as long as the launch
+        stream = triton.runtime.driver.active.get_current_stream(out.get_device())
+        kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
     else:
         _compiled[key] = _dequantise[grid](*arguments, **_OPTIONS)
