@@ -77,7 +77,7 @@ def _day(moment_s: float) -> str:
 
 
 def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the curves of runs in `element` or SVG, their figures, and differing settings."""
+    """Return HTML that compares runs: curves in `element` or SVG, `rows` of figures, differing settings."""
     template, values = compare_held_out([live.run for live in lives])
     recipes = [live.plan().settings.model_dump(mode="json") for live in lives]
     differences: list[list[str]] = []

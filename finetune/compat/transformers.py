@@ -321,8 +321,8 @@ def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def kernels_by_device(model: Any, takes_reference: Callable[[str, tuple[int, int] | None], bool]) -> None:
-    """Let `model` run the reference instead of kernels where `takes_reference(package, compute capability)`."""
+def kernels_by_device(model: Any, falls_back_to_torch: Callable[[str, tuple[int, int] | None], bool]) -> None:
+    """Let `model` run the reference instead of kernels where `falls_back_to_torch(package, compute capability)`."""
     import torch
 
     def choose(package: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,7 @@ def kernels_by_device(model: Any, takes_reference: Callable[[str, tuple[int, int
         # None on the CPU
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        if takes_reference(package, capability) and not is_packed:  # the reference would mix packed rows
+        if falls_back_to_torch(package, capability) and not is_packed:  # the reference would mix packed rows
             return kernel.__wrapped__(*args, **kwargs)
         return kernel(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.data.checks import Values, is_blank, is_missing
-from finetune.data.column_semantics import CONTEXT, JUDGEMENTS, REASONING, describe, is_harmless, kinds_of, meaning_of, words_of
+from finetune.data.column_semantics import CONTEXT, JUDGEMENTS, NUMBERS, REASONING, is_harmless, kinds_of, meaning_of, words_of
 from finetune.data.formats import FORMATS
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
@@ -171,17 +171,18 @@ def _first_values(rows: list[Values]) -> Values:
 def _by_part(columns: Iterable[str], rows: list[Values]) -> ColumnsByPart:
     parts = ColumnsByPart(list)
     for name in columns:
-        parts[_part_of(name, rows)].append(name)
+        parts[_example_part(name, rows)].append(name)
     return parts
 
 
-def _part_of(name: str, rows: list[Values]) -> str:
+def _example_part(name: str, rows: list[Values]) -> str:
     values = [row[name] for row in rows[:_SAMPLE_ROWS] if not is_missing(row.get(name))]
     kinds = set[str]().union(*(kinds_of(name, value) for value in values))
     # words_of splits AnswerId; the pattern finds words with other letters than a to z
     name_words, meaning = {*words_of(name), *re.findall(r"[^\W\d_]+", name.lower())}, meaning_of(name)
     is_answer = bool(name_words & {*_ANSWERS}) and not name_words & {"options", "choices"}
-    is_text = any(isinstance(value, str) for value in values) and "text" in describe(kinds)
+    is_text = any(isinstance(value, str) for value in values) and bool(kinds - NUMBERS - {"truth"})
+    # with has_answer=False, a label or a date may be what the model learns
     if name_words & {*_SCORES} or is_harmless(name, kinds, has_answer=not is_answer):
         return "other"
     if is_text and (meaning == REASONING or name_words & {*_THOUGHTS}):

@@ -250,7 +250,7 @@ def _word_set(text: str) -> set[str]:
 
 _ROLES = ("role", "from")  # fields of messages in an unused column, such as a copy of the conversation
 _INTEGERS = {"integer", "bit"}
-_NUMBERS = {"float", *_INTEGERS}
+NUMBERS = {"float", *_INTEGERS}
 _SHORT_TEXTS = {"word", "token", "label", "identifier"}
 _COUNTS = _word_set("length len count counts tokens turn turns words chars characters size bytes perplexity")
 #: Topics of questions; beside plain text they may be the label to learn.
@@ -269,9 +269,9 @@ _HARMLESS = (
     (_word_set("url urls uri link links href homepage avatar thumbnail"), {"url", "token", "word", "identifier"}),
     (_word_set("lang language languages locale country script"), {"word", "token", "label"}),
     (_word_set("date time timestamp datetime year month created updated modified published retrieved crawled at utc"),
-     {"date", "identifier", *_NUMBERS}),
-    (_word_set("meta metadata"), {*_SHORT_TEXTS, "url", "date", *_NUMBERS}),
-    (_CLASSES, {*_SHORT_TEXTS, *_NUMBERS}),
+     {"date", "identifier", *NUMBERS}),
+    (_word_set("meta metadata"), {*_SHORT_TEXTS, "url", "date", *NUMBERS}),
+    (_CLASSES, {*_SHORT_TEXTS, *NUMBERS}),
 )  # fmt: skip
 #: Columns with these words in their name, such as vote_count, are harmless only as copies of a text that is read.
 JUDGEMENTS = _word_set(
@@ -319,7 +319,7 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return True
     if name_words & JUDGEMENTS:
         return False
-    if name_words & _COUNTS and new_kinds <= _NUMBERS:
+    if name_words & _COUNTS and new_kinds <= NUMBERS:
         return True
     if name_words & (_ANSWERS | _MEDIA_WORDS) or (not has_answer and name_words & _CLASSES):
         return False
@@ -327,12 +327,12 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return True
     if any(name_words & family_words and new_kinds <= allowed for family_words, allowed in _HARMLESS):
         return True
-    return not has_answer and name.lower() in _TEXT_SCORES and new_kinds <= _NUMBERS
+    return not has_answer and name.lower() in _TEXT_SCORES and new_kinds <= NUMBERS
 
 
 def describe(kinds: set[str]) -> str:
     """Return kinds of values in words, such as `numbers and text`."""
-    groups = {"truth values": kinds & {"truth"}, "numbers": kinds & _NUMBERS, "text": kinds - _NUMBERS - {"truth"}}
+    groups = {"truth values": kinds & {"truth"}, "numbers": kinds & NUMBERS, "text": kinds - NUMBERS - {"truth"}}
     return " and ".join(label for label, group in groups.items() if group)
 
 

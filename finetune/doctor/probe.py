@@ -16,7 +16,7 @@ from finetune.card.cuda import try_kernel
 from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.compat.bitsandbytes import import_without_compiler
 from finetune.doctor.findings import PARTS, Finding
-from finetune.model.hybrid import FLA, reference_notes
+from finetune.model.hybrid import FLA, kernel_fallback_notes
 from finetune.system import WINDOWS
 
 #: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Half and twice this error are a fault.
@@ -94,7 +94,7 @@ def architecture_finding(report: dict[str, Any], device: dict[str, Any]) -> Find
     facts = {"name": device["name"], "capability": device["capability"], "architectures": report["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"
     if nvidia.has_kernels((major, minor), report["architectures"]):
-        kernels = "".join(reference_notes("qwen3_5", (major, minor))) or f"the kernels of {FLA.name}"
+        kernels = "".join(kernel_fallback_notes("qwen3_5", (major, minor))) or f"the kernels of {FLA.name}"
         what = f"the torch wheel has kernels for {card}; Qwen3.5 and other delta nets use {kernels}"
         return Finding("architecture", "ok", what, facts=facts)
     built_for = " ".join(report["architectures"]) or "no architecture"

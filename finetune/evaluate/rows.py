@@ -168,12 +168,12 @@ def _probe_example(row: dict[str, str], as_conversation: bool) -> Example:
 
 
 def _eval_rows(questions: list[dict[str, Any]]) -> EvalRows:
-    def lists_if(present_key: str, key: str) -> list[Any]:
-        return [row.get(key) or [] for row in questions] if any(present_key in row for row in questions) else []
+    def column(key: str, if_any_has: str) -> list[Any]:
+        return [row.get(key) or [] for row in questions] if any(if_any_has in row for row in questions) else []
 
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
     return EvalRows(
-        prompts, prompt_ids, answers, calls=lists_if("calls", "calls"), tools=lists_if("calls", "tools"),
+        prompts, prompt_ids, answers, calls=column("calls", if_any_has="calls"), tools=column("tools", if_any_has="calls"),
         answer_tokens=max((int(row.get("answer_tokens") or 0) for row in questions), default=0),
-        has_thoughts=any(row.get("thought") for row in questions), prompt_pictures=lists_if("pictures", "pictures"),
+        prompt_pictures=column("pictures", if_any_has="pictures"), has_thoughts=any(row.get("thought") for row in questions),
     )  # fmt: skip

@@ -114,8 +114,8 @@ def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
     # both models have the same fields in each row: `call_score` names them after the expected calls
-    before, now = _rights_by_field(base.row_scores), _rights_by_field(tuned.row_scores)
-    gaps = {name: difference(rights, now[name], span=1.0) for name, rights in before.items()}
+    base_correct, tuned_correct = _rights_by_field(base.row_scores), _rights_by_field(tuned.row_scores)
+    gaps = {name: difference(correct, tuned_correct[name], span=1.0) for name, correct in base_correct.items()}
     return {name: gap for name, gap in gaps.items() if gap}
 
 

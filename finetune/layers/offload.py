@@ -95,7 +95,7 @@ class Offload:
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()
-        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, in order of last use; backward begins at the end
+        self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, in order of saving
         self._prefetching: dict[int, OffloadedTensor] = {}
 
     def move(self, tensor: torch.Tensor) -> OffloadedTensor:
@@ -107,8 +107,8 @@ class Offload:
         self._free_copied(self._window * self._largest)
         return moved
 
-    def note_use(self, tensors: tuple[OffloadedTensor, ...]) -> None:
-        # backward needs the tensors that were saved last first
+    def note_saved(self, tensors: tuple[OffloadedTensor, ...]) -> None:
+        # backward loads tensors in reverse order of saving: a tensor that is saved again moves to the end
         for moved in tensors:
             self._offloaded.pop(id(moved), None)
             self._offloaded[id(moved)] = weakref.ref(moved)

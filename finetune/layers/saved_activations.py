@@ -118,7 +118,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
             stored = self._store(flat, compress)
             self._stored[key] = (reference, weakref.ref(stored))
         if self._offload is not None:
-            self._offload.note_use(stored.moved)
+            self._offload.note_saved(stored.moved)
         if is_whole:
             return _Handle(stored, tensor.shape, tensor.stride())
         contiguous_strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))

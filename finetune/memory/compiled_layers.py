@@ -165,12 +165,12 @@ class FusedGraph:
                 values.pop(node, None)
         raise AssertionError("a graph ends with its output")
 
-    # fused kernels, as lists of written nodes, and unfused operators, each with the nodes that no later step reads
     @functools.cached_property
     def _steps(self) -> list[tuple[Any, list[Node]]]:
+        # a fused kernel, as the list of nodes it writes, or an unfused operator; and the nodes that no later step reads
         unfused = [node for node in self._nodes if node.op == "output" or _runs_unfused(node)]
         inputs = {operator: [_viewed_node(node) for node in operator.all_input_nodes] for operator in unfused}
-        self._written = {node for nodes in inputs.values() for node in nodes if _is_fused(node)}
+        self._written = {node for nodes in inputs.values() for node in nodes if _is_fused(node)}  # for _reads, _add_kernel
         available = {node for node in self._nodes if node.op in ("placeholder", "get_attr")}
         steps: list[Any] = []
         for operator in unfused:

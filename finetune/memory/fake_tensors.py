@@ -19,7 +19,7 @@ from finetune.compat.torch import fake_tensor_mode
 from finetune.compat.transformers import fake_experts, replaced_kernels, without_packing_detection
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.rules import Capability
-from finetune.model.hybrid import takes_reference
+from finetune.model.hybrid import falls_back_to_torch
 
 #: Chunks of a delta net's reference that a dry run computes; long rows have hundreds. The backward pass peaks in the third.
 CHUNKS_RUN = 3
@@ -49,7 +49,7 @@ def fake_tensors(
 
 
 def _call_kernel(capability: Capability | None, function: Any, closure: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    if closure["is_new_implementation"] and not takes_reference(closure["package"], capability):
+    if closure["is_new_implementation"] and not falls_back_to_torch(closure["package"], capability):
         return function(*args, **kwargs)
     reference = function.__wrapped__
     if closure["func_name"] == "chunk_gated_delta_rule" and torch.is_autocast_enabled("cpu"):

@@ -45,8 +45,8 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
             # inputs that all checkpoints share, such as masks.
             shared = {tag: size for tag, size in own.items() if tag[1] is None}
             shared[_SHARED] = max(own[_SHARED], ckpt_peak[_SHARED])
-            of_layers = _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False)
-            peaks[(phase, layer)] = Counter(shared | of_layers)
+            layer_sizes = _layer_sizes(ckpt_peak, every, multiples=True) | _layer_sizes(plain_peak, every, multiples=False)
+            peaks[(phase, layer)] = Counter(shared | layer_sizes)
     return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
 
 
@@ -79,5 +79,5 @@ def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
     return shifted
 
 
-def _of_layers(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:
+def _layer_sizes(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:
     return {tag: size for tag, size in peak.items() if tag[1] is not None and (tag[1] % every == 0) == multiples}

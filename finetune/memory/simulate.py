@@ -34,7 +34,7 @@ from finetune.methods import method_of
 from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.hybrid import layers_kept_in_16_bit, reference_notes
+from finetune.model.hybrid import kernel_fallback_notes, layers_kept_in_16_bit
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
@@ -74,7 +74,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offloading.wrap_checkpoints()
             with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
-        kernel_notes = reference_notes(text_config(config).model_type, capability)
+        kernel_notes = kernel_fallback_notes(text_config(config).model_type, capability)
         notes = (*_notes(model, settings, batch), *split_layers.notes, *kernel_notes)
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split_layers  # so that `step_tracker` collects them when it ends

@@ -19,7 +19,7 @@ from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
 from finetune.layers.layer_offloading import offload_layers, offload_while_loading
 from finetune.model.configuration import resolve_model_path
-from finetune.model.hybrid import takes_reference
+from finetune.model.hybrid import falls_back_to_torch
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
 from finetune.model.weights import check_weights
@@ -72,7 +72,7 @@ def build_base(
     if offloads:
         finish_offloading(model)
     model.config.use_cache = False
-    kernels_by_device(model, takes_reference)
+    kernels_by_device(model, falls_back_to_torch)
     return model
 
 
@@ -132,7 +132,7 @@ def build_on_meta(
         replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
-    kernels_by_device(model, takes_reference)
+    kernels_by_device(model, falls_back_to_torch)
     return model
 
 

@@ -34,20 +34,19 @@ def catalogue() -> dict[str, dict[str, Any]]:
 
 
 def sources() -> dict[str, str]:
-    """Return each source with its commit or version, by key."""
-    return dict(_file()["sources"])
+    """Return each source's commit or version."""
+    return dict(_file_content()["sources"])
 
 
 @cache
-def _file() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return content
+def _file_content() -> dict[str, Any]:
+    return dict(json.loads(_FILE.read_text(encoding="utf-8")))
 
 
 @cache
 def entries() -> dict[str, Entry]:
     """Return every entry by hub id."""
-    rows = _file()["models"]
+    rows = _file_content()["models"]
     by_name: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)

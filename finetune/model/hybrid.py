@@ -59,19 +59,20 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
     return None
 
 
-def takes_reference(import_name: str, capability: tuple[int, int] | None) -> bool:
-    """Return whether a layer takes the reference even if the kernel package can be imported."""
+def falls_back_to_torch(import_name: str, capability: tuple[int, int] | None) -> bool:
+    """Return whether a layer runs PyTorch code even if the kernel package can be imported."""
     return capability is None or (import_name == "fla" and kernel_problem(FLA, capability) is not None)
 
 
-def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return a note for a model type that takes the reference on a GPU."""
+def kernel_fallback_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """Return a note if a model type's kernel package can't run on this GPU."""
     package = PACKAGES.get(model_type.removesuffix("_text"))
     problem = kernel_problem(package, capability) if package and capability else None
     if package is None or problem is None:
         return ()
     reason, fix = problem
-    return (f"reference kernels, as {reason}: {package.reference_cost}" + (f"; {fix}" if fix else ""),)
+    note = f"PyTorch code instead of {package.name}'s kernels, as {reason}: {package.reference_cost}"
+    return (f"{note}; {fix}" if fix else note,)
 
 
 def layers_kept_in_16_bit(model_type: str) -> tuple[str, ...]:

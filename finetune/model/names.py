@@ -141,8 +141,7 @@ def _ids_by_last_part() -> dict[str, str]:
 
 @cache
 def _names_file() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
-    return content
+    return dict(json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8")))
 
 
 @cache

@@ -150,7 +150,7 @@ def _picture_note(plan: Plan) -> str:
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
-    """Forecast a plan with changed settings for these rows. Raises RecipeError."""
+    """Forecast a plan whose settings have changed, for these rows. Raises RecipeError."""
     settings = plan.settings
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
     config, budget_bytes = read_config(settings), plan.budget_bytes

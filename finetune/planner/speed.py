@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _QUANTILES = 200
 
 
-def _longest_below(share: float, rows: int, batch: int) -> float:
+def _probability_longest_below(share: float, rows: int, batch: int) -> float:
     # mean probability that a micro-batch's longest row is among the shortest `share` of all rows, where the `batch` rows of a
     # step are sorted and cut into micro-batches of `rows`
     if rows == batch or share >= 1:
@@ -80,7 +80,7 @@ class Batches:
         ends = accumulate(Counter(self.lengths).values()) if stride == 1 else (*range(stride, count, stride), count)
         width, probability_before = 0.0, 0.0
         for n_rows in ends:
-            probability = _longest_below(n_rows / count, rows, batch or rows)
+            probability = _probability_longest_below(n_rows / count, rows, batch or rows)
             width += min(self.lengths[n_rows - 1], self.max_length) * (probability - probability_before)
             probability_before = probability
         return width

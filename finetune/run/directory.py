@@ -66,7 +66,7 @@ class RunDirectory:
     trackers = _Entry("trackers")  # files of TensorBoard, W&B and Trackio
 
     def snapshot(self, moment: str) -> Path:
-        """Return the file of a CUDA memory history: `peak`, `now`, `out-of-memory` or `end`."""
+        """Return the path of the CUDA memory snapshot at `moment`: peak, now, out-of-memory or end."""
         return self.path / f"memory_snapshot-{moment}.pickle"
 
     @property

@@ -25,7 +25,7 @@ from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
-from finetune.model.hybrid import reference_notes
+from finetune.model.hybrid import kernel_fallback_notes
 from finetune.planner.plan import Plan, plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
@@ -248,7 +248,7 @@ class Worker:
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
         edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
-        for line in (*skipped, *edited, *reference_notes(self.plan.model_type or "", self.plan.card.capability)):
+        for line in (*skipped, *edited, *kernel_fallback_notes(self.plan.model_type or "", self.plan.card.capability)):
             self.events.warn(line)
         approximate = _why_resume_is_inexact(self.plan, checkpoint.facts if checkpoint else {})
         eval_steps = None if trainer.args.eval_strategy == "no" else int(trainer.args.eval_steps)

@@ -73,9 +73,9 @@ def test_a_plan_of_long_rows_has_no_more_operators():
 )  # fmt: skip
 def test_a_plan_and_the_doctor_say_in_a_line_why_the_reference_is_taken(installed, packages, capability, reason):
     installed(**packages)
-    notes = hybrid.reference_notes("qwen3_5_text", capability)
+    notes = hybrid.kernel_fallback_notes("qwen3_5_text", capability)
     assert len(notes) == bool(reason) and all(reason in note and "457 MiB a layer" in note for note in notes)
-    assert hybrid.takes_reference("fla", capability) == bool(reason)
+    assert hybrid.falls_back_to_torch("fla", capability) == bool(reason)
     finding = architecture_finding(
         {"architectures": [f"sm_{capability[0]}{capability[1]}"]}, {"name": "", "capability": capability}
     )
@@ -84,9 +84,9 @@ def test_a_plan_and_the_doctor_say_in_a_line_why_the_reference_is_taken(installe
 
 def test_mamba_mixers_name_their_packages_and_other_types_none(installed):
     installed()
-    (note,) = hybrid.reference_notes("granitemoehybrid", ADA)
+    (note,) = hybrid.kernel_fallback_notes("granitemoehybrid", ADA)
     assert "mamba-ssm is not installed" in note and "causal-conv1d" in note
-    assert hybrid.reference_notes("llama", ADA) == hybrid.reference_notes("qwen3_5", None) == ()
+    assert hybrid.kernel_fallback_notes("llama", ADA) == hybrid.kernel_fallback_notes("qwen3_5", None) == ()
 
 
 def test_the_reference_is_named_in_the_dry_run_with_the_extras_own_command(installed):

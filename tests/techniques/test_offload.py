@@ -107,7 +107,7 @@ def test_at_most_two_of_the_largest_tensor_are_in_flight_in_each_direction():
     alive, moved = [weakref.ref(tensor) for tensor in tensors], []
     while tensors:
         moved.append(offload.move(tensors.pop(0)))
-        offload.note_use((moved[-1],))
+        offload.note_saved((moved[-1],))
         here = [tensor().nbytes for tensor in alive[: len(moved)] if tensor() is not None]
         assert here[-1] == moved[-1].bytes and sum(here) <= WINDOW * largest
     for index in reversed(range(len(moved))):
