@@ -76,8 +76,8 @@ def _day(moment_s: float) -> str:
     return day(moment) if moment[0] == now[0] else tr("{day} {year}", day=day(moment), year=moment[0])
 
 
-def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return HTML that compares runs: curves in `element` or SVG, `rows` of figures, differing settings."""
+def comparison(lives: list[LiveRun], chart: Safe | None = None, rows: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return HTML that compares runs: curves in `chart` or SVG, `rows` of figures, differing settings."""
     template, values = compare_held_out([live.run for live in lives])
     recipes = [live.plan().settings.model_dump(mode="json") for live in lives]
     differences: list[list[str]] = []
@@ -85,13 +85,13 @@ def comparison(lives: list[LiveRun], element: Safe | None = None, rows: Sequence
         column = [settings.get(name) for settings in recipes]
         if name != "output_dir" and len(set(map(repr, column))) > 1:
             differences.append([setting_name(name), *map(value_text, column)])
-    pictures = ""
-    if not element:
+    charts = ""
+    if not chart:
         losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points()))
         memory = _overlay(lives, MEMORY_METRICS, lambda series: series.points(highest=True))
-        pictures = svg_chart(tr("Loss, smoothed"), losses, "{:.3g}".format) + svg_chart(tr("Memory"), memory, format_bytes)
+        charts = svg_chart(tr("Loss, smoothed"), losses, "{:.3g}".format) + svg_chart(tr("Memory"), memory, format_bytes)
     return render(
-        "comparison", chart=element, pictures=Safe(pictures), held_out=tr(template, **values), rows=rows,
+        "comparison", chart=chart, pictures=Safe(charts), held_out=tr(template, **values), rows=rows,
         differences=differences, names=[f">{live.run.path.name}" for live in lives],
     )  # fmt: skip
 

@@ -58,10 +58,9 @@ def meaning_of(name: Any) -> str:
 
 def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: bool) -> bool | None:
     meaning = meaning_of(name)
-    if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
-        return None  # the name does not decide
-    if meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS):
-        return None
+    is_other_split = meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS)
+    if not meaning or is_other_split or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
+        return None  # the name doesn't decide: `add` looks at the value
     if in_message and meaning in (_SPLIT, CONTEXT):
         return False
     if meaning == _SPLIT:

@@ -31,7 +31,7 @@ class Format:
 
 def _from_messages(row: Values, reader: MessageReader, field: str = "messages") -> Values:
     messages = _add_system(row, reader.read(row.get(field), field))
-    messages, tools = _read_tools(row, messages, field)
+    messages, tools = _extract_tools(row, messages, field)
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": tools}
 
 
@@ -49,7 +49,7 @@ def _add_system(row: Values, messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _read_tools(row: Values, messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
+def _extract_tools(row: Values, messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
     messages, tools_in_text = read_tool_text(messages, field)
     return messages, _tools_column(row) or tools_in_text
 
@@ -104,7 +104,7 @@ def _from_prompt_completion(row: Values, reader: MessageReader) -> Values:
     if not any(isinstance(row.get(field), (list, dict)) for field in ("prompt", "completion")):
         # two texts are concatenated without a template
         return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
-    prompt, tools = _read_tools(row, _as_messages(row.get("prompt"), "prompt", "user", reader), "prompt")
+    prompt, tools = _extract_tools(row, _as_messages(row.get("prompt"), "prompt", "user", reader), "prompt")
     completion = _as_messages(row.get("completion"), "completion", "assistant", reader)
     messages, _ = read_tool_text([*prompt, *completion], "prompt")
     return {"messages": tuple(messages), "answers": _answers_after(len(prompt), messages, "prompt"), "tools": tools}
@@ -134,7 +134,7 @@ def _from_preference(row: Values, reader: MessageReader) -> Values:
         if field in ("messages", "conversations"):
             value = parse_if_text(value, field)
         messages = _add_system(row, _as_messages(value, field, "user", reader))
-        prompt, tools = _read_tools(row, messages, field)
+        prompt, tools = _extract_tools(row, messages, field)
         # three texts are trained on without a template
         if field == "prompt" and len(messages) == 1 and all(isinstance(text, str) for text in (value, chosen, rejected)):
             if chosen.strip() == rejected.strip():

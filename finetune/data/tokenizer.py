@@ -139,7 +139,7 @@ def read_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenize
     files = (path for path in entries if path.suffix in _SUFFIXES and path.is_file())
     if problems := [f"{printable(str(file), 200)} {IS_LFS_POINTER}" for file in files if is_lfs_pointer(file)]:
         raise ModelError(problems, f"Download the tokenizer again, or in the cloned folder: {LFS_FIX}")
-    is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
+    is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()  # comes first: it may set the libraries offline
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path_or_id),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import AUTO, Recipe, Settings, plainest, resolved
+from finetune.settings import AUTO, Recipe, Settings, resolve_plain, resolved
 from finetune.settings.base_formats import BaseFormat
 from finetune.settings.vision import Sizes
 
@@ -112,7 +112,7 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 def bare(recipe: Recipe) -> Settings:
     """Return plain settings with adapters of rank 1."""
-    return plainest(
+    return resolve_plain(
         recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
         layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
     )  # fmt: skip

@@ -181,7 +181,7 @@ class Worker:
         restore_gc_thresholds()
         require_data(self.run)
         check_host_memory(self.plan)
-        settings, facts = self.plan.settings, self._facts  # hashing takes long: it runs beside loading and the first steps
+        settings, hashing = self.plan.settings, self._facts  # starts a thread that hashes during loading and the first steps
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
@@ -201,7 +201,7 @@ class Worker:
         train_rows, held_out = load_from_disk(str(self.run.data / "train")), self.run.data / "eval"
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
-            seal_facts=facts, needs_mask=needs_mask, model=model, args=sft_config(self.plan, self.run),
+            seal_facts=hashing, needs_mask=needs_mask, model=model, args=sft_config(self.plan, self.run),
             train_dataset=train_rows,
             eval_dataset=load_from_disk(str(held_out)) if held_out.is_dir() else None,
             processing_class=tokenizer, callbacks=[callback],
@@ -216,7 +216,7 @@ class Worker:
         if settings.torch_compile:
             trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
         if settings.precompute_ref_log_probs is True:
-            facts.result()["reference"] = add_reference(trainer)
+            hashing.result()["reference"] = add_reference(trainer)
         return trainer, callback
 
     @cached_property

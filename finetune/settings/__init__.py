@@ -10,11 +10,11 @@ from finetune.settings.base_formats import BITS_16, switches
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, unresolved
 
-__all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "plainest", "resolve", "resolved", "unresolved"]
+__all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "resolve_plain", "resolve", "resolved", "unresolved"]
 
 R = TypeVar("R", bound=Recipe)
 #: A value for each `auto` setting where the planned value makes no difference, such as for a model's size.
-PLAINEST: dict[str, Any] = {
+PLAIN_VALUES: dict[str, Any] = {
     "method": "sft", "vision": False, "max_pixels": None,
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
     "lora_r": 1, "lora_alpha": 1.0,
@@ -56,13 +56,13 @@ def resolve(recipe: Recipe, **choices: Any) -> Settings:
     return _filled(Settings, recipe, choices)
 
 
-def plainest(recipe: Recipe, **choices: Any) -> Settings:
-    """Return settings with PLAINEST for every `auto`, overridden by `choices`."""
+def resolve_plain(recipe: Recipe, **choices: Any) -> Settings:
+    """Resolve every `auto` to a plain value, overridden by `choices`."""
     auto_names = unresolved(recipe)
     least_rows = min_rows(recipe)
     layers = 0 if recipe.layer_offloading in (AUTO, False) else 1
-    plainest_values = {**PLAINEST, "per_device_eval_batch_size": least_rows, "offloaded_layers": layers}
-    values = {name: value for name, value in plainest_values.items() if name in auto_names}
+    plain_values = {**PLAIN_VALUES, "per_device_eval_batch_size": least_rows, "offloaded_layers": layers}
+    values = {name: value for name, value in plain_values.items() if name in auto_names}
     micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
     if "effective_batch_size" in auto_names:

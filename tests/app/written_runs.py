@@ -16,7 +16,7 @@ from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.held_out import write_row_losses
 from finetune.run.state import process_record
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 from finetune.sweep.sweep import open_sweep, storage_in
 from finetune.units import GIB
 
@@ -92,6 +92,6 @@ def plan(steps):
     forecast = Forecast(*peaks, parts, phases, step_s=0.5, tokens_per_s=3100.0)
     card = Card("rtx-4090", 24 * GIB, 23 * GIB, (8, 9), context_bytes=GIB // 2)
     recipe = load_recipe("tiny-cpu", ["lora_r=1", "load_in_4bit=false"])
-    settings = plainest(recipe, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    settings = resolve_plain(recipe, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     rows = DataStatistics(rows=24, eval_rows=6, total_tokens=2367, trained_tokens=934)
     return Plan(settings, {"torch_compile": ""}, card, Verdict.FITS, steps, forecast, rows, budget_bytes=22 * GIB)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from finetune.bundled import dataset_paths, model_path
 from finetune.recipe import recipe_from
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 from make_vision import QUESTIONS, data_labels, draw_label, pixels, sorting, write_data
 
 FOLDER = dataset_paths("parcels")["train"].parent
@@ -51,7 +51,7 @@ def test_in_4_bit_each_layer_of_the_model_answers_on_a_cpu() -> None:
     from finetune.evaluate.answerer import load_model
 
     recipe = recipe_from({"model_name_or_path": "tiny-vision", "dataset": "parcels", "vision": True, "load_in_4bit": True})
-    layers = [module for module in load_model(plainest(recipe), None, "cpu").modules() if isinstance(module, Linear4bit)]
+    layers = [module for module in load_model(resolve_plain(recipe), None, "cpu").modules() if isinstance(module, Linear4bit)]
     with torch.no_grad():
         shapes = [layer(torch.ones(2, layer.in_features)).shape for layer in layers]
     assert shapes == [(2, layer.out_features) for layer in layers] and any(layer.in_features % 64 for layer in layers)

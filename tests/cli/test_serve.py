@@ -17,7 +17,7 @@ from finetune.manifest import write_manifest
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import recipe_from
 from finetune.run.directory import RunDirectory
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 from finetune.units import GIB
 
 RECORDING = """#!/bin/sh
@@ -36,7 +36,7 @@ def run(home):
 
 
 def plan_for(run, total_bytes=24 * GIB, **more):
-    settings = plainest(
+    settings = resolve_plain(
         recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "support"}, "load_in_4bit": True, **more})
     )
     card = replace(find_card("rtx-4090"), total_bytes=total_bytes)

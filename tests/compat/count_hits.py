@@ -77,11 +77,11 @@ def dry_runs():
     }  # fmt: skip
     away = {"layer_offloading": "cpu", "offloaded_layers": 2}
     for kind in ({"load_in_4bit": True, "use_dora": True, "optim": "paged_adamw_8bit", **away}, {"load_in_8bit": True}):
-        settings = plainest(recipe_from({**RESOLVED, **kind}))
+        settings = resolve_plain(recipe_from({**RESOLVED, **kind}))
         assert LargestStep(small, settings, RowShape(128), (7, 5)).dry_run().allocated_bytes > 0
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for kind in ({"dtype": "float16"}, {"dtype": "float16", "load_in_4bit": True}):
-        settings = plainest(recipe_from({**RESOLVED, **kind}))
+        settings = resolve_plain(recipe_from({**RESOLVED, **kind}))
         assert LargestStep({**small, **experts}, settings, RowShape(128), (7, 5)).dry_run().allocated_bytes > 0
 
 
@@ -117,7 +117,7 @@ def training(folder):
 
 if __name__ == "__main__":
     from finetune.recipe import recipe_from
-    from finetune.settings import plainest
+    from finetune.settings import resolve_plain
 
     out = Path(sys.argv[1])
     patch_registry._set = put

@@ -13,7 +13,7 @@ from finetune.model.configuration import resolve_model_path
 from finetune.planner.planning import encode_rows, plan_recipe, read_rows
 from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, held_out_rows
 from finetune.recipe import load_recipe, recipe_from
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 CONFIGURATION = Qwen2Config(
     vocab_size=500, hidden_size=192, intermediate_size=320, num_hidden_layers=3, num_attention_heads=6,
@@ -23,7 +23,7 @@ CONFIGURATION = Qwen2Config(
 
 def plan_for(model):
     recipe = recipe_from({"model_name_or_path": str(model), "dataset": "rows.jsonl"})
-    return SimpleNamespace(settings=plainest(recipe, dtype="float32", gpu="cpu"), card=SimpleNamespace(is_cpu=True))
+    return SimpleNamespace(settings=resolve_plain(recipe, dtype="float32", gpu="cpu"), card=SimpleNamespace(is_cpu=True))
 
 
 def random_rows(vocabulary, count=12):

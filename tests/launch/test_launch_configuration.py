@@ -18,7 +18,7 @@ from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe, recipe_from
 from finetune.recipe.yaml import dump
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 LAUNCHES = [
     {"num_processes": 2},
@@ -34,7 +34,7 @@ DEEPSPEED += [{"zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}]
 def settings(**launch):
     """Settings as a plan resolves them, with a `launch` section."""
     recipe = recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "support"}, "launch": launch})
-    return plainest(
+    return resolve_plain(
         recipe, dtype="bfloat16", per_device_train_batch_size=2, gradient_accumulation_steps=4, load_in_4bit=True,
         effective_batch_size=8 * recipe.launch.num_processes, load_in_8bit=False,
         optim="adamw_torch_fused", learning_rate=1e-4,

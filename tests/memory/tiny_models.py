@@ -4,7 +4,7 @@ from typing import Any
 
 from finetune.model.configuration import default_attention
 from finetune.recipe import recipe_from
-from finetune.settings import Settings, plainest
+from finetune.settings import Settings, resolve_plain
 
 TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -36,4 +36,4 @@ def settings(kind: str = "llama", **more: Any) -> Settings:
             "learning_rate": 1e-4, "max_length": 512, "eval_steps": 10, "save_steps": 10, **more,
         }
     )  # fmt: skip
-    return plainest(recipe)
+    return resolve_plain(recipe)

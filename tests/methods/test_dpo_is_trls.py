@@ -22,7 +22,7 @@ from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods import method_of
 from finetune.methods.dpo import PREFERENCE_LOSSES
 from finetune.recipe import recipe_from
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 from finetune.settings.methods import METHODS
 
 VOCABULARY = 64
@@ -78,7 +78,7 @@ def rows():
 
 def method_with(**settings):
     """The method with these settings of a recipe, resolved."""
-    return method_of(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "beta": 0.3, **settings})))
+    return method_of(resolve_plain(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "beta": 0.3, **settings})))
 
 
 def gradients(model):

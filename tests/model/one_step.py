@@ -10,7 +10,7 @@ from finetune.model.language_model import attention_by_part, model_class
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 RECIPE = recipe_from({"model_name_or_path": "a/model", "dataset": "rows.jsonl", "dtype": "float32", "packing": False})
 
@@ -29,7 +29,7 @@ def random_model(values, attention, scale=1):
 
 def loss_falls(values):
     """Take an optimizer step on a row; its loss is lower afterwards, or AssertionError is raised."""
-    settings = plainest(RECIPE, attn_implementation=default_attention(values), target_modules="all-linear")
+    settings = resolve_plain(RECIPE, attn_implementation=default_attention(values), target_modules="all-linear")
     model = attach_adapters(random_model(values, settings.attn_implementation).requires_grad_(False), settings)
     prepare_for_training(model, settings)
     apply_techniques(model, settings)

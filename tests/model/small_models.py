@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from finetune.model.build import build_base
 from finetune.model.transformers_config import config_from, load_config
 from finetune.recipe import recipe_from
-from finetune.settings import Settings, plainest
+from finetune.settings import Settings, resolve_plain
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -19,7 +19,7 @@ SMALL = {
 def settings(name="some/model", **more) -> Settings:
     values = {"model_name_or_path": str(name), "dataset": "rows.jsonl", "lora_r": 4, "lora_alpha": 8, "dtype": "bfloat16"}
     plain = {"load_in_4bit": False, "load_in_8bit": False, "activation_checkpointing": False}
-    return plainest(recipe_from({**values, **plain, **more}))
+    return resolve_plain(recipe_from({**values, **plain, **more}))
 
 
 def load(recipe, *, weights=True):

@@ -23,7 +23,7 @@ from finetune.planner.plan import Verdict
 from finetune.planner.planning import plan_largest, plan_recipe, rows_with_pictures
 from finetune.planner.shape import vision_work
 from finetune.recipe import recipe_from
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 pytestmark = pytest.mark.usefixtures("no_hub")
 PICTURES, RANK = ((150, 110),), 4
@@ -53,7 +53,7 @@ def recipe(model, **more):
 )  # fmt: skip
 def test_a_picture_takes_the_tokens_of_the_models_own_rule_and_has_its_ids(model, size, tokens):
     prompt = picture_prompt(recipe(model), (size, size))
-    config = load_config(plainest(recipe(model)))
+    config = load_config(resolve_plain(recipe(model)))
     image = getattr(config, "image_token_id", None) or config.image_token_index
     around = len(prompt.processor.processor.tokenizer(prompt.processor.text_of(*size))["input_ids"]) - tokens
     assert prompt.ids.count(image) == 2 * tokens
@@ -175,7 +175,7 @@ def test_the_work_is_that_of_the_real_passes(tmp_path, kind, part):
         "target_modules": "all-linear",
     })  # fmt: skip
     work = vision_work(read_config(recipe), recipe, PICTURES)
-    assert work.flops(RANK) == pytest.approx(counted_flops(plainest(recipe)), rel=0.03)
+    assert work.flops(RANK) == pytest.approx(counted_flops(resolve_plain(recipe)), rel=0.03)
 
 
 @pytest.mark.exhaustive

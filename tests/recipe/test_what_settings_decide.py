@@ -8,7 +8,7 @@ from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import RowShape
 from finetune.recipe import recipe_from
-from finetune.settings import AUTO, plainest
+from finetune.settings import AUTO, resolve_plain
 from finetune.settings.reference import settings_reference
 from finetune.settings.schema import DatasetRecipe, Decides, LaunchRecipe, Recipe, decided_by
 
@@ -114,7 +114,7 @@ def with_settings(values, changes):
 
 def forecast_bytes(values):
     """Forecast memory of GPU and host, without the disk."""
-    settings = plainest(recipe_from(values))
+    settings = resolve_plain(recipe_from(values))
     tokens = min(settings.max_length, LONGEST[settings.dataset.path])
     forecast = make_forecast(MODELS[settings.model_name_or_path], settings, CARDS[settings.gpu], rows=RowShape(tokens))
     return forecast.allocated_bytes, forecast.peak_high_bytes, forecast.peaks, forecast.parts, forecast.host_bytes

@@ -16,7 +16,7 @@ from finetune.recipe import recipe_from
 from finetune.run import training
 from finetune.run.callbacks import require_gradients
 from finetune.run.state import read_state
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 #: Those that give the weight of `out_proj` to a kernel in training, and others.
 FUSED = {
@@ -25,7 +25,7 @@ FUSED = {
                "mamba_ngroups": 1, "n_mamba_heads": 16, "num_key_value_heads": 8},
 }  # fmt: skip
 OTHERS = {"mamba": {}, "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}}
-SETTINGS = plainest(recipe_from({"model_name_or_path": "none", "dataset": "rows.jsonl", "load_in_4bit": True}))
+SETTINGS = resolve_plain(recipe_from({"model_name_or_path": "none", "dataset": "rows.jsonl", "load_in_4bit": True}))
 
 
 def stepped(kind):

@@ -19,7 +19,7 @@ from finetune.recipe.complete import complete
 from finetune.run.base_adapter import base_adapter_of, require_usable_adapter
 from finetune.run.directory import RunDirectory
 from finetune.run.state import read_state
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_what_is_no_adapter_is_named(foreign, tmp_path):
 def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
     folder = foreign()
     save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
-    settings = plainest(load_recipe("tiny-cpu", [f"adapter={folder}"]))
+    settings = resolve_plain(load_recipe("tiny-cpu", [f"adapter={folder}"]))
     with pytest.raises(RecipeError, match="other base weights: other/base, and the recipe has tiny"):
         require_usable_adapter(settings)
     foreign(base_model_name_or_path="/models/somewhere")
@@ -102,7 +102,7 @@ def test_a_folder_is_the_same_base_model_however_it_is_spelt(foreign, recorded, 
     shutil.copytree(model_path("tiny"), tmp_path / "tinybase")
     folder = foreign(base_model_name_or_path=recorded)
     save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
-    settings = plainest(load_recipe("tiny-cpu", ["model_name_or_path=./tinybase", f"adapter={folder}"]))
+    settings = resolve_plain(load_recipe("tiny-cpu", ["model_name_or_path=./tinybase", f"adapter={folder}"]))
     require_usable_adapter(settings)
     shutil.copytree(tmp_path / "tinybase", tmp_path / "other")
     flip_one_byte(tmp_path / "other" / "model.safetensors")

@@ -12,7 +12,7 @@ from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, Plan, Verdict
 from finetune.recipe import parse_recipe
 from finetune.run.offloading_checks import check_host_memory, check_layer_offloading, measure_read_rate
-from finetune.settings import plainest
+from finetune.settings import resolve_plain
 from finetune.units import GIB, MIB
 
 COPIES = LayerCopies("nvme", 80, 80, GIB, GIB // 8, 2**40, 3e9, 40.0, 180.0, 80.0, 180.0, 240.0)
@@ -30,7 +30,7 @@ def plan(monkeypatch):
         card = dataclasses.replace(find_card("rtx-4090"), source="measured")
         copies = dataclasses.replace(COPIES, **changes)
         recipe = parse_recipe(f"model_name_or_path: m\ndataset: d\nlayer_offloading: {copies.place}\n")
-        settings = plainest(recipe, activation_checkpointing=True)
+        settings = resolve_plain(recipe, activation_checkpointing=True)
         return Plan(settings, {}, card, Verdict.FITS, forecast=forecast, layer_copies=copies)
 
     return make

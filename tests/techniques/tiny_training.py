@@ -21,7 +21,7 @@ from finetune.model.build import build_base
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.model.transformers_config import load_config
-from finetune.settings import Recipe, Settings, plainest
+from finetune.settings import Recipe, Settings, resolve_plain
 
 VOCABULARY = 320
 #: The two kinds of base that every technique has to work on.
@@ -54,7 +54,7 @@ def settings_for(base: str, **changes) -> Settings:
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "learning_rate": 3e-3, "optim": "adamw_torch_fused",
         "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1,
     }  # fmt: skip
-    return plainest(Recipe.model_validate(values | changes))
+    return resolve_plain(Recipe.model_validate(values | changes))
 
 
 def adapted(settings: Recipe) -> torch.nn.Module:
