@@ -102,8 +102,8 @@ class Series:
     def points(self, *, highest: bool = False) -> list[Point]:
         """Return each bin's mean or highest value, at its middle; empty bins are gaps."""
         # sorted copies the items in one call: another thread may add bins
-        middle, bins = (self.width - 1) / 2, sorted(self.bins.items())
-        return [(index * self.width + middle, bin_.high if highest and bin_.count else bin_.mean) for index, bin_ in bins]
+        width, bins = self.width, sorted(self.bins.items())
+        return [(width * index + (width - 1) / 2, bin_.high if highest and bin_.count else bin_.mean) for index, bin_ in bins]
 
     def _double_width(self) -> None:
         # bins are aligned to multiples of a power of two, so a bin depends only on its values and not on when they came:

@@ -94,7 +94,7 @@ def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) 
     for override in overrides:
         name, _, text = override.partition("=")
         # a list such as target_modules=q_proj,v_proj is one value
-        if "," not in text or not text.strip("[], ") or _is_valid(override, parse):
+        if "," not in text or not text.strip("[], \t\r\n") or _is_valid(override, parse):
             fixed.append(override)
             continue
         value_texts = [part.strip() for part in text.strip().strip("[]").split(",") if part.strip()]

@@ -65,7 +65,7 @@ def falls_back_to_torch(import_name: str, capability: tuple[int, int] | None) ->
 
 
 def kernel_fallback_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return a note if a model type's kernel package can't run on this GPU."""
+    """Return a note if a model type runs PyTorch code instead of kernels."""
     package = PACKAGES.get(model_type.removesuffix("_text"))
     problem = kernel_problem(package, capability) if package and capability else None
     if package is None or problem is None:
