@@ -114,7 +114,7 @@ def _named_plans(rows: Sequence[Alternative], usable_bytes: int) -> list[tuple[s
     def speed(row: Alternative) -> float:
         return row.tokens_per_s or 0.0
 
-    # fastest, fastest with room, smallest; the chosen plan first if none of these is chosen
+    # fastest (chosen plan if no speed is known), fastest with room, smallest; the chosen plan first if none of these is chosen
     roomy = [row for row in rows if row.peak_high_bytes <= _ROOMY_SHARE * usable_bytes]
     candidates = {
         mark("Fastest"): max(rows, key=speed) if any(map(speed, rows)) else next((row for row in rows if row.chosen), rows[0]),

@@ -19,7 +19,7 @@ def host_card() -> Card:
     memory = psutil.virtual_memory()
     total, free, location = memory.total, memory.available, "this machine"
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")  # v2 writes `max` for none, v1 a number near 2^63
-    if limit is not None and limit < min(total, 2**60):
+    if limit is not None and limit < total:
         used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or 0
         total, free, location = limit, min(free, max(limit - used, 0)), "this container"
     return Card(

@@ -132,7 +132,7 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
     return () if resizes_to_one_size else (width, height)
 
 
-def values_of_a_patch(processor: Any, picture: Image) -> int | None:
+def values_per_patch(processor: Any, picture: Image) -> int | None:
     """Return the number of pixel values in a patch, or None for images without a grid of patches."""
     tensors, texts = _process(processor, [[picture]])
     patches = picture_kind(processor, *picture.size)

@@ -137,9 +137,8 @@ def _is_named_as_data(file: Path) -> bool:
 
 
 def _split_of(path: Path) -> str | None:
-    stem = "/".join((*path.parts[:-1], path.name.split(".", 1)[0]))
-    stem = re.sub(r"([a-z])([A-Z])", r"\1 \2", stem)  # myTrain is two words
-    name_words = re.findall(r"[a-z]+", f"{stem} {'.'.join(path.suffixes)}".lower().replace("held_out", "heldout"))
+    words = re.sub(r"([a-z])([A-Z])", r"\1 \2", path.as_posix())  # myTrain is two words
+    name_words = re.findall(r"[a-z]+", words.lower().replace("held_out", "heldout"))
     splits = {_SPLIT_WORDS[word] for word in name_words if word in _SPLIT_WORDS}
     if len(splits) > 1:
         return _SEVERAL_SPLITS

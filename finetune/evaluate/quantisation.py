@@ -81,7 +81,7 @@ def _send_cost(sender: Connection, cards: tuple[str, ...], plan: Plan, rows: Row
     try:
         if not plan.card.is_cpu:  # waits for runs on the GPU, as a run would
             queue = Queue(cards or (plan.card.name,))
-            queue.join(Path("finetune --measure"))
+            queue.join(Path("finetune --measure"))  # the name that waiting runs show
             while ahead := queue.ahead():
                 sender.send(f"waiting for the GPU: {ahead[-1]}")
                 time.sleep(0.5)

@@ -30,8 +30,8 @@ class MergeEffect:
     merged_loss: float | None
 
 
-def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
-    """Answer held-out rows with both models, loaded in turn. Raise DataError."""
+def measure_merge_effect(run: RunDirectory, merged: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
+    """Compare the tuned and the merged model, loaded in turn. Raise DataError."""
     from finetune.evaluate.score import ModelOutputs, score_models
 
     eval_rows = held_out_rows(run, rows)
@@ -40,7 +40,7 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
 
     class MergedAnswerer(Answerer):
         def load(self, adapter: Path | None) -> Any:
-            settings = resolved(self.plan.settings, model_name_or_path=str(folder), model_revision=None, **switches(BITS_16))
+            settings = resolved(self.plan.settings, model_name_or_path=str(merged), model_revision=None, **switches(BITS_16))
             return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
     models = [("tuned", adapter_folder(run))]
@@ -49,5 +49,5 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
         journal = Journal(Path(empty_folder), "merged", {})
         load = functools.cache(lambda: MergedAnswerer(run))
         after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(scorer("exact"))
-    changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
+    changed = sum(old != new for old, new in zip(before.answers, after.answers, strict=True))
     return MergeEffect(len(before.answers), changed, before.loss, after.loss)

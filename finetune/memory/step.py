@@ -133,8 +133,8 @@ def take_step(
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     # optimizer states exist from the second step on, so its peak is the highest
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if arguments.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
+    if arguments.gradient_accumulation_steps != 1:  # earlier micro-batches have allocated the gradients
+        allocate_gradients(model, tracker)
     tracker.recording.begin_part("micro-batch")
     with context:
         loss_value = loss()
@@ -169,7 +169,7 @@ def first_step(
     """Allocate the optimizer states by a step with zero gradients."""
     tracker.recording.begin_part("first step")
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
-    zero_gradients(model, tracker)
+    allocate_gradients(model, tracker)
     with paged_states_on_host(on_cpu):
         optimizer.step()
     optimizer.zero_grad()
@@ -180,7 +180,7 @@ def first_step(
     del tracker.peaks[("first step", None)]  # the second step's peak is higher: it also has activations
 
 
-def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
+def allocate_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
     """Allocate every trainable parameter's gradient, as earlier micro-batches do."""
     for name, parameter in trainable_parameters(model):
         with tracker.tagging("gradients"):

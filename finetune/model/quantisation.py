@@ -25,7 +25,7 @@ def model_dtype(settings: Settings) -> torch.dtype:
 
 
 def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
-    """Return transformers' `quantization_config`, or None for 16 bit. Raises RecipeError for an untrainable checkpoint."""
+    """Return transformers' `quantization_config`, or None if unquantised. Raises RecipeError for an untrainable checkpoint."""
     if stored := stored_quantisation(vars(config), settings.model_name_or_path):
         return _config_for_stored(settings, stored, has_experts=has_experts(text_config(config)))
     base_format = base_format_of(settings)

@@ -32,7 +32,7 @@ def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: lis
     write_json(path, to_json(RowLosses(step, math.nan if mean is None else mean, losses, tokens)))
 
 
-def row_losses_of(run: RunDirectory) -> list[RowLosses]:
+def read_row_losses(run: RunDirectory) -> list[RowLosses]:
     """Return the saved held-out losses of an arm by step."""
     entries = (read_json_as(path, RowLosses) for path in (run.path / "evaluations").glob("held-out-*.json"))
     return sorted(filter(None, entries), key=lambda entry: entry.step)

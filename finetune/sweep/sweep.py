@@ -22,7 +22,7 @@ from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.held_out import RowLosses, lowest_losses, row_losses_of
+from finetune.run.held_out import RowLosses, lowest_losses, read_row_losses
 from finetune.run.state import is_alive, read_state
 from finetune.serialise import to_json
 from finetune.settings import AUTO, Recipe
@@ -81,7 +81,7 @@ class Sweep:
 
     def results(self) -> list[ArmResult]:
         """Return every arm, by loss, dropped arms last."""
-        arms = [(arm, row_losses_of(self.run_of(arm))) for arm in self.study.trials]
+        arms = [(arm, read_row_losses(self.run_of(arm))) for arm in self.study.trials]
         winner = lowest_losses(losses for arm, curve in arms if arm.state not in _DROPPED for losses in curve)
         results = [_result(arm, self.run_of(arm), curve, winner) for arm, curve in arms]
         return sorted(results, key=lambda entry: (entry.dropped_at is not None, math.inf if entry.loss is None else entry.loss))
@@ -259,7 +259,7 @@ def _wait_for_end(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
         # before the losses are read: an arm writes its losses before it ends
         has_ended = read_state(run).ended and not is_alive(run)
         reported = sweep.study.trials[trial.number].intermediate_values
-        for losses in row_losses_of(run):
+        for losses in read_row_losses(run):
             if losses.step not in reported and losses.step < sweep.study.user_attrs["steps"]:
                 trial.report(losses.mean, losses.step)
             if trial.should_prune():  # after each loss: the outcome must not depend on the time of reading
@@ -268,7 +268,7 @@ def _wait_for_end(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
         if (sweep.path / STOP).exists() and not has_ended:
             raise FinetuneError("on request")
         time.sleep(_POLL_S)
-    state, best = read_state(run), lowest_losses(row_losses_of(run))
+    state, best = read_state(run), lowest_losses(read_row_losses(run))
     if not _has_result(run):
         raise FinetuneError(f"{run.path} {state.state}: {state.message}")
     if state.state != "finished" or best is None:

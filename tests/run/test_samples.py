@@ -7,7 +7,7 @@ from conftest import adapter_hash, events_of
 
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
-from finetune.run.held_out import row_losses_of
+from finetune.run.held_out import read_row_losses
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_each_evaluation_has_the_same_prompts_and_rows_and_the_adapter_is_the_sa
     assert all(event.expected and isinstance(event.answer, str) for event in samples)
     assert not events_of(without, "sample")
     assert adapter_hash(run) == adapter_hash(without)
-    rows, evaluations = row_losses_of(run), events_of(run, "eval")
+    rows, evaluations = read_row_losses(run), events_of(run, "eval")
     assert [losses.step for losses in rows] == [event.step for event in evaluations] == [4, 8]
     assert len(rows[0].losses) == 8 and min(rows[0].tokens) > 0
     assert rows[0].mean == pytest.approx(evaluations[0].eval_loss)

@@ -16,7 +16,7 @@ from finetune.compat.processors import (
     picture_texts,
     processed_pictures,
     token_types,
-    values_of_a_patch,
+    values_per_patch,
     with_picture_texts,
 )
 from finetune.data.checks import BadRow
@@ -85,16 +85,16 @@ class PictureProcessor:
     def _text_and_values(self, width: int, height: int) -> tuple[str, int]:
         kind = picture_kind(self.processor, width, height)  # the number of patches, if the processor has a rule
         if kind not in self._kinds:
-            if isinstance(kind, int) and self._values_of_a_patch is not None:
-                self._kinds[kind] = patch_text(self.processor, kind), kind * self._values_of_a_patch
+            if isinstance(kind, int) and self._values_per_patch is not None:
+                self._kinds[kind] = patch_text(self.processor, kind), kind * self._values_per_patch
             else:  # both depend only on the size, so a blank image gives the same
                 text = picture_texts(self.processor, [blank(width, height)])[0]
                 self._kinds[kind] = text, self._processed_values(width, height)
         return self._kinds[kind]
 
     @cached_property
-    def _values_of_a_patch(self) -> int | None:
-        return values_of_a_patch(self.processor, blank(*_PROBE_SIZE))
+    def _values_per_patch(self) -> int | None:
+        return values_per_patch(self.processor, blank(*_PROBE_SIZE))
 
     def token_count(self, width: int, height: int) -> int:
         return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
