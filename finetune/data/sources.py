@@ -137,8 +137,8 @@ def _is_named_as_data(file: Path) -> bool:
 
 
 def _split_of(path: Path) -> str | None:
-    words = re.sub(r"([a-z])([A-Z])", r"\1 \2", path.as_posix())  # myTrain is two words
-    name_words = re.findall(r"[a-z]+", words.lower().replace("held_out", "heldout"))
+    spaced_path = re.sub(r"([a-z])([A-Z])", r"\1 \2", path.as_posix())  # myTrain is two words
+    name_words = re.findall(r"[a-z]+", spaced_path.lower().replace("held_out", "heldout"))
     splits = {_SPLIT_WORDS[word] for word in name_words if word in _SPLIT_WORDS}
     if len(splits) > 1:
         return _SEVERAL_SPLITS
