@@ -97,12 +97,12 @@ def _openai_call(call: Any, path: str) -> Call:
 
 def calls_in_text(text: str, path: str) -> tuple[str, list[Call]]:
     """Split an answer into text and `<tool_call>` blocks. Raise BadRow."""
-    matches = list(_TOOL_CALL.finditer(text))
-    if not matches:
+    before, *parts = _TOOL_CALL.split(text)  # calls at even indices, the texts after them at odd ones
+    if not parts:
         return text, []
-    if text[matches[-1].end() :].strip():
+    if "".join(parts[1::2]).strip():
         raise BadRow(path, "has text after a <tool_call>; chat templates write an answer's text before its calls")
-    return text[: matches[0].start()].strip(), [_openai_call(_parse_literal(match[1], path), path) for match in matches]
+    return before.strip(), [_openai_call(_parse_literal(call, path), path) for call in parts[::2]]
 
 
 def _parse_literal(text: str, path: str) -> Any:
