@@ -13,7 +13,7 @@ from typing import Any
 
 import finetune.evaluate.results as stored_results
 from finetune.data.pictures.source import FileStat, file_stat, file_thumbnail
-from finetune.evaluate.paired import format_difference, rank_rows
+from finetune.evaluate.paired import rank_rows
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 
@@ -121,8 +121,7 @@ def evaluations(
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=stored_results.unreadable_evaluations(run),
         no_call=stored_results.read_no_call(run), forgetting=stored_results.read_forgetting(run),
-        tasks=stored_results.read_tasks(run), title_of=lambda title: tr(_SCORE_NAMES.get(title) or title),
-        format_difference=format_difference, mark_differences=mark_differences, results=results,
+        title_of=lambda title: tr(_SCORE_NAMES.get(title) or title), mark_differences=mark_differences, results=results,
     )  # fmt: skip
 
 

@@ -237,12 +237,10 @@ command(
         option("show", "Rows to show.", "differ", Literal["differ", "worst", "best"]),
         option("examples", "Number of rows to show.", 2, int, min=0),
         flag("quantisation", "Only measure the loss of base and tuned model in 16 bit, int8 and NF4."),
-        option("tasks", "Only run tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
         BASE(),
     ],
     "Differences have a 95 % interval from a paired bootstrap. A killed evaluation continues with the remaining rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-    "eval latest --tasks gsm8k,ifeval --rows 100",
     rare="last forgetting probe pattern tolerance examples quantisation base_folder"
 )
 command(

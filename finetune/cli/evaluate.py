@@ -28,18 +28,9 @@ ORDERS = {"differ": "largest difference", "worst": "the tuned model's worst", "b
 
 def evaluate_run(
     source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
-    pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, tasks: str | None, as_json: bool,
+    pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Score a run on rows or tasks, or measure quantisation."""
-    if tasks is not None:
-        row_options = {
-            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
-            "--forgetting": forgetting, "--quantisation": quantisation,
-        }  # fmt: skip
-        if others := ", ".join(name for name, value in row_options.items() if value):
-            raise CommandError(f"--tasks can't be combined with {others}", "Leave one of them out.")
-        _evaluate_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
-        return
+    """Score a run on rows, or measure quantisation."""
     if quantisation:
         _show_quantisation(source, last=last, as_json=as_json)
         return
@@ -166,27 +157,3 @@ def _print_measures(result: Comparison) -> None:
 def _one_line(text: str) -> str:
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _evaluate_tasks(source: str, tasks: str, *, rows: int | None, last: bool, as_json: bool) -> None:
-    run = open_run(source)
-    restrict_visible_devices(run)  # before the imports, as above
-    from finetune.evaluate.paired import format_difference
-    from finetune.evaluate.tasks import measure_tasks
-
-    with show_progress(quiet=as_json) as progress:
-        scores = measure_tasks(run, tasks.split(","), rows=rows, last=last, progress=progress)
-    if as_json:
-        print_json({"run": str(run.path), "tasks": [asdict(score) for score in scores]})
-        return
-    for score in scores:
-        if score.is_worse:
-            out.print(f"[red]worse:[/] {escape(score.task)}, {escape(score.metric)}")
-    shown = table("task", "metric", ">rows", ">base", ">tuned")
-    for score in scores:
-        base, tuned = ("-" if value is None else f"{value:.4f}" for value in (score.base, score.tuned))
-        shown.add_row(escape(score.task), escape(score.metric), f"{score.rows:,}", base, tuned)
-    out.print(shown)
-    for score in scores:
-        if score.difference is not None:
-            out.print(f"{escape(score.task)}, {escape(score.metric)}: {format_difference(score.difference)}")

@@ -16,8 +16,6 @@ from finetune.run.directory import RunDirectory
 from finetune.serialise import read_json_as
 from finetune.units import format_measured
 
-TASKS_FILE = "tasks.json"  # scores of benchmark tasks, in a run's folder of evaluations
-
 
 @dataclass(frozen=True)
 class Score:
@@ -169,24 +167,6 @@ class NoCall:
         return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
 
 
-@dataclass(frozen=True)
-class TaskScore:
-    """One metric of a task, by the harness's names."""
-
-    task: str
-    metric: str
-    rows: int
-    base: float | None
-    tuned: float | None
-    higher_is_better: bool | None = None  # None where the task does not say
-    difference: Difference | None = None  # tuned minus base; None where rows have no number
-
-    @property
-    def is_worse(self) -> bool:
-        gap, sign = self.difference, {True: 1, False: -1, None: 0}[self.higher_is_better]
-        return gap is not None and gap.is_significant and sign * gap.value < 0
-
-
 def answers_without_thoughts(run: RunDirectory) -> bool:
     """Return whether the run's model can think, and all rows taught it not to."""
     report = read_object(run.data / "report.json") or {}
@@ -200,11 +180,6 @@ def save_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         remove_left_over(path)
         write_json(path, values, checksum=True)
-
-
-def read_tasks(run: RunDirectory) -> list[TaskScore]:
-    """Return a run's scores of benchmark tasks."""
-    return read_json_as(run.path / "evaluations" / TASKS_FILE, list[TaskScore], "tasks") or []
 
 
 def read_no_call(run: RunDirectory) -> NoCall | None:
