@@ -17,7 +17,6 @@ from finetune.cli.render import err, out, show_progress
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
 from finetune.data.tool_calls import Answer, assistant_message, display_text
 from finetune.errors import CommandError
-from finetune.planner.plan import read_plan
 from finetune.printable import printable
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
@@ -38,7 +37,7 @@ def chat_command(
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
         raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")
-    answerer = _load_answerer(open_run(source), models, tools, max_new_tokens, as_json=as_json)
+    answerer = _load_answerer(open_run(source), models, tools, as_json=as_json)
     from finetune.model.generate import Sampling
 
     sampling = Sampling(temperature, top_p, seed)  # the same seed for both models: only their weights differ
@@ -70,16 +69,12 @@ def read_tools_file(path: str | None) -> Tools:
         raise CommandError(f"{path} is not a list of tools: {reason}", "Write them as in a dataset's `tools` column.") from None
 
 
-def _load_answerer(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
+def _load_answerer(run: RunDirectory, models: tuple[str, ...], tools: Tools, *, as_json: bool) -> Answerer:
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
         restrict_visible_devices(run)  # before the imports: importing bitsandbytes opens CUDA
         from finetune.evaluate.answerer import Answerer
-        from finetune.evaluate.kv_cache import chat_memory
 
-        if not as_json:
-            memory = chat_memory(read_plan(run.plan), max_new_tokens)
-            err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.summary()}[/]")
         answerer = Answerer(run, need_adapter="tuned" in models)
         if tools and not (answerer.chat_format and answerer.chat_format.syntax):
             raise CommandError(

@@ -138,8 +138,8 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
 
 def _row_losses(settings: Settings, rows: Rows, adapter: Path | None, device: str, progress: Progress) -> list[float]:
     from finetune.evaluate.answerer import load_model
-    from finetune.evaluate.kv_cache import loss_batch_tokens, run_halving
-    from finetune.evaluate.score import batches, losses
+    from finetune.evaluate.batches import batches, loss_batch_tokens, run_halving
+    from finetune.evaluate.score import losses
 
     ids, labels, base_format = rows["input_ids"], rows["labels"], base_format_of(settings)
     progress(f"measuring {base_format.label}: loading")

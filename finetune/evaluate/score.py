@@ -17,7 +17,7 @@ from finetune.data.pictures.source import PictureSource, source_from_dict
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
-from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
+from finetune.evaluate.batches import ANSWER_TOKENS, batches, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, save_result
 from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_rows, no_call_rows, probe_rows, run_encoder
@@ -170,10 +170,7 @@ class ModelOutputs:
             self.reused += len(keys)
             return
         answerer = self._load()
-        if verb == "answered":
-            batch_tokens = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
-        else:
-            batch_tokens = loss_batch_tokens(answerer.model)
+        batch_tokens = ANSWER_TOKENS[answerer.device] if verb == "answered" else loss_batch_tokens(answerer.model)
         # the same batches as in a killed evaluation, without the complete ones
         remaining = [batch for batch in batches(lengths, batch_tokens) if any(keys[row] not in entries for row in batch)]
         finished = reused = len(keys) - sum(map(len, remaining))
@@ -275,18 +272,6 @@ def _rights_by_field(row_scores: list[RowScore]) -> dict[str, list[bool]]:
         for name, is_right in row_score.fields.items():
             rights_by_field.setdefault(name, []).append(is_right)
     return rights_by_field
-
-
-def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Return batches of row indices, longest first, of at most `max_tokens` padded tokens."""
-    row_batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        # rows are padded to a batch's first row, which is its longest
-        if row_batches and (len(row_batches[-1]) + 1) * lengths[row_batches[-1][0]] <= max_tokens:
-            row_batches[-1].append(index)
-        else:
-            row_batches.append([index])  # even a row of more than `max_tokens`
-    return row_batches
 
 
 @torch.inference_mode()
