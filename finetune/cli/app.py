@@ -94,7 +94,6 @@ OVERRIDES = argument("overrides", "key=value", "Settings that override the recip
 MODEL = option("model", "Model to train: hub id, short name or folder.")
 DATA = option("data", "Dataset to train on: file or hub id.")
 JSON = flag("as_json", "Print JSON.", "--json")
-DETACH = flag("detach", "Start in the background and return.")
 RECIPE = [
     argument("source", "RECIPE", "Recipe file, shipped recipe, or model name."), OVERRIDES, MODEL, DATA, JSON
 ]  # fmt: skip
@@ -109,7 +108,7 @@ command(
     [
         *RECIPE,
         flag("force", "Start even if the forecast says that the run does not fit."),
-        DETACH,
+        flag("detach", "Start in the background and return."),
         flag("measure", "First measure the held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
     "The time left is estimated from earlier runs on this machine, and after ten steps from this run. Ctrl-C finishes the "
@@ -144,12 +143,10 @@ command(
         argument("overrides", "key=value,...", "Values to try; a single value applies to every arm.", [], list[str]),
         MODEL, DATA, JSON,
         option("budget", "Try only as many arms as fit in this time, e.g. 3h."),
-        DETACH,
-        flag("stop", "Stop a sweep after the current step, with a checkpoint."),
         flag("show", "Show a sweep without continuing it."),
     ],
     "Without values, tries five learning rates around the recommended one. Arms that fall behind are stopped early. "
-    "Ctrl-C stops the sweep; to continue it, give its folder. Needs the extra `sweep`.",
+    "Ctrl-C stops the sweep after the step, with a checkpoint; to continue it, give its folder. Needs the extra `sweep`.",
     "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
     "sweep runs/tiny-1a2b3c4d-sweep", extra="sweep"
 )

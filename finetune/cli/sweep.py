@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 
-from finetune.card.visible import environment_with_gpus, hide_gpus
+from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.cli.ui import page_command
-from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, FinetuneError, RecipeError
-from finetune.privacy import keep_private
+from finetune.errors import STOPPED, CommandError, RecipeError
 from finetune.recipe.load import load_changes
 from finetune.settings import Recipe
-from finetune.sweep.sweep import JOURNAL, LOCK, LOG, RULE, STOP, Sweep, create_sweep, label, open_sweep, train_arms
-from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
+from finetune.sweep.sweep import JOURNAL, LOCK, RULE, Sweep, create_sweep, label, open_sweep, train_arms
+from finetune.system import take_lock
 from finetune.units import format_seconds
 
-_POLL_S = 0.3  # seconds between two looks at a sweep
-_START_S = 60.0  # seconds that the detached process gets to start
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_ARMS = 64  # more arms are a typing error
 
 
 def sweep_command(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
-    stop: bool, show: bool, as_json: bool, alone: bool = False,
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, show: bool,
+    as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start, continue, stop or show a sweep."""
+    """Start, continue or show a sweep."""
     if alone:  # else planning the arms opens a CUDA context
         hide_gpus()
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
@@ -45,27 +40,19 @@ def sweep_command(
         if overrides or budget:
             raise CommandError("the settings of a sweep can't change", "Start a new sweep: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
-        if stop and sweep.is_running:
-            (sweep.path / STOP).touch()  # the training process polls for it
-            while sweep.is_running:
-                time.sleep(_POLL_S)
-        if stop:
-            return _print_state(sweep, as_json)
-    elif stop or show:
+    elif show:
         raise CommandError(f"{source} is not a sweep", f"Give the folder of a sweep, which has a {JOURNAL}.")
     else:
         sweep = _create(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
         if not as_json:
             _print_arms(sweep)
-    if show or sweep.is_finished:
-        return _print_result(sweep, as_json)
-    log = sweep.path / LOG
-    log.touch()
-    with log.open(encoding="utf-8", errors="replace") as log_lines:
-        log_lines.seek(0, os.SEEK_END)  # skips the lines of an earlier process
-        if not sweep.is_running:
-            _start(sweep, log)
-        return _print_state(sweep, as_json) if detach else _follow(sweep, log_lines, as_json)
+    if not (show or sweep.is_finished):
+        try:
+            _train(sweep.path, err if as_json else out)
+        except KeyboardInterrupt:
+            err.print(f"stopped. To continue:  finetune sweep {escape(str(sweep.path))}", soft_wrap=True)
+            return STOPPED[0]
+    return _print_result(sweep, as_json)
 
 
 def _create(
@@ -128,52 +115,17 @@ def _parse_duration_s(text: str) -> float:
     return seconds
 
 
-def _start(sweep: Sweep, log: Path) -> None:
-    (sweep.path / STOP).unlink(missing_ok=True)
-    with log.open("ab") as output:
-        # -P: modules in the working directory don't shadow imports
-        command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
-        process = start_detached(command, output, env=environment_with_gpus())
-    deadline_s = time.monotonic() + _START_S
-    while not sweep.is_running and process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-
-
-def main() -> int:
-    """Train the arms in the detached process."""
-    keep_private()
-    ignore_hangup()
-    path = Path(sys.argv[1])
+def _train(path: Path, console: Console) -> None:
     lock = take_lock(path / LOCK, wait_s=1)
-    if lock is None:  # another process drives this sweep
-        return FAILED
+    if lock is None:
+        raise CommandError(f"{path} is running in another process", f"See how far it is: finetune sweep {path} --show")
     try:
         journal = path / JOURNAL
         # a full disk can leave half a line, which the next line would extend
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        train_arms(open_sweep(path), functools.partial(print, flush=True))
-    except (FinetuneError, OSError) as error:
-        print(f"the sweep has stopped: {error}. To continue: finetune sweep {path}")
-        return FAILED
-    return FINISHED
-
-
-def _follow(sweep: Sweep, log_lines: IO[str], as_json: bool) -> int:
-    stop_request = sweep.path / STOP
-    with caught_interrupts() as interrupts:
-        while True:
-            is_running = sweep.is_running  # read before the log: no last line is missed
-            if not as_json:
-                out.print(escape(log_lines.read()), end="", soft_wrap=True)
-            if not is_running:
-                break
-            if interrupts and not stop_request.exists():
-                err.print("[yellow]stopping after this step, with a checkpoint[/]")
-                stop_request.touch()
-            time.sleep(_POLL_S)
-    if sweep.is_finished:
-        return _print_result(sweep, as_json)
-    return _print_state(sweep, as_json) or (STOPPED[0] if interrupts else FAILED)
+        train_arms(open_sweep(path), lambda line: console.print(escape(line), soft_wrap=True))
+    finally:
+        lock.release()
 
 
 def _print_arms(sweep: Sweep) -> None:
@@ -186,16 +138,6 @@ def _print_arms(sweep: Sweep) -> None:
     out.print(f"They train in this order, with the same seed, rows and order of rows. {RULE}")
     time_text = "not measured here" if facts["forecast_s"] is None else f"about {format_seconds(facts['forecast_s'])} at most"
     out.print(f"Time: {time_text}\n")
-
-
-def _print_state(sweep: Sweep, as_json: bool) -> int:
-    if as_json:
-        print_json(sweep.as_json())
-    else:
-        state = "running" if sweep.is_running else "paused"
-        out.print(f"{state}: {escape(sweep.sentence())}")
-        out.print(f"To continue or follow it:  finetune sweep {escape(str(sweep.path))}", soft_wrap=True)
-    return 0
 
 
 def _print_result(sweep: Sweep, as_json: bool) -> int:
@@ -220,7 +162,3 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
     if sweep.is_finished:
         out.print(f"Score the best:  finetune eval {escape(sweep.results()[0].run)}", soft_wrap=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

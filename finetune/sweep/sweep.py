@@ -29,8 +29,8 @@ from finetune.settings import AUTO, Recipe
 from finetune.system import is_locked
 from finetune.units import format_seconds
 
-#: Files of a sweep: Optuna's study; output and lock of the driving process; request to stop.
-JOURNAL, LOG, LOCK, STOP = "study.journal", "log.txt", "lock", "stop"
+#: Files of a sweep: Optuna's study; lock of the process that trains the arms.
+JOURNAL, LOCK = "study.journal", "lock"
 _FULL_ARMS = 3  # arms that must have finished before the pruner drops any
 RULE = (
     "From half of the steps on, an arm is dropped if its lowest held-out loss is above the median of the finished arms at that "
@@ -240,13 +240,16 @@ def train_arms(sweep: Sweep, log: Callable[[str], object]) -> None:
         if arm.state.is_finished():
             continue
         run, began_s = sweep.run_of(arm), time.monotonic()
-        if not is_alive(run) and not _has_result(run):
-            log(f"{label(arm.params)}: training  ({run.path})")
-            begin = control.start if read_state(run).state == "queued" else control.resume
-            begin(run)
         try:
+            if not is_alive(run) and not _has_result(run):
+                log(f"{label(arm.params)}: training  ({run.path})")
+                begin = control.start if read_state(run).state == "queued" else control.resume
+                begin(run)
             # trial ids are arm numbers in a journal's only study
             outcome = _wait_for_end(sweep, Trial(sweep.study, arm.number), run)
+        except KeyboardInterrupt:
+            log("stopping after this step, with a checkpoint")
+            raise
         finally:  # a dropped arm, or a stopped sweep
             control.stop(run)
             control.wait(run, _STOP_DEADLINE_S)
@@ -265,12 +268,10 @@ def _wait_for_end(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
             if trial.should_prune():  # after each loss: the outcome must not depend on the time of reading
                 sweep.study.tell(trial, state=TrialState.PRUNED)
                 return f"dropped at step {sweep.study.trials[trial.number].last_step:,}"
-        if (sweep.path / STOP).exists() and not has_ended:
-            raise FinetuneError("on request")
         time.sleep(_POLL_S)
     state, best = read_state(run), lowest_losses(read_row_losses(run))
     if not _has_result(run):
-        raise FinetuneError(f"{run.path} {state.state}: {state.message}")
+        raise FinetuneError(f"{run.path} {state.state}: {state.message}", f"To continue: finetune sweep {sweep.path}")
     if state.state != "finished" or best is None:
         sweep.study.tell(trial, state=TrialState.FAIL)
         return f"{state.state} at step {state.step or 0:,}: {state.message}"
