@@ -142,12 +142,11 @@ command(
         argument("source", "RECIPE", "Recipe file, shipped recipe, model name, or the folder of a sweep."),
         argument("overrides", "key=value,...", "Values to try; a single value applies to every arm.", [], list[str]),
         MODEL, DATA, JSON,
-        option("budget", "Try only as many arms as fit in this time, e.g. 3h."),
         flag("show", "Show a sweep without continuing it."),
     ],
     "Without values, tries five learning rates around the recommended one. Arms that fall behind are stopped early. "
     "Ctrl-C stops the sweep after the step, with a checkpoint; to continue it, give its folder. Needs the extra `sweep`.",
-    "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
+    "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64",
     "sweep runs/tiny-1a2b3c4d-sweep", extra="sweep"
 )
 command(

@@ -24,26 +24,25 @@ from finetune.sweep.sweep import JOURNAL, LOCK, RULE, Sweep, create_sweep, label
 from finetune.system import take_lock
 from finetune.units import format_seconds
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_ARMS = 64  # more arms are a typing error
 
 
 def sweep_command(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, show: bool,
-    as_json: bool, alone: bool = False,
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, show: bool, as_json: bool,
+    alone: bool = False,
 ) -> int:  # fmt: skip
     """Start, continue or show a sweep."""
     if alone:  # else planning the arms opens a CUDA context
         hide_gpus()
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
-        if overrides or budget:
+        if overrides:
             raise CommandError("the settings of a sweep can't change", "Start a new sweep: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
     elif show:
         raise CommandError(f"{source} is not a sweep", f"Give the folder of a sweep, which has a {JOURNAL}.")
     else:
-        sweep = _create(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
+        sweep = _create(source, overrides, model=model, data=data, quiet=as_json)
         if not as_json:
             _print_arms(sweep)
     if not (show or sweep.is_finished):
@@ -55,9 +54,7 @@ def sweep_command(
     return _print_result(sweep, as_json)
 
 
-def _create(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, quiet: bool
-) -> Sweep:
+def _create(source: str | None, overrides: list[str], *, model: str | None, data: str | None, quiet: bool) -> Sweep:
     if source and "=" in source and not Path(source).exists():  # finetune sweep --model X learning_rate=1e-4,2e-4
         overrides, source = [source, *overrides], None
 
@@ -65,14 +62,13 @@ def _create(
         return recipe_of(source, changes, model=model, data=data)
 
     fixed, swept = split_overrides(overrides, parse)
-    budget_s = _parse_duration_s(budget) if budget else None
     require_dataset(parse(fixed))
 
     def arm_recipe(values: dict[str, Any]) -> Recipe:
         return parse([*fixed, *(f"{name}={value}" for name, value in values.items())])
 
     with show_progress(quiet=quiet) as progress:
-        return create_sweep(arm_recipe, swept, budget_s=budget_s, progress=progress)
+        return create_sweep(arm_recipe, swept, progress=progress)
 
 
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
@@ -102,17 +98,6 @@ def _is_valid(override: str, parse: Callable[[list[str]], Recipe]) -> bool:
     except RecipeError:
         return False
     return True
-
-
-def _parse_duration_s(text: str) -> float:
-    number, unit = text[:-1], text[-1:]
-    try:
-        seconds = float(number) * _UNITS_S[unit]
-    except (ValueError, KeyError):
-        seconds = 0.0
-    if not seconds > 0:  # NaN, too
-        raise CommandError(f"--budget {text[:20]!r} is not a duration", "Give a number and s, m, h or d, such as 3h or 90m.")
-    return seconds
 
 
 def _train(path: Path, console: Console) -> None:

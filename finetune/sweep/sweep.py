@@ -156,9 +156,8 @@ def label(values: dict[str, Any]) -> str:
 
 
 def create_sweep(
-    recipe_of: Callable[[dict[str, Any]], Recipe], swept: dict[str, list[Any]], *, budget_s: float | None = None,
-    progress: Progress = lambda _: None,
-) -> Sweep:  # fmt: skip
+    recipe_of: Callable[[dict[str, Any]], Recipe], swept: dict[str, list[Any]], *, progress: Progress = lambda _: None
+) -> Sweep:
     """Plan and write the arms. Raises the errors of `prepare`, and CommandError for fewer than two arms."""
     from finetune.run.prepare import create_run, prepare
 
@@ -179,17 +178,10 @@ def create_sweep(
     base = plan.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
     candidates = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
     path = next(path for path in candidates if not path.exists())
-    arms = grid(swept)
     run_s = plan.run_time.load_s + plan.run_time.train_s if plan.run_time else None
-    if budget_s and not run_s:
-        problem = "--budget needs a time forecast, but no such run has been measured on this machine"
-        raise CommandError(problem, "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.")
-    affordable_arms = int(budget_s // run_s) if budget_s and run_s else len(arms)
-    left_out: list[dict[str, Any]] = [
-        {"values": arm.params, "reason": f"only {affordable_arms} arms fit the budget"} for arm in arms[affordable_arms:]
-    ]
+    left_out: list[dict[str, Any]] = []
     fitting: list[tuple[Trial, Any]] = []
-    for arm in arms[:affordable_arms]:
+    for arm in grid(swept):
         progress(f"planning {label(arm.params)}")
         try:
             fitting.append((arm, prepared(arm.params, output_dir=str(path / f"{path.name}-{len(fitting) + 1}"))))
@@ -197,14 +189,14 @@ def create_sweep(
             left_out.append({"values": arm.params, "reason": error.problems[0]})
     if len(fitting) < 2:  # noqa: PLR2004 - a comparison needs two
         reasons = [f"{label(entry['values'])}: {entry['reason']}" for entry in left_out]
-        raise CommandError([f"{len(fitting)} arm is left to compare", *reasons], "Give more values, or a longer --budget.")
+        raise CommandError([f"{len(fitting)} arm is left to compare", *reasons], "Give more values.")
     steps = {run.plan.total_steps for _, run in fitting}
     if len(steps) > 1:
         raise CommandError(f"the arms have different numbers of steps: {sorted(steps)}", "Set the same max_steps for all arms.")
     progress("writing the arms")
     facts = {
         "arms": len(fitting), "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),
-        "budget_s": budget_s, "forecast_s": run_s and run_s * len(fitting),
+        "forecast_s": run_s and run_s * len(fitting),
     }  # fmt: skip
     for _, run in fitting:
         create_run(run).arm.touch()
