@@ -264,7 +264,6 @@ command(
     [
         *RUN, output("Folder to write; default RUN/merged."),
         option("max_shard_size", "Maximum file size, e.g. 5GB; default as in the base model."),
-        option("check", "Compare answers to this many held-out rows before and after merging.", 0, int, min=0),
         BASE(),
     ],
     "Merges tensor by tensor: the model need not fit in memory.", "merge latest --output models/support"

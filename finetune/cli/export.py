@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
@@ -53,31 +52,23 @@ def export_run(
         out.print(f"no Modelfile: {escape(str(exported.why_no_modelfile))}")
 
 
-def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
-    """Merge a run's adapter, and compare answers to `check` rows."""
+def merge_run(source: str, *, output: str | None, max_shard_size: str | None, as_json: bool) -> None:
+    """Merge a run's adapter."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.export.merge import merge
 
-    max_shard_bytes, effect = option_bytes("--max-shard-size", max_shard_size), None
+    max_shard_bytes = option_bytes("--max-shard-size", max_shard_size)
     if max_shard_bytes is not None and max_shard_bytes < 2**20:  # the unit is missing, or the model would be thousands of files
         raise CommandError(f"--max-shard-size {max_shard_size} is less than 1 MiB", "For example --max-shard-size 5GB")
     with show_progress(quiet=False) as progress:
         folder = merge(run, Path(output) if output else None, max_shard_bytes=max_shard_bytes, progress=progress)
-        if check:
-            from finetune.export.merge_effect import measure_merge_effect
-
-            effect = measure_merge_effect(run, folder, check, progress)
     if as_json:
-        print_json({"run": str(run.path), "merged": str(folder), **({"check": asdict(effect)} if effect else {})})
+        print_json({"run": str(run.path), "merged": str(folder)})
         return
     out.print(f"merged model in {escape(str(folder))}")
-    settings = read_plan(run.plan).settings
-    if effect:
-        loss = f"; loss {effect.loss:.4f} before, {effect.merged_loss:.4f} merged" if effect.loss is not None else ""
-        out.print(f"answers changed by merging: {effect.answers_changed:,} of {effect.rows:,}{loss}")
-    elif requested_formats(settings):
-        out.print("trained on quantised weights, merged into 16-bit weights: --check 20 shows how many answers change")
+    if requested_formats(read_plan(run.plan).settings):
+        out.print("trained on quantised weights, merged into 16-bit weights: some answers may change")
 
 
 def push_run(

@@ -58,16 +58,13 @@ class Answerer:
         self.tokenizer = self.encoder.tokenizer
         self.plain = is_plain(run)  # trained on prompts without the chat template
         self.chat_format = chat_format_of(run, self.encoder)  # the format of answers; None without a chat template
-        self.model = self.load(folder)
+        self.model = load_model(self.plan.settings, folder, self.device, self.tokenizer)
 
     def require_vision(self) -> None:
         """Raise CommandError for a model that reads no images."""
         if not self.plan.settings.vision:
             problem = f"{self.run.path.name} was trained on text; its model is loaded without a vision tower"
             raise CommandError(problem, "Leave the images out.")
-
-    def load(self, adapter: Path | None) -> Any:
-        return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
