@@ -1,54 +1,38 @@
-"""Write the README.md that `finetune push` sends; nothing identifies the user."""
+"""Write the README.md that `finetune push` sends: facts and scores, without rows and paths."""
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
-from finetune import __version__
 from finetune.errors import SECRET, FinetuneError
 from finetune.evaluate import results
 from finetune.events import ForecastCheck, read_events
 from finetune.export.targets import TARGETS
 from finetune.files import read_object
 from finetune.hub import REPO_ID
-from finetune.manifest import MANIFEST, changes_in
+from finetune.manifest import MANIFEST
 from finetune.model.configuration import card_value
 from finetune.planner.plan import Plan, read_plan
-from finetune.recipe import parse_recipe, yaml
+from finetune.recipe import yaml
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
 from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 CARD = "README.md"
-#: Settings of this machine that don't change the result.
-_LOCAL_SETTINGS = {"output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour"}
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
 _HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
-#: User and host names that identify nobody.
-_COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "localhost", "app", "work", "runner"}
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
     """Return the model card of a kind of result. Raise FinetuneError for a token or path."""
     plan = read_plan(run.plan)
     title = f"{last_path_part(plan.settings.model_name_or_path)}, fine-tuned: {TARGETS[kind].title}"
-    sections = {
-        f"# {title}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
-        "## Evaluation": _evaluation(run), "## Forecast and measured memory": _memory(run, plan),
-    }  # fmt: skip
-    body = "\n\n".join(f"{heading}\n\n{text}" for heading, text in sections.items() if text)
+    body = f"# {title}\n\n{_description(run, plan, kind)}\n\n## Evaluation\n\n{_evaluation(run)}"
     text = f"---\n{yaml.dump(_metadata(plan, kind))}---\n\n{body}\n"
-    with contextlib.suppress(OSError, KeyError, RuntimeError):  # a container's user may have no name and no home folder
-        for name in {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}:
-            if len(name) > 2 and name.lower() not in _COMMON_NAMES:  # two letters would match words
-                text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
     require_nothing_private("the model card", text, every_path=True)
     return text
 
@@ -108,31 +92,15 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     ]
     if step := adapter.get("step"):
         lines.append(f"Step {step:,} of {plan.total_steps or 0:,}{'' if loss is None else f', held-out loss {loss:.4f}'}.")
+    checks = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
+    if checks and (forecast := checks[-1].predicted_allocated_bytes) and (peak := checks[-1].measured_allocated_bytes):
+        lines.append(f"Allocated memory at the peak: {format_bytes(peak)}, forecast {format_bytes(forecast)}.")
     if origin is not None:
         lines.append(f"Training continued the adapter {last_path_part(origin.name)}.")
     if results.answers_without_thoughts(run):
         lines.append("It answers without a thought: ask it with enable_thinking=False where the chat template has that.")
     if kind == "merged":
         lines.append("The adapter is merged into the base model's 16-bit weights.")
-    return "\n".join(lines)
-
-
-def _training(run: RunDirectory) -> str:
-    values = parse_recipe(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).model_dump(exclude_unset=True, mode="json")
-    shared = {name: value for name, value in without_local_paths(values).items() if name not in _LOCAL_SETTINGS}
-    return f"With finetune {__version__}:\n\n```yaml\n{yaml.dump(shared)}```"
-
-
-def _data(run: RunDirectory) -> str:
-    changes = changes_in(run.data, required=False, only="report.json")
-    report = {} if changes else read_object(run.data / "report.json") or {}
-    lines = [f"- {change}" for change in changes]
-    for name, split in (("training", report), ("held out", report.get("eval_report") or {})):
-        if split.get("rows_used") is not None:
-            lines.append(f"- {name}: {split['rows_used']:,} rows, {split.get('total_tokens') or 0:,} tokens")
-    fingerprint = run.data / "fingerprint"
-    if fingerprint.is_file():
-        lines.append(f"- fingerprint of the tokenised rows: `{fingerprint.read_text(encoding='utf-8').strip()}`")
     return "\n".join(lines)
 
 
@@ -155,15 +123,3 @@ def _scores_table(values: dict[str, Any]) -> str:
         for figure in results.measures(values)
     ]
     return "\n".join(rows)
-
-
-def _memory(run: RunDirectory, plan: Plan) -> str:
-    rows = [
-        f"| {event.at} | {format_bytes(event.predicted_allocated_bytes)} | {format_bytes(event.measured_allocated_bytes)} "
-        f"| {event.measured_allocated_bytes / event.predicted_allocated_bytes - 1:+.1%} |"
-        for event in read_events(run.events)
-        if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes
-    ]
-    if rows:
-        return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
-    return f"Forecast: {format_bytes(plan.forecast.peak_bytes)} at the peak; not measured." if plan.forecast else ""
