@@ -120,7 +120,7 @@ def evaluations(
         results.append((stored[name], stored_results.measures(stored[name]), rows[:rows_shown]))
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=stored_results.unreadable_evaluations(run),
-        no_call=stored_results.read_no_call(run), forgetting=stored_results.read_forgetting(run),
+        forgetting=stored_results.read_forgetting(run),
         title_of=lambda title: tr(_SCORE_NAMES.get(title) or title), mark_differences=mark_differences, results=results,
     )  # fmt: skip
 

@@ -12,8 +12,6 @@ _DATASETS = {
 }
 #: Short questions of general knowledge, arithmetic, language and form, to measure forgetting.
 PROBE = _HERE / "probe.jsonl"
-#: Questions with tools that can't answer them, to measure whether a model calls a tool anyway.
-NO_CALL_PROBE = _HERE / "no_call_probe.jsonl"
 
 
 def model_path(name: str) -> Path | None:

@@ -19,7 +19,7 @@ from finetune.run.directory import open_run
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.evaluate.results import Comparison, Forgetting, NoCall
+    from finetune.evaluate.results import Comparison, Forgetting
     from finetune.run.directory import RunDirectory
 
 #: Values of --show, as printed.
@@ -42,7 +42,7 @@ def evaluate_run(
     run = open_run(source)
     restrict_visible_devices(run)  # before the imports: importing bitsandbytes opens CUDA
     from finetune.evaluate.answerer import answerer_loader
-    from finetune.evaluate.score import compare, measure_forgetting, measure_no_call
+    from finetune.evaluate.score import compare, measure_forgetting
 
     if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
@@ -53,16 +53,14 @@ def evaluate_run(
         )
         probe = probe and data is None and not forgetting  # these two choose the only rows to score
         losses = measure_forgetting(run, load, last=last, progress=progress) if probe else []
-        no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
-        measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
-        print_json({"run": str(run.path), **asdict(result), **measured})
+        print_json({"run": str(run.path), **asdict(result), "lost": [asdict(group) for group in losses]})
     else:
-        _print_scores(run, result, losses, no_call)
+        _print_scores(run, result, losses)
         _print_rows(result, show, examples)
 
 
-def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting], no_call: NoCall | None) -> None:
+def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting]) -> None:
     subject = f"rows of {result.data}" if result.data else "held-out rows"
     if result.forgetting and (origin := base_adapter_of(run)):
         subject = f"held-out rows of {Path(origin.name).name}"
@@ -72,12 +70,10 @@ def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(subject)}, {format_seconds(result.seconds)}{reused}")
     if result.score_because:
         out.print(f"[dim]score: {result.score}, chosen for {result.score_because}; choose another with --score NAME[/]")
-    _print_warnings(result, no_call)
+    _print_warnings(result)
     _print_measures(result)
     for group in losses:
         out.print(escape(group.summary()))
-    if no_call:
-        out.print(escape(no_call.summary()))
 
 
 def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
@@ -108,12 +104,10 @@ def _print_rows(result: Comparison, order: str, limit: int) -> None:
             out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row])) or '(empty)'}")
 
 
-def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
+def _print_warnings(result: Comparison) -> None:
     from finetune.evaluate.paired import format_difference
     from finetune.evaluate.scorers import NO_CALL_DUE
 
-    if no_call and no_call.is_worse:
-        out.print(f"[red]worse:[/] {escape(no_call.summary())}")
     no_call_due = result.field_differences.get(NO_CALL_DUE)
     if no_call_due and no_call_due.is_significant and no_call_due.value < 0:
         points = format_difference(no_call_due, 100, " points")

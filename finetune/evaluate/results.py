@@ -148,25 +148,6 @@ class Forgetting:
         return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference)}"
 
 
-@dataclass(frozen=True)
-class NoCall:
-    """Share of questions without need for a tool that are answered without a call."""
-
-    rows: int
-    before: float | None
-    now: float | None
-    difference: Difference | None = None
-
-    @property
-    def is_worse(self) -> bool:
-        return self.difference is not None and self.difference.is_significant and self.difference.value < 0
-
-    def summary(self) -> str:
-        shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
-        shown = format_difference(self.difference, 100, " points")
-        return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
-
-
 def answers_without_thoughts(run: RunDirectory) -> bool:
     """Return whether the run's model can think, and all rows taught it not to."""
     report = read_object(run.data / "report.json") or {}
@@ -180,11 +161,6 @@ def save_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         remove_left_over(path)
         write_json(path, values, checksum=True)
-
-
-def read_no_call(run: RunDirectory) -> NoCall | None:
-    """Return the last measurement of needless calls, if any."""
-    return read_json_as(run.path / "evaluations" / "no-call.json", NoCall)
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:

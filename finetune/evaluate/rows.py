@@ -10,7 +10,7 @@ import numpy as np
 from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from finetune.bundled import NO_CALL_PROBE, PROBE
+from finetune.bundled import PROBE
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Example
 from finetune.data.report import refusal_lines
@@ -137,18 +137,6 @@ def count_trained(run: RunDirectory, rows: EvalRows) -> int:
             packed_rows = np.split(np.asarray(ids, dtype=np.int64), np.cumsum(row_lengths)[:-1])
             trained |= evaluated.intersection(row.tobytes() for row in packed_rows)
     return sum(sequence in trained for sequence in sequences)
-
-
-def no_call_rows(encoder: Encoder) -> EvalRows:
-    """Return the bundled questions with tools that need no call."""
-    rows = [parse_json(line) for line in NO_CALL_PROBE.read_text(encoding="utf-8").splitlines()]
-    prompts = [row["prompt"] for row in rows]
-    tools = [[{"type": "function", "function": tool} for tool in row["tools"]] for row in rows]
-    ids = [
-        encoder.prompt_ids([{"role": "user", "content": prompt}], tuple(row_tools))
-        for prompt, row_tools in zip(prompts, tools, strict=True)
-    ]
-    return EvalRows(prompts, ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
 
 
 def probe_rows(encoder: Encoder) -> EvalRows:

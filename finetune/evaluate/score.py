@@ -19,8 +19,8 @@ from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.batches import ANSWER_TOKENS, batches, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Forgetting, Journal, NoCall, Score, digest, save_result
-from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_rows, no_call_rows, probe_rows, run_encoder
+from finetune.evaluate.results import Comparison, Forgetting, Journal, Score, digest, save_result
+from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_rows, probe_rows, run_encoder
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, score_range, scorer
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
@@ -31,7 +31,6 @@ from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
 _MAX_LOSS = 700.0  # exp() overflows above 709
-_CALL_TOKENS = 48  # of an answer to a question without need for a tool: enough to begin a call
 
 
 def compare(
@@ -315,33 +314,13 @@ def measure_forgetting(
     return results
 
 
-def measure_no_call(
-    run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Progress = lambda _: None
-) -> NoCall | None:
-    """Measure how many questions without need for a tool get no call; None for a run without tools."""
-    try:
-        if not held_out_rows(run, None).calls:
-            return None
-        encoder = run_encoder(run)
-        rows = no_call_rows(encoder)
-    except DataError:  # no held-out rows, or a chat template that refuses the questions
-        return None
-    if encoder.chat_format.syntax is None:  # the template writes no calls
-        return None
-    models = (("base", None), ("tuned", adapter_folder(run, last=last)))
-    before, now = score_models(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
-    result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
-    save_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
-    return result
-
-
 def score_models(
     run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], score: str,
-    max_new_tokens: int | None, progress: Progress, chat_format: ChatFormat | None = None,
+    max_new_tokens: int | None, progress: Progress,
 ) -> list[Score]:  # fmt: skip
     """Return the `score` of each (model, adapter)."""
     outputs = (
-        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
+        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress)
         for model, adapter in models
     )
     return [model_outputs.score(scorer(score)) for model_outputs in outputs]
