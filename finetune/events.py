@@ -186,8 +186,7 @@ class Result(Event, kind="result", durable=True):
     path: Annotated[str | None, "folder in the run directory"] = None
     eval_loss: Annotated[float | None, "held-out loss of the adapter"] = None
     last_step: Annotated[Int64OrNone, "optimizer steps done at the end of the run"] = None
-    last_path: Annotated[str | None, "folder of the last step's adapter; null if the last step is the best"] = None
-    last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, if the best step is earlier"] = None
+    last_eval_loss: Annotated[float | None, "held-out loss of the last step, if the best step is earlier"] = None
 
 
 class ForecastCheck(Event, kind="forecast"):

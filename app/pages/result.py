@@ -83,7 +83,7 @@ def _eval_options(context: Context, run: RunDirectory, values: Mapping[str, Any]
         options.append(rows if rows == CONTINUED_RUN else f"--data={rows}")
     if most := int(values["most"] or 0):
         options += ["--rows", str(most)]
-    return [*options, "--last"] if "last" in values else options
+    return options
 
 
 def _merge_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ SCORES = {
 HELD_OUT_BEFORE = mark("held-out rows of the run it continues")
 _OPTION_LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
-    "forgetting": HELD_OUT_BEFORE, "last": mark("Last step instead of the best"), "output": mark("Folder in the run"),
+    "forgetting": HELD_OUT_BEFORE, "output": mark("Folder in the run"),
     "type": mark("Type"), "to": mark("Separate files for base and adapter"), "public": mark("Public, else private"),
     "force": mark("Start anyway"),
 }  # fmt: skip

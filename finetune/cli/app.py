@@ -223,7 +223,6 @@ command(
     [
         *RUN,
         option("rows", "Score only this many rows.", type_=int, min=1),
-        flag("last", "Score the last step's adapter instead of the best step's."),
         option("data", "Score the rows of this file instead of the held-out rows."),
         flag("forgetting", "Score the held-out rows of the run that this run continued."),
         option("probe", "Also measure forgetting: loss on general questions and on rows of the run it continued.", True, bool),
@@ -237,7 +236,7 @@ command(
     ],
     "Differences have a 95 % interval from a paired bootstrap. A killed evaluation continues with the remaining rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-    rare="last forgetting probe pattern tolerance examples quantisation base_folder"
+    rare="forgetting probe pattern tolerance examples quantisation base_folder"
 )
 command(
     RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",

@@ -27,12 +27,12 @@ ORDERS = {"differ": "largest difference", "worst": "the tuned model's worst", "b
 
 
 def evaluate_run(
-    source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
+    source: str, *, rows: int | None, data: str | None, forgetting: bool, probe: bool, score: str | None,
     pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Score a run on rows, or measure quantisation."""
     if quantisation:
-        _show_quantisation(source, last=last, as_json=as_json)
+        _show_quantisation(source, as_json=as_json)
         return
     from finetune.evaluate.scorers import scorer
 
@@ -47,12 +47,10 @@ def evaluate_run(
     if copies := read_plan(run.plan).layer_copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
     with show_progress(quiet=False) as progress:  # on stderr, even beside JSON: scoring takes minutes
-        load = answerer_loader(run, progress, last=last)
-        result = compare(
-            run, rows=rows, last=last, data=data, forgetting=forgetting, score=chosen_scorer, load=load, progress=progress
-        )
+        load = answerer_loader(run, progress)
+        result = compare(run, rows=rows, data=data, forgetting=forgetting, score=chosen_scorer, load=load, progress=progress)
         probe = probe and data is None and not forgetting  # these two choose the only rows to score
-        losses = measure_forgetting(run, load, last=last, progress=progress) if probe else []
+        losses = measure_forgetting(run, load, progress=progress) if probe else []
     if as_json:
         print_json({"run": str(run.path), **asdict(result), "lost": [asdict(group) for group in losses]})
     else:
@@ -76,12 +74,12 @@ def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting
         out.print(escape(group.summary()))
 
 
-def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
+def _show_quantisation(source: str, *, as_json: bool) -> None:
     run = open_run(source)
     from finetune.evaluate.quantisation import measure_run
 
     with show_progress(quiet=as_json) as progress:
-        costs = measure_run(run, progress, last=last)
+        costs = measure_run(run, progress)
     if as_json:
         print_json({"run": str(run.path), "quantisation": {name: cost.as_json() for name, cost in costs.items()}})
         return

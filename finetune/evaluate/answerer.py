@@ -43,12 +43,12 @@ OnPiece = Callable[[str, bool], None]  # takes a piece of an answer, and whether
 
 
 class Answerer:
-    """The base model of a run with its adapter, or with the `last` step's adapter."""
+    """The base model of a run with its adapter."""
 
-    def __init__(self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False) -> None:
+    def __init__(self, run: RunDirectory, *, need_adapter: bool = True) -> None:
         quiet_libraries()
         require_data(run)
-        folder = adapter_folder(run, last=last, required=need_adapter)
+        folder = adapter_folder(run, required=need_adapter)
         self.run, self.plan = run, read_plan(run.plan)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         if self.device == "cuda":
@@ -181,15 +181,13 @@ def chat_format_of(run: RunDirectory, encoder: Encoder) -> ChatFormat | None:
     return None if is_plain(run) or encoder.template is None else encoder.chat_format
 
 
-def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
-    """Return the adapter's folder, else the newest sealed checkpoint; with `last` the last step's adapter.
+def adapter_folder(run: RunDirectory, *, required: bool = True) -> Path | None:
+    """Return the adapter's folder, else the newest sealed checkpoint.
 
     Raise CommandError without an adapter if it is `required`, RecipeError for a changed adapter.
     """
-    if last and not run.last_adapter.is_dir():
-        raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
-    if last or run.adapter.is_dir():
-        folder = run.last_adapter if last else run.adapter
+    if run.adapter.is_dir():
+        folder = run.adapter
     elif (checkpoint := newest_verified(run.checkpoints)[0]) is not None:
         folder = checkpoint.path
     elif required:
@@ -201,13 +199,13 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     return folder
 
 
-def answerer_loader(run: RunDirectory, progress: Progress = lambda _: None, *, last: bool = False) -> Callable[[], Answerer]:
+def answerer_loader(run: RunDirectory, progress: Progress = lambda _: None) -> Callable[[], Answerer]:
     """Return a function that loads an answerer on its first call."""
 
     @functools.cache
     def load() -> Answerer:
         progress("loading base model and adapter")
-        return Answerer(run, last=last)
+        return Answerer(run)
 
     return load
 

@@ -39,13 +39,13 @@ def measure_recipe(recipe: Recipe, progress: Progress, *, force: bool) -> Quanti
     return measure_plan(prepared.plan, held_out_rows(prepared.data.splits), progress)
 
 
-def measure_run(run: RunDirectory, progress: Progress, *, last: bool) -> dict[str, QuantisationCost]:
+def measure_run(run: RunDirectory, progress: Progress) -> dict[str, QuantisationCost]:
     """Measure a run's base and tuned model on its held-out rows. Raise CommandError without rows."""
     from datasets import load_from_disk
 
     from finetune.evaluate.answerer import adapter_folder
 
-    adapter = adapter_folder(run, last=last)
+    adapter = adapter_folder(run)
     plan, folder = read_plan(run.plan), run.data / "eval"
     rows = chosen_rows([load_from_disk(str(folder)).data.table] if folder.is_dir() else [])
     return {"base": measure_plan(plan, rows, progress), "tuned": measure_plan(plan, rows, progress, adapter)}

@@ -34,7 +34,7 @@ _MAX_LOSS = 700.0  # exp() overflows above 709
 
 
 def compare(
-    run: RunDirectory, *, rows: int | None = None, last: bool = False, score: Scorer | None = None, data: str | None = None,
+    run: RunDirectory, *, rows: int | None = None, score: Scorer | None = None, data: str | None = None,
     forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
 ) -> Comparison:  # fmt: skip
     """Score held-out rows, or rows of the file `data`, with base and tuned model.
@@ -55,10 +55,10 @@ def compare(
     if chosen_scorer.name != "loss":
         _require_scorable(eval_rows, chosen_scorer)
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
-    folder = adapter_folder(run, last=last)
+    folder = adapter_folder(run)
     # a method with a reference is compared with the adapter that the run continued, if any
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
-    load = load or answerer_loader(run, progress, last=last)
+    load = load or answerer_loader(run, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     # rows without thoughts are asked without a thought; the tuned model learned to answer so by itself
     format_without_thought = None if against_adapter or eval_rows.has_thoughts else chat_format
@@ -90,7 +90,7 @@ def compare(
         notes=sorted({journal.problem for journal in journals} - {""}),
     )  # fmt: skip
     if not comparison.notes:
-        suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
+        suffixes = ["-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
         save_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
     return comparison
 
@@ -295,10 +295,10 @@ def losses(
 
 
 def measure_forgetting(
-    run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Progress = lambda _: None
+    run: RunDirectory, load: Callable[[], Answerer], *, progress: Progress = lambda _: None
 ) -> list[Forgetting]:
     """Measure losses on general questions, and on held-out rows of the run that this run continued."""
-    folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
+    folder, origin = adapter_folder(run), base_adapter_of(run)
     groups: list[tuple[str, EvalRows, tuple[str, Path | None]]] = [
         ("general questions", probe_rows(run_encoder(run)), ("base", None))
     ]
@@ -310,7 +310,7 @@ def measure_forgetting(
         before, now = score_models(run, load, rows, (reference, ("tuned", folder)), "loss", None, progress)
         loss_difference = difference(before.row_losses, now.row_losses, before.row_tokens)
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, loss_difference))
-    save_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
+    save_result(run, "lost.json", {"groups": [asdict(result) for result in results]})
     return results
 
 

@@ -1,4 +1,4 @@
-"""The best step by held-out loss, and the result folders of a finished run."""
+"""The best step by held-out loss, and the result folder of a finished run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EvaluatedStep:
     loss: float
 
 
-# the best step and the result folders follow from the trainer's history, which is sealed with every checkpoint
+# the best step and the result folder follow from the trainer's history, which is sealed with every checkpoint
 def evaluations(history: list[dict[str, Any]]) -> list[EvaluatedStep]:
     """Return the evaluations in a trainer's `log_history`."""
     losses = ((entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry)
@@ -75,7 +75,7 @@ def unusable_best_message(step: int, problem: str) -> str:
 
 
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
-    """Write adapter/ with the best step, and adapter-last/ if the last step is another. All ranks call this."""
+    """Write adapter/ with the best step. All ranks call this."""
     step, is_writer = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
@@ -96,29 +96,23 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         trainer.events.warn(f"{message}; the result is the last step")
         best = None
     if best is None:
-        _complete(building, run.adapter, trainer, step, loss)
-        shutil.rmtree(run.last_adapter, ignore_errors=True)
+        _complete(building, trainer, step, loss)
         return Result(step=step, path=run.adapter.name, eval_loss=loss, last_step=step)
-    _complete(building, run.last_adapter, trainer, step, loss)
-    shutil.copytree(run.last_adapter, building)
     shutil.copyfile(_adapter_of_step(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
-    _complete(building, run.adapter, trainer, best.step, best.loss)
-    return Result(
-        step=best.step, path=run.adapter.name, eval_loss=best.loss,
-        last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss,
-    )  # fmt: skip
+    _complete(building, trainer, best.step, best.loss)
+    return Result(step=best.step, path=run.adapter.name, eval_loss=best.loss, last_step=step, last_eval_loss=loss)
 
 
-def _complete(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
+def _complete(building: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
     # safetensors makes the file readable only by the owner
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts.result()})
-    shutil.rmtree(target, ignore_errors=True)
-    rename(building, target)
-    sync_folder(target.parent)  # before the run reports its end: the result must survive a power cut
+    shutil.rmtree(trainer.run.adapter, ignore_errors=True)
+    rename(building, trainer.run.adapter)
+    sync_folder(trainer.run.path)  # before the run reports its end: the result must survive a power cut
 
 
 def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
@@ -137,14 +131,14 @@ def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]
 
 def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
     """Return a message that says which step the adapter is from, and why."""
-    if result.last_path is None:
+    if result.step == result.last_step:
         return f"adapter in {run.adapter}"
     continued = "" if result.step else ", the adapter that training continued from"
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}{continued}"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
         text += f"; since then held-out loss rose {_rise_text(rise)}"
-    return f"{text}. The adapter of the last step ({result.last_step}) is in {run.last_adapter}"
+    return text
 
 
 def _rise_text(rise: float) -> str:

@@ -1,6 +1,6 @@
 """Run directory: the paths of a run, creation, listing and lookup.
 
-recipe.yaml plan.json events.jsonl log.txt process.json data/ origin/ checkpoints/ adapter/ adapter-last/ trackers/
+recipe.yaml plan.json events.jsonl log.txt process.json data/ origin/ checkpoints/ adapter/ trackers/
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class RunDirectory:
     checkpoints = _Entry("checkpoints")  # sealed checkpoints, `checkpoint-<step>`
     base_adapter = _Entry("origin")  # the adapter that training continued from; absent after a start with a new adapter
     adapter = _Entry("adapter")  # the result: adapter, tokenizer and plan; of the best step, with held-out rows
-    last_adapter = _Entry("adapter-last")  # the last step's adapter, when the best step is an earlier step
     trackers = _Entry("trackers")  # files of TensorBoard, W&B and Trackio
 
     def snapshot(self, moment: str) -> Path:

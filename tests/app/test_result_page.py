@@ -165,9 +165,9 @@ def test_every_score_but_a_function_can_be_chosen():
 
 @pytest.mark.parametrize(
     ("chosen", "read"),
-    [({}, {"score": None, "data": None, "rows": None, "last": False}),
-     ({"score": "regex", "pattern": "--json", "rows": "-x.jsonl", "most": "20", "last": "on"},
-      {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "last": True, "as_json": False}),
+    [({}, {"score": None, "data": None, "rows": None}),
+     ({"score": "regex", "pattern": "--json", "rows": "-x.jsonl", "most": "20"},
+      {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "as_json": False}),
      ({"score": "numeric", "pattern": "ignored", "tolerance": "0.01", "most": ""},
       {"score": "numeric", "tolerance": 0.01, "pattern": None})],
 )  # fmt: skip

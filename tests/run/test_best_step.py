@@ -1,7 +1,6 @@
-"""The step with the lowest held-out loss is the result, whenever the run was killed, and the last one is kept beside it."""
+"""The step with the lowest held-out loss is the result, whenever the run was killed."""
 
 import json
-import os
 import random
 import time
 
@@ -54,19 +53,18 @@ def test_best_and_patience_follow_from_the_history():
 
 
 @pytest.mark.slow
-def test_the_best_step_is_the_result_and_the_last_is_kept_also_as_checkpoints(overfitted):
+def test_the_best_step_is_the_result_and_the_last_is_kept_as_a_checkpoint(overfitted):
     (result,) = events_of(overfitted, Result)
     losses = {event.step: event.eval_loss for event in events_of(overfitted, Evaluation)}
     best = min(losses, key=losses.get)
     assert best < 24 and losses[24] > losses[best]
     assert (result.step, result.eval_loss) == (best, losses[best])
-    assert (result.last_step, result.last_eval_loss, result.last_path) == (24, losses[24], "adapter-last")
-    for folder, step in ((overfitted.adapter, best), (overfitted.last_adapter, 24)):
-        require_own_adapter(overfitted, folder)
-        assert (manifest(folder)["step"], manifest(folder)["eval_loss"]) == (step, losses[step])
-    assert files_of(overfitted.adapter).keys() == files_of(overfitted.last_adapter).keys()
+    assert (result.last_step, result.last_eval_loss) == (24, losses[24])
+    require_own_adapter(overfitted, overfitted.adapter)
+    sealed = manifest(overfitted.adapter)
+    assert (sealed["step"], sealed["eval_loss"]) == (best, losses[best])
     message = read_state(overfitted).message
-    assert f"best at step {best} of 24" in message and str(overfitted.last_adapter) in message and "rose" in message
+    assert f"best at step {best} of 24" in message and "rose" in message
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-24"}
 
 
@@ -76,49 +74,27 @@ def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train
     (result,) = events_of(overfitted, Result)
     shorter = train.whole(make(f"max_steps={result.step}"))
     assert adapter_hash(shorter) == adapter_hash(overfitted)
-    assert events_of(shorter, Result)[0].last_path is None and not shorter.last_adapter.exists()
+    assert events_of(shorter, Result)[0].last_step == result.step
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train):
+def test_killed_at_any_moment_the_best_step_is_the_same(overfitted, tmp_path, train):
     times, run = [event.time_s for event in read_events(overfitted.events)], fresh_copy(overfitted, tmp_path / "run")
     pid = train.start(run)
     time.sleep(random.Random(0).uniform(0.3, times[-1] - times[0] + 0.5))
     kill(pid)
     train.whole(run)
-    for name in ("adapter", "adapter-last"):
-        assert files_of(run.path / name) == files_of(overfitted.path / name)
-
-
-@pytest.mark.slow
-def test_killed_between_the_two_folders_both_are_written_again(overfitted, tmp_path, train):
-    def dies():
-        import finetune.run.best as best
-
-        real = best.rename
-
-        def rename(building, target):
-            real(building, target)
-            if target.name == "adapter-last":
-                os._exit(137)
-
-        best.rename = rename
-
-    run = fresh_copy(overfitted, tmp_path / "run")
-    assert train(run, dies) == 137 and run.last_adapter.exists() and not run.adapter.exists()
-    assert train(run) == 0
-    assert adapter_hash(run) == adapter_hash(overfitted)
-    assert files_of(run.last_adapter) == files_of(overfitted.last_adapter)
+    assert files_of(run.adapter) == files_of(overfitted.adapter)
 
 
 @pytest.mark.slow
 def test_a_damaged_best_checkpoint_is_named_and_the_next_best_wins(overfitted, tmp_path, train):
-    run = copy_of(overfitted, tmp_path / "run", "adapter", "adapter-last", "events.jsonl")
+    run = copy_of(overfitted, tmp_path / "run", "adapter", "events.jsonl")
     (best,) = events_of(overfitted, Result)
     (run.checkpoints / f"checkpoint-{best.step}" / "optimizer.pt").write_bytes(b"")
     assert train(run) == 0
     (result,) = events_of(run, Result)
-    assert result.step == result.last_step == 24 and not run.last_adapter.exists()
+    assert result.step == result.last_step == 24
     assert any(f"step {best.step} had the lowest held-out loss" in warning.message for warning in events_of(run, RunWarning))
 
 
