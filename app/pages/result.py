@@ -18,27 +18,22 @@ from ..background import Task, task_of
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.answers import evaluations
-from ..views.markup import HELD_OUT_BEFORE, SCORES, Safe, render
+from ..views.markup import SCORES, Safe, render
 from ..web.followed import Context
 
 _PUSH_KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ROW_ORDERS = {
     "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")
 }  # fmt: skip
-#: Form value for the held-out rows of the run that this adapter continues; it starts with `--`, so no dataset has this name.
-CONTINUED_RUN = "--forgetting"
 _COMMAND_OF_PART = {"merged": "merge", "exported": "export", "pushed": "push"}
 _FOLDER_NAME = re.compile(r"[^\W_][\w.-]{0,98}")  # without separators and leading dots
 
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
     """Return the forms of Answers."""
-    from finetune.run.base_adapter import base_adapter_of  # here: imports stay at most ten deep
-
-    rows = [("", tr("held-out rows"))] + ([(CONTINUED_RUN, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else [])
     return render(
         "evaluate", scores=[(value, tr(label)) for label, value in SCORES.items()],
-        rows=[*rows, *((path, path) for path in local_datasets(context.workspace))],
+        rows=[("", tr("held-out rows")), *((path, path) for path in local_datasets(context.workspace))],
         orders=[(name, tr(label)) for name, label in ROW_ORDERS.items()],
         others=[other.path.name for other in context.workspace.list_runs() if other.path.name != run.path.name],
     )  # fmt: skip
@@ -70,7 +65,7 @@ def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, A
 
 def _eval_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
     score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
-    if rows not in ("", CONTINUED_RUN, *local_datasets(context.workspace)):
+    if rows not in ("", *local_datasets(context.workspace)):
         raise CommandError(tr("Choose rows from the list."))
     if score not in SCORES.values():
         raise ValueError(score)
@@ -80,7 +75,7 @@ def _eval_options(context: Context, run: RunDirectory, values: Mapping[str, Any]
     if score == "numeric" and (tolerance := float(values["tolerance"] or 0)):
         options += ["--tolerance", repr(tolerance)]
     if rows:
-        options.append(rows if rows == CONTINUED_RUN else f"--data={rows}")
+        options.append(f"--data={rows}")
     if most := int(values["most"] or 0):
         options += ["--rows", str(most)]
     return options

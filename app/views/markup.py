@@ -26,10 +26,9 @@ SCORES = {
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
-HELD_OUT_BEFORE = mark("held-out rows of the run it continues")
 _OPTION_LABELS = {
     "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
-    "forgetting": HELD_OUT_BEFORE, "output": mark("Folder in the run"),
+    "output": mark("Folder in the run"),
     "type": mark("Type"), "to": mark("Separate files for base and adapter"), "public": mark("Public, else private"),
     "force": mark("Start anyway"),
 }  # fmt: skip

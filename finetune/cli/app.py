@@ -224,8 +224,7 @@ command(
         *RUN,
         option("rows", "Score only this many rows.", type_=int, min=1),
         option("data", "Score the rows of this file instead of the held-out rows."),
-        flag("forgetting", "Score the held-out rows of the run that this run continued."),
-        option("probe", "Also measure forgetting: loss on general questions and on rows of the run it continued.", True, bool),
+        option("probe", "Also measure forgetting: the loss on general questions.", True, bool),
         option("score", f"{', '.join(SCORES)}, or FILE.py:FUNCTION."),
         option("pattern", "regex: pattern whose matches in answer and expected answer are compared."),
         option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
@@ -236,7 +235,7 @@ command(
     ],
     "Differences have a 95 % interval from a paired bootstrap. A killed evaluation continues with the remaining rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-    rare="forgetting probe pattern tolerance examples quantisation base_folder"
+    rare="probe pattern tolerance examples quantisation base_folder"
 )
 command(
     RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",

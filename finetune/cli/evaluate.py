@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
-from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.printable import printable
-from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 from finetune.units import format_seconds
@@ -27,7 +24,7 @@ ORDERS = {"differ": "largest difference", "worst": "the tuned model's worst", "b
 
 
 def evaluate_run(
-    source: str, *, rows: int | None, data: str | None, forgetting: bool, probe: bool, score: str | None,
+    source: str, *, rows: int | None, data: str | None, probe: bool, score: str | None,
     pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Score a run on rows, or measure quantisation."""
@@ -37,8 +34,6 @@ def evaluate_run(
     from finetune.evaluate.scorers import scorer
 
     chosen_scorer = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
-    if forgetting and data is not None:
-        raise CommandError("--forgetting and --data both choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)  # before the imports: importing bitsandbytes opens CUDA
     from finetune.evaluate.answerer import answerer_loader
@@ -48,20 +43,18 @@ def evaluate_run(
         err.print(f"[dim]{copies.generation_summary}[/]")
     with show_progress(quiet=False) as progress:  # on stderr, even beside JSON: scoring takes minutes
         load = answerer_loader(run, progress)
-        result = compare(run, rows=rows, data=data, forgetting=forgetting, score=chosen_scorer, load=load, progress=progress)
-        probe = probe and data is None and not forgetting  # these two choose the only rows to score
-        losses = measure_forgetting(run, load, progress=progress) if probe else []
+        result = compare(run, rows=rows, data=data, score=chosen_scorer, load=load, progress=progress)
+        # --data chooses the only rows to score
+        forgetting = measure_forgetting(run, load, progress) if probe and data is None else None
     if as_json:
-        print_json({"run": str(run.path), **asdict(result), "lost": [asdict(group) for group in losses]})
+        print_json({"run": str(run.path), **asdict(result), "lost": asdict(forgetting) if forgetting else None})
     else:
-        _print_scores(run, result, losses)
+        _print_scores(run, result, forgetting)
         _print_rows(result, show, examples)
 
 
-def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting]) -> None:
+def _print_scores(run: RunDirectory, result: Comparison, forgetting: Forgetting | None) -> None:
     subject = f"rows of {result.data}" if result.data else "held-out rows"
-    if result.forgetting and (origin := base_adapter_of(run)):
-        subject = f"held-out rows of {Path(origin.name).name}"
     if (sequences := len(result.tuned.row_losses)) > result.rows:
         subject += f", loss of {sequences} sequences"
     reused = f", {result.reused:,} results reused from an earlier evaluation" if result.reused else ""
@@ -70,8 +63,8 @@ def _print_scores(run: RunDirectory, result: Comparison, losses: list[Forgetting
         out.print(f"[dim]score: {result.score}, chosen for {result.score_because}; choose another with --score NAME[/]")
     _print_warnings(result)
     _print_measures(result)
-    for group in losses:
-        out.print(escape(group.summary()))
+    if forgetting:
+        out.print(forgetting.summary())
 
 
 def _show_quantisation(source: str, *, as_json: bool) -> None:

@@ -63,8 +63,6 @@ class Comparison:
     data: str | None = None  # file of the rows; None for held-out rows
     reused: int = 0  # answers and losses of both models from an earlier evaluation
     notes: list[str] = field(default_factory=list)
-    #: The rows were held out by the first run, and `base` is the adapter that this run continued.
-    forgetting: bool = False
     trained_rows: int = 0  # sequences of `data` that the run was trained on
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
@@ -131,11 +129,10 @@ def measures(result: dict[str, Any]) -> list[Measure]:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Loss of a trained token, in nats, before and after training."""
+    """Loss of a trained token of general questions, in nats, before and after training."""
 
-    rows_of: str  # such as "general questions"
     rows: int
-    before: float | None  # of the base model, or of the adapter that the run continued
+    before: float | None  # of the base model
     now: float | None
     difference: Difference | None = None  # now minus before; None for fewer than two rows
 
@@ -145,7 +142,7 @@ class Forgetting:
         if self.difference is not None and self.difference.is_significant:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
         losses = f"loss {format_measured(self.before)} before, {format_measured(self.now)} now"
-        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference)}"
+        return f"general questions ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference)}"
 
 
 def answers_without_thoughts(run: RunDirectory) -> bool:
@@ -192,9 +189,9 @@ def _is_consistent(comparison: Comparison) -> bool:
     return same_rows and len(tuned.scores) <= row_count and len(tuned.row_losses) == len(tuned.row_tokens)
 
 
-def read_forgetting(run: RunDirectory) -> list[Forgetting]:
+def read_forgetting(run: RunDirectory) -> Forgetting | None:
     """Return the last measurement of forgetting."""
-    return read_json_as(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
+    return read_json_as(run.path / "evaluations" / "lost.json", Forgetting)
 
 
 class Journal:

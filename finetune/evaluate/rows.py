@@ -20,7 +20,6 @@ from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
 from finetune.planner.plan import read_plan
-from finetune.run.base_adapter import HELD_OUT
 from finetune.run.directory import RunDirectory
 from finetune.settings import DatasetRecipe, Settings
 from finetune.settings.methods import METHOD_FORMATS, METHODS
@@ -64,18 +63,14 @@ def run_encoder(run: RunDirectory) -> Encoder:
     return Encoder(tokenizer, with_template=tokenizer.chat_template is not None, processor_loader=processor_loader)
 
 
-def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
+def held_out_rows(run: RunDirectory, limit: int | None) -> EvalRows:
     """Return at most `limit` held-out rows of a run. Raise DataError without rows."""
-    # the first run: the one whose adapter this run continued
-    folder = run.base_adapter / HELD_OUT if of_first_run else run.data
-    if of_first_run and not folder.is_dir():
-        raise DataError(f"{run.path} did not continue a run with held-out rows", "Leave out --forgetting, or give --data FILE.")
-    path = folder / "eval_examples.json"
+    path = run.data / "eval_examples.json"
     sequences: dict[str, Any] = {}
     try:
         rows = _eval_rows(read_json(path, list)[:limit])
-        if (folder / "eval").is_dir():
-            path = folder / "eval"
+        if (run.data / "eval").is_dir():
+            path = run.data / "eval"
             dataset: Any = load_from_disk(str(path))
             dataset = dataset.select(range(min(len(dataset), limit or len(dataset))))
             sequences = {field: list(dataset[name]) for name, field in _SEQUENCE_FIELDS.items() if name in dataset.column_names}

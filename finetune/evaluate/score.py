@@ -25,7 +25,6 @@ from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_sco
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
-from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
@@ -35,7 +34,7 @@ _MAX_LOSS = 700.0  # exp() overflows above 709
 
 def compare(
     run: RunDirectory, *, rows: int | None = None, score: Scorer | None = None, data: str | None = None,
-    forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
+    load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
 ) -> Comparison:  # fmt: skip
     """Score held-out rows, or rows of the file `data`, with base and tuned model.
 
@@ -45,11 +44,7 @@ def compare(
     require_data(run)
     plan, encoder = read_plan(run.plan), run_encoder(run)
     tokenizer, chat_format = encoder.tokenizer, chat_format_of(run, encoder)
-    if data is None:
-        # `forgetting`: rows and adapter of the run that this run continued
-        eval_rows = held_out_rows(run, rows, of_first_run=forgetting)
-    else:
-        eval_rows = file_rows(data, run, tokenizer, rows)
+    eval_rows = held_out_rows(run, rows) if data is None else file_rows(data, run, tokenizer, rows)
     chosen_scorer, why = (score, "") if score else _fitting_scorer(eval_rows)
     max_new_tokens = None
     if chosen_scorer.name != "loss":
@@ -57,7 +52,7 @@ def compare(
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run)
     # a method with a reference is compared with the adapter that the run continued, if any
-    against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
+    against_adapter = bool(METHODS[plan.settings.method].reference_passes) and run.base_adapter.is_dir()
     load = load or answerer_loader(run, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     # rows without thoughts are asked without a thought; the tuned model learned to answer so by itself
@@ -77,7 +72,7 @@ def compare(
         weights, span = base.row_tokens, 0.0  # the mean of many tokens, as the loss is
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
-        time.perf_counter() - started, score=chosen_scorer.name, score_because=why, data=data, forgetting=forgetting,
+        time.perf_counter() - started, score=chosen_scorer.name, score_because=why, data=data,
         exact_match_difference=difference(base.exact, tuned.exact, span=1.0),
         loss_difference=difference(base.row_losses, tuned.row_losses, base.row_tokens),
         score_difference=difference(base.scores, tuned.scores, weights, span=span),
@@ -90,8 +85,8 @@ def compare(
         notes=sorted({journal.problem for journal in journals} - {""}),
     )  # fmt: skip
     if not comparison.notes:
-        suffixes = ["-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
-        save_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
+        suffix = f"-{digest(data)}" if data else ""
+        save_result(run, f"scores-{chosen_scorer.name}{suffix}.json", asdict(comparison))
     return comparison
 
 
@@ -294,24 +289,14 @@ def losses(
     ]
 
 
-def measure_forgetting(
-    run: RunDirectory, load: Callable[[], Answerer], *, progress: Progress = lambda _: None
-) -> list[Forgetting]:
-    """Measure losses on general questions, and on held-out rows of the run that this run continued."""
-    folder, origin = adapter_folder(run), base_adapter_of(run)
-    groups: list[tuple[str, EvalRows, tuple[str, Path | None]]] = [
-        ("general questions", probe_rows(run_encoder(run)), ("base", None))
-    ]
-    if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
-        rows = held_out_rows(run, None, of_first_run=True)
-        groups.append((f"held-out rows of {Path(origin.name).name}", rows, ("origin", run.base_adapter)))
-    results = []
-    for name, rows, reference in groups:
-        before, now = score_models(run, load, rows, (reference, ("tuned", folder)), "loss", None, progress)
-        loss_difference = difference(before.row_losses, now.row_losses, before.row_tokens)
-        results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, loss_difference))
-    save_result(run, "lost.json", {"groups": [asdict(result) for result in results]})
-    return results
+def measure_forgetting(run: RunDirectory, load: Callable[[], Answerer], progress: Progress = lambda _: None) -> Forgetting:
+    """Measure the loss on general questions."""
+    rows, models = probe_rows(run_encoder(run)), (("base", None), ("tuned", adapter_folder(run)))
+    before, now = score_models(run, load, rows, models, "loss", None, progress)
+    loss_difference = difference(before.row_losses, now.row_losses, before.row_tokens)
+    result = Forgetting(len(rows.ids), before.loss, now.loss, loss_difference)
+    save_result(run, "lost.json", asdict(result))
+    return result
 
 
 def score_models(

@@ -106,17 +106,16 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
 
 def _evaluation(run: RunDirectory) -> str:
     sections = [_scores_table(values) for values in results.read_evaluations(run).values()]
-    if groups := results.read_forgetting(run):
-        sections.append("\n".join(["Forgetting (loss per trained token):\n", *(f"- {group.summary()}" for group in groups)]))
+    if forgetting := results.read_forgetting(run):
+        sections.append(f"Forgetting (loss per trained token): {forgetting.summary()}")
     if damaged := results.unreadable_evaluations(run):
         sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
 
 
 def _scores_table(values: dict[str, Any]) -> str:
-    first, second = ("before", "now") if values["forgetting"] or values["against_adapter"] else ("base", "tuned")
+    first, second = ("before", "now") if values["against_adapter"] else ("base", "tuned")
     rows_of = f"rows of {last_path_part(values['data'])}" if values["data"] else "held-out rows"
-    rows_of += " of the run that it continued" if values["forgetting"] else ""
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
     rows += [
         f"| {figure.title} | {' | '.join(figure.values)} | {figure.gap if figure.difference else ''} |"

@@ -17,7 +17,7 @@ from finetune.recipe.complete import read_base_adapter
 from finetune.run.directory import RunDirectory
 from finetune.settings import Settings
 
-_FACTS, HELD_OUT = "origin.json", "held-out"  # names in RUN/origin: the adapter's facts, and the held-out rows of its run
+_FACTS = "origin.json"  # facts of the adapter, in RUN/origin
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -73,15 +73,10 @@ def facts_of(folder: Path) -> BaseAdapterFacts:
 
 
 def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
-    """Copy the adapter in `folder`, and the held-out rows of its run, into `run`."""
-    # the adapter's run can be deleted afterwards
+    """Copy the adapter in `folder` into `run`: the adapter's run can be deleted afterwards."""
     run.base_adapter.mkdir()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         shutil.copyfile(folder / name, run.base_adapter / name)
-    adapter_run = _run_of(folder)
-    if adapter_run is not None and (adapter_run / "data" / "eval").is_dir():
-        shutil.copytree(adapter_run / "data" / "eval", run.base_adapter / HELD_OUT / "eval")
-        shutil.copyfile(adapter_run / "data" / "eval_examples.json", run.base_adapter / HELD_OUT / "eval_examples.json")
     write_json(run.base_adapter / _FACTS, asdict(facts_of(folder)))
     write_manifest(run.base_adapter, {})
 

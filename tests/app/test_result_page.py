@@ -9,11 +9,9 @@ from app.background import Task, task_of
 from app.pages import result
 from app.pages.run import RunPage
 from app.views import markup
-from app.views.markup import HELD_OUT_BEFORE
 from app.workspace import Workspace
 from finetune.cli.app import cli
 from finetune.evaluate.scorers import SCORES
-from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
 REPO = "alice/support-lora"
@@ -59,11 +57,11 @@ def done(page, verb, values):
 def test_evaluations_of_the_command_line_are_shown(page):
     assert "Not evaluated yet" in shown(page, "evaluations")
     write_scores(page.run, "exact")
-    write_scores(page.run, "exact-forgetting", forgetting=True)
-    group = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
-    (page.run.path / "evaluations" / "lost.json").write_text(json.dumps({"groups": [group]}))
+    write_scores(page.run, "exact-pairs", against_adapter=True)
+    forgetting = {"rows": 60, "before": 2.0, "now": 2.5, "difference": None}
+    (page.run.path / "evaluations" / "lost.json").write_text(json.dumps(forgetting))
     scores = shown(page, "evaluations")
-    assert "held-out rows of the run it continues" in scores and ">now<" in scores and "+50 points (95" in scores
+    assert ">now<" in scores and "+50 points (95" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
     assert "<del>a</del>" in scores and 'aria-label="wrong">✕' in scores and 'aria-label="right">✓' in scores
 
@@ -119,14 +117,6 @@ def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
 
 
 CHOSEN = {"score": "", "pattern": "", "tolerance": "0", "rows": "", "most": "0"}
-
-
-def test_rows_of_before_can_be_chosen_where_there_are_some(page):
-    assert HELD_OUT_BEFORE not in result.evaluate_pane(page.context, page.run)
-    base_adapter.copy_base_adapter(page.run, page.run.adapter)
-    assert HELD_OUT_BEFORE in result.evaluate_pane(page.context, page.run)
-    page.submit("eval", **CHOSEN | {"rows": "--forgetting"})
-    assert page.started == [["eval", "--forgetting"]]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
 
 
-UNSET = dict.fromkeys(("rows", "data", "forgetting", "probe", "pattern", "quantisation"))
+UNSET = dict.fromkeys(("rows", "data", "probe", "pattern", "quantisation"))
 SCORES = partial(evaluate_run, **UNSET, score="exact", tolerance=0.0, show="differ", examples=0)
 CHAT = partial(chat_command, base=False, both=False, prompt="Hi", system=None, max_new_tokens=1, temperature=0, top_p=1, seed=0)
 

@@ -38,7 +38,7 @@ READERS = {
     "plan.json": (lambda run: read_plan(run.plan), re.compile(r"plan\.json can't be read")),
     f"data/{MANIFEST}": (lambda run: verify(run.data) + changes_in(run.data), ["its manifest can't be read"] * 2),
     "evaluations/scores-exact.json": (read_evaluations, {}),
-    "evaluations/lost.json": (read_forgetting, []),
+    "evaluations/lost.json": (read_forgetting, None),
     "data/eval_examples.json": (lambda run: held_out_rows(run, None), re.compile(r"eval_examples\.json can't be read")),
     "data/eval/state.json": (lambda run: held_out_rows(run, None), re.compile(r"eval can't be read")),
     "data/eval/dataset_info.json": (lambda run: held_out_rows(run, None), re.compile(r"eval can't be read")),
