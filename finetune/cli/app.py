@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, Literal
@@ -40,11 +39,6 @@ def command(
         accepted = signature(run).parameters
         if "alone" in accepted:
             options["alone"] = bool(context.obj)  # from `entry.main`: the process runs nothing else
-        if "base_folder" not in accepted and (folder := options.pop("base_folder", None)):
-            from finetune.run import directory, fingerprint
-
-            # saved in the run: this and later commands find the base there
-            fingerprint.require_base(directory.open_run(options["source"]), folder)
         return run(**options)
 
     context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -99,7 +93,6 @@ RECIPE = [
 ]  # fmt: skip
 RUN_TEXT = "Run directory, run name, or 'latest'."
 RUN = [argument("source", "RUN", RUN_TEXT, "latest"), JSON]
-BASE = partial(option, "base_folder", "New folder of a base model that has moved; the run remembers it.", flags=("--model",))
 
 # fmt: off
 # --help lists the commands in this order
@@ -207,7 +200,7 @@ command(
 )
 command(
     RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
-    [RUN[0], OVERRIDES, JSON, BASE()], "Settings that don't change the training steps may change.",
+    [RUN[0], OVERRIDES, JSON], "Settings that don't change the training steps may change.",
     "resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"
 )
 command(
@@ -231,11 +224,10 @@ command(
         option("show", "Rows to show.", "differ", Literal["differ", "worst", "best"]),
         option("examples", "Number of rows to show.", 2, int, min=0),
         flag("quantisation", "Only measure the loss of base and tuned model in 16 bit, int8 and NF4."),
-        BASE(),
     ],
     "Differences have a 95 % interval from a paired bootstrap. A killed evaluation continues with the remaining rows.",
     "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-    rare="probe pattern tolerance examples quantisation base_folder"
+    rare="probe pattern tolerance examples quantisation"
 )
 command(
     RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",
@@ -250,19 +242,17 @@ command(
         option("top_p", "Top-p: sample from the most likely tokens of this total probability.", 1.0, float, min=0.01, max=1),
         option("seed", "Sampling seed.", 0, int, min=0, max=2**63 - 1),
         option("tools_file", "JSON file with a list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
-        BASE(),
     ],
     "Answers are streamed. Ctrl-C stops an answer; a second Ctrl-C ends the chat.",
     'chat latest --prompt "My parcel is late."',
     'chat latest --both --temperature 0.7 --system "You route messages."',
-    rare="max_new_tokens top_p seed tools_file base_folder"
+    rare="max_new_tokens top_p seed tools_file"
 )
 command(
     RESULT, "merge", "export.merge_run", "Merge the adapter into the 16-bit base model.",
     [
         *RUN, output("Folder to write; default RUN/merged."),
         option("max_shard_size", "Maximum file size, e.g. 5GB; default as in the base model."),
-        BASE(),
     ],
     "Merges tensor by tensor: the model need not fit in memory.", "merge latest --output models/support"
 )
@@ -277,10 +267,9 @@ command(
         output("Folder to write; default RUN/gguf-TYPE."),
         option("rows", "Check the file on this many held-out rows.", 120, int, min=1),
         option("data", "Check it on the rows of this file instead of the held-out rows."),
-        BASE(),
     ],
     "Exit code 1 if tokens or chat template differ from the adapter's, or too many answers; the message names the stage.",
-    "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data base_folder"
+    "export latest --type q8_0 --llama-cpp ~/llama.cpp", rare="data"
 )
 command(
     RESULT, "push", "export.push_run", "Push adapter, merged model or GGUF to the hub.",
@@ -306,7 +295,6 @@ command(
     [
         *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
         flag("only_commands", "Only print the commands.", "--commands"),
-        BASE(),
     ],
     "Starts the server if it is installed, else prints the commands.", "serve latest"
 )

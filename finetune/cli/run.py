@@ -16,7 +16,7 @@ from finetune import events
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, print_summary, show_progress, state_text, step_line
-from finetune.cli.source import recipe_of, require_dataset, with_model_and_data
+from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, CommandError, Diverged
 from finetune.printable import printable
 from finetune.run import control
@@ -70,13 +70,12 @@ def run_recipe(
     return _follow(run, 0, as_json)
 
 
-def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as_json: bool) -> int:
+def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
     """Resume and follow a run."""
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
-    # `update_settings` refuses settings that change the result
-    if overrides := with_model_and_data(overrides, base_folder, None):
+    if overrides:  # `update_settings` refuses settings that change the result
         changed = ", ".join(f"{name}={value}" for name, value in control.update_settings(run, overrides).items())
         if not as_json:
             out.print(f"from now on {escape(changed)}")

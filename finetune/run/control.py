@@ -100,7 +100,6 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     """Save and return `key=value` changes for the next attempts. Raises RecipeError."""
     adjusted_plan(run)  # raises for damaged adjustments
     changes = load_changes(overrides)
-    base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
     problems = []
     for name, value in changes.items():
@@ -113,14 +112,11 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
             problems.append(f"{name}=auto: the run is already planned; give a value")
     if problems:
         raise RecipeError(problems, fix)
-    if base is not None:
-        require_base(run, str(base))
     settings = read_plan(run.plan).settings
     recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
     validated = {name: recipe.model_dump(mode="json")[name] for name in changes}
-    if validated:
-        adjust(run, validated)
-    return validated if base is None else {"model_name_or_path": base, **validated}
+    adjust(run, validated)
+    return validated
 
 
 def stop(run: RunDirectory, signal_number: int = signal.SIGTERM, *, now: bool = False) -> bool:

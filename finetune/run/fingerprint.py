@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, ModelError
-from finetune.files import read_json, read_object, sha256_of, write_json
+from finetune.files import read_object, sha256_of
 from finetune.manifest import MANIFEST, require_unchanged
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
@@ -96,30 +97,16 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
     if differences := fact_differences(sealed, _base_facts(settings, reread=reread)):
         raise CommandError(
             [f"the adapter in {folder} can't be used with {settings.model_name_or_path}: {line}" for line in differences],
-            "An adapter only fits the base model that it was trained on: give its folder (--model), or set model_revision.",
+            "An adapter only fits the base model that it was trained on: restore that model's files.",
         )
 
 
-def require_base(run: RunDirectory, new_folder: str | None = None) -> None:
-    """Raise ModelError if the base model's folder is missing; check and save its `new_folder`. Raises CommandError."""
-    settings = read_plan(run.plan).settings
-    folder = Path(os.path.expanduser(new_folder or settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
-    if (new_folder or folder.is_absolute()) and not folder.is_dir():
-        command = "chat" if run.adapter.is_dir() else "resume"
-        fix = f"If it has moved, give its new path once: finetune {command} {run.path} --model FOLDER"
-        raise ModelError(f"the base model's folder is missing: {folder.absolute()}", fix)
-    if new_folder is None:
-        return
-    adapters = [run.adapter, *run.checkpoints.glob("checkpoint-*")]
-    sealed = next((path for path in adapters if "base" in _sealed_facts(path)), None)
-    if sealed is None:
-        problem = f"{run.path} has no checkpoint yet, so there is no hash to check its base model"
-        raise CommandError(problem, f"Start a new run: finetune run {run.recipe} --model {new_folder}")
-    require_same_base(sealed, settings.model_copy(update={"model_name_or_path": str(folder)}))
-    plan, old_stat = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
-    plan.pop("checksum", None)
-    write_json(run.plan, {**plan, "base_folder": str(folder.absolute())}, checksum=True)
-    os.utime(run.plan, ns=(old_stat.st_atime_ns, old_stat.st_mtime_ns))  # runs are listed by this time
+def require_base(run: RunDirectory) -> None:
+    """Raise ModelError if the base model's folder is missing."""
+    folder = Path(os.path.expanduser(read_plan(run.plan).settings.model_name_or_path))  # noqa: PTH111 - pathlib raises for an unknown user
+    if folder.is_absolute() and not folder.is_dir():
+        fix = f"If it has moved: ln -s NEW_FOLDER {shlex.quote(str(folder))}"
+        raise ModelError(f"the base model's folder is missing: {folder}", fix)
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def test_each_function_takes_the_options_of_its_command(command):
     module, name = getclosurevars(command.callback).nonlocals["function"].split(".")
     function = getattr(import_module(f"finetune.cli.{module}"), name)
     options, taken = signature(command.callback).parameters.keys() - {"context", "help_all"}, signature(function)
-    options -= {"base_folder"} - taken.parameters.keys()  # used before the function is called
     taken.bind(**dict.fromkeys([*options, *({"alone"} & taken.parameters.keys())]))
 
 

@@ -1,4 +1,4 @@
-"""A base model in a folder is found after a move, or by its new path, if it is the model that the run was trained on."""
+"""A base model in a folder is found after a move with its project, or by a link, if it is the model trained on."""
 
 import json
 import shutil
@@ -7,14 +7,13 @@ import pytest
 from conftest import flip_one_byte
 
 from finetune.bundled import model_path
-from finetune.errors import CommandError, ModelError, RecipeError
+from finetune.errors import CommandError, RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
-from finetune.run.fingerprint import require_base
+from finetune.run.fingerprint import require_own_adapter
 from finetune.run.prepare import create_run, prepare
-from finetune.run.state import read_state
 
 RECIPE = "model_name_or_path: mymodel\nadapter_name_or_path: first\ndataset: support\n"
 
@@ -70,52 +69,29 @@ def test_a_moved_project_is_found_from_any_folder(project, home):
 
 
 @pytest.mark.parametrize("command", ["eval", "chat", "merge", "serve", "resume"])
-def test_a_missing_base_is_a_missing_folder_and_the_command_for_its_new_path(project, home, finetune, command):
+def test_a_missing_base_is_a_missing_folder_and_the_command_that_links_its_new_path(project, home, finetune, command):
     run = project("stopped" if command == "resume" else "finished")
     shutil.rmtree(home / "project" / "mymodel")
     code, output = finetune(command, run.path)
     missing = f"the base model's folder is missing: {home}/project/mymodel"
-    assert code == 2 and missing in output and "--model FOLDER" in output and "hub" not in output
+    assert code == 2 and missing in output and f"ln -s NEW_FOLDER {home}/project/mymodel" in output and "hub" not in output
 
 
-def test_a_new_path_is_remembered_and_leaves_the_order_of_the_runs(project, home, finetune):
-    run, moved = project(), home / "moved model"
-    before = run.plan.stat().st_mtime_ns
-    (home / "project" / "mymodel").rename(moved)
-    assert finetune("merge", run.path, "--model", "moved model")[0] == 0 and (run.path / "merged").is_dir()
-    assert run.plan.read_text().count("checksum") == 1
-    assert base_of(run) == str(moved) and run.plan.stat().st_mtime_ns == before
+def test_a_link_at_the_old_path_leads_to_a_moved_model(project, home, finetune):
+    run, folder = project(), home / "project" / "mymodel"
+    folder.rename(home / "moved model")
+    folder.symlink_to(home / "moved model")
+    assert finetune("merge", run.path)[0] == 0 and (run.path / "merged").is_dir()
     assert finetune("chat", run.path, "--prompt", "Hello", "--max-new-tokens", "2")[0] == 0
 
 
 def test_another_model_is_refused_by_its_hash(project, home):
-    run, other = project(), home / "other"
-    (home / "project" / "mymodel").rename(other)
+    run, folder, other = project(), home / "project" / "mymodel", home / "other"
+    folder.rename(other)
     flip_one_byte(other / "model.safetensors")
-    with pytest.raises(CommandError, match=r"with .*/other: .*weights have changed: [0-9a-f]{12}, now [0-9a-f]{12}"):
-        require_base(run, str(other))
-    assert base_of(run) == str(home / "project" / "mymodel")
-    with pytest.raises(ModelError, match=f"is missing: {home}/nowhere"):
-        require_base(run, "nowhere")
-
-
-def test_without_a_checkpoint_there_is_no_hash_to_compare(project, home):
-    run = project()
-    for folder in (run.adapter, run.checkpoints):
-        shutil.rmtree(folder)
-    with pytest.raises(CommandError, match="no checkpoint yet") as error:
-        require_base(run, str(home / "project" / "mymodel"))
-    assert "finetune run" in error.value.fix
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_its_base_at_a_new_path(project, home, finetune):
-    run = project("stopped")
-    (home / "project" / "mymodel").rename(home / "moved")
-    code, output = finetune("resume", run.path, f"model_name_or_path={home / 'moved'}")
-    assert code == 0 and f"from now on model_name_or_path={home / 'moved'}" in output, output
-    assert read_state(run).state == "finished" and "from checkpoint-2; resuming is bit-exact" in output
-    assert base_of(run) == str(home / "moved")
+    folder.symlink_to(other)
+    with pytest.raises(CommandError, match=r"with .*/mymodel: .*weights have changed: [0-9a-f]{12}, now [0-9a-f]{12}"):
+        require_own_adapter(run, run.adapter)
 
 
 def test_a_name_that_is_no_folder_says_so(home):
