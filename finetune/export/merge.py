@@ -96,18 +96,17 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     for path in sorted(source.iterdir()):  # last: a model without its config.json does not load
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    if settings.trained_embedding_rows or not is_streamed:
-        _update_config(folder / "config.json", settings, is_streamed)
+    if not is_streamed:
+        _update_config(folder / "config.json", settings)
     if settings.trained_embedding_rows or not is_multimodal(config) or settings.chat_template is not None:
         read_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's files are copied
 
 
-def _update_config(path: Path, settings: Any, is_streamed: bool) -> None:
+def _update_config(path: Path, settings: Any) -> None:
     values = read_json(path, dict)
-    if not is_streamed:
-        for name in ("quantization_config", "torch_dtype"):
-            values.pop(name, None)
-        values["dtype"] = settings.dtype
+    for name in ("quantization_config", "torch_dtype"):
+        values.pop(name, None)
+    values["dtype"] = settings.dtype
     if settings.trained_embedding_rows:
         for config in (values, values.get("text_config")):
             if isinstance(config, dict) and "vocab_size" in config:
@@ -118,12 +117,11 @@ def _update_config(path: Path, settings: Any, is_streamed: bool) -> None:
 def _merged_on_read(
     settings: Any, config: Any, adapter: Path, stored: list[shards.Tensor], progress: Progress
 ) -> list[shards.Tensor]:
-    if getattr(config, "quantization_config", None):
-        raise shards.StoredOtherwiseError("the base model is stored quantised")
+    if getattr(config, "quantization_config", None) or settings.trained_embedding_rows:
+        raise shards.StoredOtherwiseError("the base model is stored quantised, or its vocabulary grows")
     _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
-    grow_vocabulary(base, settings, None)
     return shards.merged_tensors(shards.with_adapter(base, adapter), stored)
 
 
@@ -133,7 +131,7 @@ def _merged_in_memory(
     is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    _check_memory(weight_bytes, "the whole model: its weights are stored in another form")
+    _check_memory(weight_bytes, "the whole model, which can't be merged tensor by tensor")
     require_disk(weight_bytes, folder)  # before minutes of loading
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)

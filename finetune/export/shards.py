@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,14 +15,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftModel, set_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import CommandError
 from finetune.files import read_safetensors_header, write_safetensors
 from finetune.layers.host_memory import DTYPE_NAMES, bytes_of
-from finetune.model.new_tokens import TRAINED_ROWS
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.printable import Progress
 from finetune.system import sync_file
@@ -79,7 +76,7 @@ def with_adapter(base: Any, adapter: Path) -> Any:
     model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
     for path, module in model.named_modules():  # PEFT has moved the adapter to meta; NaN reveals a tensor missing in its file
         for name, value in module._parameters.items():
-            if value is not None and value.is_meta and ("lora_" in f"{path}.{name}" or TRAINED_ROWS in f"{path}.{name}"):
+            if value is not None and value.is_meta and "lora_" in f"{path}.{name}":
                 module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
     set_peft_model_state_dict(model, load_file(adapter / ADAPTER_WEIGHTS))
     return model
@@ -90,7 +87,7 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
     # the base was loaded from this checkpoint, so transformers can revert how it renamed and converted tensors
     base = model.get_base_model()
     layers, merged = dict(_adapted_layers(base)), {tensor.name: tensor for tensor in tensors}
-    tied = dict(getattr(base, "all_tied_weights_keys", None) or {})  # source by tied weight
+    tied = {name for names in (getattr(base, "all_tied_weights_keys", None) or {}).items() for name in names}
 
     def stored_delta(parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         layer = layers[parameter]
@@ -98,59 +95,27 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
 
     cached_delta = lru_cache(maxsize=4)(stored_delta)  # a file alternates between the weights of experts
     for parameter, layer in layers.items():
-        if parameter in {*tied, *tied.values()}:
+        if parameter in tied:
             raise StoredOtherwiseError(f"{parameter} is tied to another weight")
+        if getattr(layer, "lora_variant", None):
+            raise StoredOtherwiseError(f"{parameter} has DoRA, which is not a sum of weight and change")
         shapes = _stored_shapes(base, parameter, layer)
         for name, shape in shapes.items():
             tensor = merged.get(name)
             if tensor is None or tensor.shape != shape or tensor.dtype not in _DTYPES:
                 raise StoredOtherwiseError(f"{parameter} is not stored as {name} {shape}")
-            if getattr(layer, "lora_variant", None):  # DoRA is not a sum of weight and delta
-                merge = partial(_merge_in_layer, layer)
-            else:
-                merge = partial(_add_delta, cached_delta if len(shapes) > 1 else stored_delta, parameter, name)
-            merged[name] = replace(tensor, read=partial(_read_merged, tensor, merge))
-    for parameter, first, end, rows in _trained_rows(base):
-        tables = (parameter, *(target for target, source in tied.items() if source == parameter))
-        placeholder = torch.empty(1, 1, device="meta")
-        names = [name for table in tables for name in revert_weight_conversion(base, {table: placeholder})]  # in the checkpoint
-        stored = [merged[name] for name in names if name in merged and merged[name].dtype in _DTYPES]
-        if not stored:
-            raise StoredOtherwiseError(f"{parameter} is not stored under its name")
-        for tensor in stored:
-            shape = (max(tensor.shape[0], end), *tensor.shape[1:])
-            size_bytes = math.prod(shape) * _DTYPES[tensor.dtype].itemsize
-            read = partial(_read_merged, tensor, partial(_with_rows, first, end, rows))
-            merged[tensor.name] = replace(tensor, shape=shape, size_bytes=size_bytes, read=read)
+            delta = partial(cached_delta if len(shapes) > 1 else stored_delta, parameter)
+            merged[name] = replace(tensor, read=partial(_read_merged, tensor, delta))
     return list(merged.values())
 
 
-def _read_merged(tensor: Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    weight = merge(torch.frombuffer(tensor.read(), dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape))
+def _read_merged(tensor: Tensor, delta: Callable[[torch.dtype], dict[str, torch.Tensor]]) -> Any:
+    weight = torch.frombuffer(tensor.read(), dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    weight.add_(delta(weight.dtype)[tensor.name])
     if not torch.isfinite(weight).all():
         problem = f"{tensor.name} would have values that are not finite after merging"
         raise CommandError(problem, "Its training diverged: train again.")
     return bytes_of(weight)
-
-
-def _add_delta(delta: Callable[..., dict[str, torch.Tensor]], parameter: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-    return weight.add_(delta(parameter, weight.dtype)[name])
-
-
-def _merge_in_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    base = layer.get_base_layer()
-    base.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.merge(safe_merge=True)
-    merged = base.weight.data
-    base.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
-    return merged
-
-
-def _with_rows(first: int, end: int, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    grown = weight.new_zeros(max(len(weight), end), weight.shape[1])
-    grown[: len(weight)] = weight
-    grown[first:end] = rows.to(weight.dtype)
-    return grown
 
 
 def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
@@ -166,25 +131,11 @@ def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
             yield f"{module_name}.{name or 'weight'}", module
 
 
-def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    # yields the parameter, its first trained row, the end, and the rows
-    for path, module in base.named_modules():
-        if isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
-            [(adapter, values)] = module.trainable_tokens_delta.items()
-            indices = module.token_indices[adapter]
-            yield f"{path.removesuffix('.token_adapter')}.weight", indices[0], indices[-1] + 1, values.detach()
-
-
 def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int, ...]]:
     weight = layer.get_param() if getattr(layer, "parameter_name", None) else layer.get_base_layer().weight
     shape = torch.Size(weight.shape)
     try:
         stored = revert_weight_conversion(base, {parameter: torch.empty(shape, device="meta")})
-        if getattr(layer, "lora_variant", None):  # DoRA needs the parameter's values in their shape and order
-            positions = torch.arange(shape.numel()).reshape(shape)
-            [values] = revert_weight_conversion(base, {parameter: positions.clone()}).values()
-            if not torch.equal(values, positions):
-                raise StoredOtherwiseError(f"{parameter} has DoRA and is stored in another form")
     except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
         raise StoredOtherwiseError(f"{parameter}: {error}") from error
     return {name: tuple(values.shape) for name, values in stored.items()}

@@ -26,7 +26,6 @@ CASES = {
     "llama": ("llama", {}, {"target_modules": LINEAR}),
     "llama in bfloat16": ("llama", {"dtype": torch.bfloat16}, {"target_modules": LINEAR}),
     "rank-stabilised": ("llama", {}, {"target_modules": LINEAR, "use_rslora": True}),
-    "DoRA": ("llama", {}, {"target_modules": LINEAR, "use_dora": True}),
     "output layer": ("llama", {"tie_word_embeddings": False}, {"target_modules": [*LINEAR, "lm_head"]}),
     "embedding": ("llama", {"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "one matrix for keys and values": ("phi3", {"pad_token_id": 0}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
@@ -120,8 +119,9 @@ def test_files_are_split_like_the_base_or_at_the_given_size(tmp_path):
         ("gpt_oss", {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, store_as_mxfp4,
          {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
         ("llama", {"tie_word_embeddings": True}, lambda folder: None, {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("llama", {}, lambda folder: None, {"target_modules": LINEAR, "use_dora": True}),
     ],
-    ids=["fp8", "mxfp4", "tied"],
+    ids=["fp8", "mxfp4", "tied", "DoRA"],
 )  # fmt: skip
 def test_what_is_stored_otherwise_is_merged_in_memory_as_peft_does(
     tmp_path, monkeypatch, model_type, sizes, store_quantised, lora_options

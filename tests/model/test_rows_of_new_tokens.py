@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import RecipeError
-from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
+from finetune.export.merge import write_merged
+from finetune.export.shards import stored_tensors
 from finetune.layers.loss import add_loss
 from finetune.model.adapters import attach_adapters, trainable_parameters
 from finetune.model.new_tokens import embedding_rows, grow_vocabulary
@@ -84,24 +85,22 @@ def test_a_step_changes_the_rows_of_new_tokens_only(tmp_path, tied):
 
 
 @pytest.mark.parametrize(("tied", "padded"), [(True, 5), (False, 5), (False, 64)])
-def test_merging_by_shards_equals_pefts_merge(tmp_path, tied, padded):
+def test_the_merged_model_equals_pefts_merge(tmp_path, tied, padded):
     wanted = settings(save(tmp_path / "base", tie_word_embeddings=tied, rows=padded))
     model = adapted(wanted)
     with torch.no_grad():
         for _, values in trainable_parameters(model):
             values.normal_(0, 0.2)
     model.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "merged").mkdir()
-    empty = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "meta"})
-    grow_vocabulary(empty, wanted, None)
-    tensors = stored_tensors(tmp_path / "base")
-    write_tensors(merged_tensors(with_adapter(empty, tmp_path / "adapter"), tensors), tmp_path / "merged")
+    load_tokenizer(wanted).save_pretrained(tmp_path / "adapter")
+    write_merged(wanted, tmp_path / "adapter", tmp_path / "merged", None, lambda _: None)
     _, whole = base_and_grown(wanted)
     expected = PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert set(merged) == {stored.name for stored in tensors}
+    assert set(merged) == {stored.name for stored in stored_tensors(tmp_path / "base")}
     for name, values in merged.items():
         torch.testing.assert_close(values, expected[name], msg=name)
+    assert AutoConfig.from_pretrained(tmp_path / "merged").vocab_size == max(padded, 7)
 
 
 def test_the_adapter_has_the_rows_and_not_the_tables(tmp_path):
