@@ -254,20 +254,10 @@ class OutOfMemory(Event, Memory, kind="out_of_memory"):
 
     phase: Annotated[str | None, "load, train, evaluate or save"] = None
     message: Annotated[str, "the error's text"] = ""
-    asked_bytes: Annotated[Int64OrNone, "size of the allocation that failed"] = None
     micro_batch: Annotated[Int64OrNone, "micro-batch size"] = None
     max_length: Annotated[Int64OrNone, "longest example in tokens"] = None
     forecast_allocated_bytes: Annotated[Int64OrNone, "forecast peak of the phase's allocated memory"] = None
     forecast_reserved_bytes: Annotated[Int64OrNone, "forecast peak of the phase's reserved memory"] = None
-    room_bytes: Annotated[Int64OrNone, "bytes still reservable within the run's limit and the GPU's free memory"] = None
-    free_bytes: Annotated[Int64OrNone, "free bytes of reserved memory in all blocks"] = None
-    largest_free_block_bytes: Annotated[Int64OrNone, "largest free block in reserved memory"] = None
-    largest_usable_block_bytes: Annotated[Int64OrNone, "largest free block that the failed allocation can use"] = None
-    free_blocks: Annotated[Int64OrNone, "number of free blocks in reserved memory"] = None
-    fragmented: Annotated[bool | None, "whether free memory would have been enough in one piece"] = None
-    holders: Annotated[dict[str, Int64], "largest holders of allocated memory: line of code, or size, to bytes"] = field(
-        default_factory=dict
-    )
 
 
 class LossSpike(Event, kind="loss_spike"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, State
 from finetune.planner.plan import AS_SET, Plan
-from finetune.run.out_of_memory import explanation_lines
+from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 from finetune.system import shell_join
 
@@ -158,7 +158,7 @@ def explanation_of(live: LiveRun, state: RunState) -> Safe:
     name, cause = state_name(state.state), _reason_sentence(state.message)
     heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        cause = _explained(event)
+        cause = as_on_page(explanation(event))
         if event.phase in _OUT_OF_MEMORY_HEADINGS:
             heading = tr(_OUT_OF_MEMORY_HEADINGS[event.phase])
         else:  # `step` is the last completed step
@@ -250,13 +250,9 @@ def settings_table(plan: Plan) -> Safe:
 def messages(digest: Digest) -> Safe:
     """Return states, retries and warnings."""
     return render(
-        "messages", events=list(reversed(digest.messages)), kinds=_MESSAGE_KIND_NAMES, explained=_explained,
+        "messages", events=list(reversed(digest.messages)), kinds=_MESSAGE_KIND_NAMES, explanation=explanation,
         hour=lambda event: time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)),
     )  # fmt: skip
-
-
-def _explained(event: OutOfMemory) -> str:
-    return " ".join(map(as_on_page, explanation_lines(event)))
 
 
 def pill(state: RunState) -> Safe:

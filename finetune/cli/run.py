@@ -23,7 +23,7 @@ from finetune.run import control
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
-from finetune.run.out_of_memory import explanation_lines
+from finetune.run.out_of_memory import explanation
 from finetune.run.pace import Pace
 from finetune.run.state import read_state
 from finetune.settings.methods import MAIN_METRICS, METRICS
@@ -245,7 +245,7 @@ def _event_text(event: events.Event) -> str:
         case events.RunWarning():
             return f"note: {event.message}"
         case events.OutOfMemory():
-            return f"out of memory: {' '.join(explanation_lines(event))}"
+            return f"out of memory: {explanation(event)}"
         case events.Retry():
             changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
             return f"{event.reason}; retrying with {changes} (attempt {event.attempt})"

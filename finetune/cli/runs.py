@@ -17,7 +17,7 @@ from finetune.run.accuracy import outcome
 from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.memory import request_history
-from finetune.run.out_of_memory import explanation_lines
+from finetune.run.out_of_memory import explanation
 from finetune.run.pace import Pace
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.state import RunState, is_alive, read_state
@@ -145,7 +145,7 @@ def _show_memory(source: str, *, as_json: bool) -> None:
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
             "forecast": checks_json.get("first steps"), "forecast_end": checks_json.get("end"),
             "history": next(reversed(histories.values()), None), "histories": histories,
-            "out_of_memory": {**event_json(failure), "explanation": " ".join(explanation_lines(failure))} if failure else None,
+            "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]")
@@ -165,7 +165,7 @@ def _show_memory(source: str, *, as_json: bool) -> None:
         error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
         out.print(f"{check.at}: forecast {format_bytes(predicted)} {kind}, measured {format_bytes(measured)}{error}")
     if failure:
-        out.print(f"out of memory: {escape(' '.join(explanation_lines(failure)))}")
+        out.print(f"out of memory: {escape(explanation(failure))}")
     for moment, history in histories.items():
         out.print(f"allocator history, {moment}: {escape(history)}")
     if timed_out:

@@ -129,13 +129,3 @@ def request_history(run: RunDirectory, deadline_s: float, progress: Progress) ->
             progress("waiting for the end of the run's step")
             time.sleep(_POLL_S)
     return True
-
-
-def allocator_now(on_cuda: bool) -> dict[str, Any]:
-    """Return the allocator's snapshot; empty without a GPU."""
-    if not on_cuda:
-        return {}
-    try:
-        return cuda.snapshot()
-    except RuntimeError:  # after a driver error every CUDA call fails
-        return {}

@@ -35,7 +35,7 @@ from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
-from finetune.run.memory import MemoryHistory, MemorySampler, allocator_now
+from finetune.run.memory import MemoryHistory, MemorySampler
 from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
@@ -96,8 +96,7 @@ class Worker:
             traceback.print_exc()
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
-                snapshot = allocator_now(not self.plan.card.is_cpu)
-                event = out_of_memory_event(error, phase, self.plan, self.memory.sample(), snapshot)
+                event = out_of_memory_event(error, phase, self.plan, self.memory.sample())
                 self.history.write("out-of-memory")
                 self.events.emit(event)
                 return OutOfMemory.exit_code

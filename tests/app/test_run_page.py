@@ -49,11 +49,12 @@ def test_a_run_that_diverged_in_float16_is_offered_other_settings_before_a_lower
     assert "float16" in card and "New run with other settings" in card and "rate" not in card
 
 
-def test_out_of_memory_names_what_held_the_memory(follow):
-    event = OutOfMemory(phase="train", message="x", asked_bytes=2 * GIB, holders={"activations of layer 12": 4 * GIB})
+def test_out_of_memory_has_the_message_and_the_plans_expectation(follow):
+    event = OutOfMemory(phase="train", message="Tried to allocate 2.00 GiB.", forecast_allocated_bytes=4 * GIB)
     live = follow(*steps(1, 4), event, State(state="failed", message="out of memory in phase train", exit_code=5))
     card = failure(live, live.state())
-    assert "Out of memory at step 5" in card and "activations of layer 12 (4.00 GiB)" in card and "other settings" in card
+    assert "Out of memory at step 5" in card and "other settings" in card
+    assert "Tried to allocate 2.00 GiB." in card and "4.00 GiB allocated" in card
 
 
 def test_the_head_says_what_to_do_in_each_state(follow):

@@ -25,7 +25,7 @@ from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
-from finetune.run.memory import MemorySampler, allocator_now
+from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.prepare import create_run, prepare
 from finetune.run.retry import next_smaller, no_smaller_plan_message
@@ -37,8 +37,6 @@ from finetune.units import GIB, MIB, format_bytes
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
-#: Blocks of one segment, MiB.
-PIECES = ((1000, "inactive"), (600, "active_allocated"), (800, "inactive"))
 SHORT = [
     "gpu=auto", "max_steps=3", "save_steps=0", "eval_steps=0", "effective_batch_size=2", "per_device_train_batch_size=1",
     "dataset.max_rows=16", "lora_r=4", "lora_alpha=8",
@@ -192,23 +190,15 @@ def test_the_users_own_settings_of_the_allocator_come_first(monkeypatch):
     assert worker_environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
 
 
-def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):
+def test_an_error_of_the_allocator_is_explained_by_its_message_and_the_plan(machine, make_run, card):
     machine("4090-desktop")
     plan = read_plan(make_run().plan)
-    blocks = [{"size": size * MIB, "state": state, "address": 0, "frames": []} for size, state in PIECES]
-    recorded = card(plan)
-    segment = {"stream": 0, "segment_type": "large", "allocated_size": GIB, "blocks": blocks}
-    recorded.answers["snapshot"] = {"segments": [segment], "device_traces": []}
+    card(plan)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
-    tight = dataclasses.replace(plan, budget_bytes=RESERVED + plan.card.context_bytes + 100 * MIB)
-    sample = MemorySampler(on_cuda=True).sample
-    event = out_of_memory_event(error, "evaluate", tight, sample(), allocator_now(on_cuda=True))
-    assert (event.asked_bytes, event.room_bytes, event.free_bytes, event.free_blocks) == (1536 * MIB, 100 * MIB, 1800 * MIB, 2)
-    assert event.fragmented and event.largest_usable_block_bytes == 1000 * MIB
+    event = out_of_memory_event(error, "evaluate", plan, MemorySampler(on_cuda=True).sample())
+    assert (event.message, event.peak_reserved_bytes) == (str(error), RESERVED)
     assert event.forecast_reserved_bytes == plan.forecast.reserved_peaks.get("eval")
-    assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"] and event.holders == {"one of 600 MiB": 600 * MIB}
-    recorded.broken = {"snapshot": RuntimeError("CUDA error: an illegal memory access was encountered")}
-    assert out_of_memory_event(error, "train", plan, sample(), allocator_now(on_cuda=True)).free_bytes is None
+    assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"]
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
