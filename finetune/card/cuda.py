@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune.card import nvidia
 
 
@@ -77,31 +75,12 @@ def allocator_bytes() -> dict[str, int | None]:
     }
 
 
-def snapshot() -> dict[str, Any]:
-    """Return every segment with its blocks. Slow."""
-    import torch
-
-    return torch.cuda.memory._snapshot()
-
-
 def has_plain_segments() -> bool:
     """Tell whether any segment can't expand."""
+    import torch
+
     # needs a first allocation: without segments the answer is False
-    return not all(segment["is_expandable"] for segment in snapshot()["segments"])
-
-
-def start_history(most_entries: int) -> None:
-    """Start recording every allocation with its stack."""
-    import torch
-
-    torch.cuda.memory._record_memory_history(max_entries=most_entries)
-
-
-def write_history(path: str) -> None:
-    """Write the recorded allocations to a file."""
-    import torch
-
-    torch.cuda.memory._dump_snapshot(path)
+    return not all(segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"])
 
 
 def try_kernel() -> bool:

@@ -178,8 +178,8 @@ command(
         JSON,
         flag("memory", "show: peak memory by phase, forecast against measured."),
     ],
-    "`show` prints a run's step, losses, scores and recipe; --memory prints peak memory by phase and the files of "
-    "record_memory_history=true, which a run in progress writes after its step. Deleted runs move to .trash in their folder.",
+    "`show` prints a run's step, losses, scores and recipe; --memory prints peak memory by phase. "
+    "Deleted runs move to .trash in their folder.",
     "runs show latest", "runs show latest --memory", "runs rename latest support-2"
 )
 command(

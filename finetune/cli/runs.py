@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, print_text, show_progress, state_text, table
+from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError, RecipeError
 from finetune.evaluate import results
 from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
@@ -16,16 +16,14 @@ from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
 from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
-from finetune.run.memory import request_history
 from finetune.run.out_of_memory import explanation
 from finetune.run.pace import Pace
 from finetune.run.retry import adjusted_plan, adjusted_since_s
-from finetune.run.state import RunState, is_alive, read_state
+from finetune.run.state import RunState, read_state
 from finetune.units import format_bytes, format_measured
 
 _USAGE_PROBLEMS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
-_STEP_DEADLINE_S = 120.0  # for a running step to end
 _PEAK_FIELDS = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip
@@ -128,23 +126,17 @@ def _show_memory(source: str, *, as_json: bool) -> None:
         plan = adjusted_plan(run)
     except RecipeError:  # the plan is damaged: show the measured memory without a forecast
         plan = None
-    timed_out = False
-    if plan and plan.settings.record_memory_history and not plan.card.is_cpu and is_alive(run):
-        with show_progress(quiet=as_json) as progress:  # an active run writes its history after its step
-            timed_out = not request_history(run, _STEP_DEADLINE_S, progress)
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # a later event replaces an earlier one
     forecast = plan.forecast if plan else None
     forecasts = {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in peaks}
     failure = newest(OutOfMemory, events)
-    histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
         checks_json = {moment: event_json(check) for moment, check in checks.items()}
         print_json({
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
             "forecast": checks_json.get("first steps"), "forecast_end": checks_json.get("end"),
-            "history": next(reversed(histories.values()), None), "histories": histories,
             "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
         })  # fmt: skip
         return
@@ -166,14 +158,6 @@ def _show_memory(source: str, *, as_json: bool) -> None:
         out.print(f"{check.at}: forecast {format_bytes(predicted)} {kind}, measured {format_bytes(measured)}{error}")
     if failure:
         out.print(f"out of memory: {escape(explanation(failure))}")
-    for moment, history in histories.items():
-        out.print(f"allocator history, {moment}: {escape(history)}")
-    if timed_out:
-        out.print(f"no step ended within {_STEP_DEADLINE_S:.0f} s; the run writes its history after this one")
-    if histories:
-        out.print("open a history at pytorch.org/memory_viz")
-    elif not timed_out:
-        out.print("no allocator history; record_memory_history=true records one (on a GPU)")
 
 
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:

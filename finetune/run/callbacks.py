@@ -21,7 +21,7 @@ from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory
-from finetune.run.memory import MemoryHistory, MemorySampler
+from finetune.run.memory import MemorySampler
 from finetune.run.stopping import read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
@@ -109,8 +109,8 @@ def _module_ran(path: tuple[str, ...], has_gradient: dict[tuple[str, ...], bool]
 class RunCallback(TrainerCallback):
     """Emits the events of each step and ends the run."""
 
-    def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
-        self._events, self._memory, self._stop, self._history = events, memory, stop, history
+    def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest) -> None:
+        self._events, self._memory, self._stop = events, memory, stop
         self._step_began_s, self._launched_s = 0.0, 0.0  # `_launched_s`: the step's last kernel was launched
         self._steps, self._skipped_steps, self.collapsed_steps = 0, 0, 0
         self._losses = deque[float](maxlen=_SPIKE_WINDOW)
@@ -197,7 +197,6 @@ class RunCallback(TrainerCallback):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
         self._compare_with_forecast(state, memory)
-        self._history.after_step(memory, state.global_step, state.max_steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the best step of a resumed run and apply the plan's learning rate."""

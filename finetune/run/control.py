@@ -66,7 +66,7 @@ def start(run: RunDirectory, early: subprocess.Popen[bytes] | None = None) -> in
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        for request in (run.stop_requests, run.finish_request, run.snapshot_request):
+        for request in (run.stop_requests, run.finish_request):
             request.unlink(missing_ok=True)  # of an earlier start
         with run.log.open("ab") as log:
             if early and early.stdin and early.poll() is None:

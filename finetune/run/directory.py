@@ -48,7 +48,6 @@ class RunDirectory:
     plan = _Entry("plan.json")  # the plan: every setting resolved, with reasons, and the forecast
     events = _Entry("events.jsonl")  # the events, one JSON object per line
     adjustments = _Entry("adjustments.json")  # settings that retries have changed, and the forecast for them
-    snapshot_request = _Entry("snapshot-request")  # exists while a command waits for the CUDA allocator's history
     finish_request = _Entry("finish-request")  # exists after a request to end the run after its step, with a result
     reserve = _Entry(".reserve")  # disk space that the supervisor frees to write the last events on a full disk
     log = _Entry("log.txt")  # output of the training process
@@ -63,15 +62,6 @@ class RunDirectory:
     base_adapter = _Entry("origin")  # the adapter that training continued from; absent after a start with a new adapter
     adapter = _Entry("adapter")  # the result: adapter, tokenizer and plan; of the best step, with held-out rows
     trackers = _Entry("trackers")  # files of TensorBoard, W&B and Trackio
-
-    def snapshot(self, moment: str) -> Path:
-        """Return the path of the CUDA memory snapshot at `moment`: peak, now, out-of-memory or end."""
-        return self.path / f"memory_snapshot-{moment}.pickle"
-
-    @property
-    def snapshots(self) -> dict[str, Path]:
-        written = sorted(self.path.glob("memory_snapshot-*.pickle"), key=lambda path: path.stat().st_mtime_ns)
-        return {path.stem.removeprefix("memory_snapshot-"): path for path in written}
 
 
 def create(path: Path, fill: Any) -> RunDirectory:

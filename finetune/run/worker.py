@@ -35,7 +35,7 @@ from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
-from finetune.run.memory import MemoryHistory, MemorySampler
+from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
@@ -71,8 +71,6 @@ class Worker:
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.on_event)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
-        records_history = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
-        self.history = MemoryHistory(run, self.events.warn, records=records_history)
         self._kernel_problem = ""  # why Triton's kernels can't run
         self.phase = "load"  # while training, `trainer.phase` is finer
         self.trainer: RunTrainer | None = None
@@ -96,9 +94,7 @@ class Worker:
             traceback.print_exc()
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
-                event = out_of_memory_event(error, phase, self.plan, self.memory.sample())
-                self.history.write("out-of-memory")
-                self.events.emit(event)
+                self.events.emit(out_of_memory_event(error, phase, self.plan, self.memory.sample()))
                 return OutOfMemory.exit_code
             if is_disk_full(error):
                 return self._report_failure(DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}"))
@@ -133,7 +129,6 @@ class Worker:
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
             trainer.finish_sealing()
-        self.history.end()
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
@@ -188,7 +183,6 @@ class Worker:
         set_seed(settings.seed)
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()
-        self.history.start()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local_rank)
         base = load_base(settings, config, device, self.events.warn, sharded=reads_own_rows(settings))
@@ -196,7 +190,7 @@ class Worker:
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
         self._end_load_phase(time.perf_counter() - began)
-        callback = RunCallback(self.events, self.memory, self.stop, self.history)
+        callback = RunCallback(self.events, self.memory, self.stop)
         train_rows, held_out = load_from_disk(str(self.run.data / "train")), self.run.data / "eval"
         trainer = RunTrainer(
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,

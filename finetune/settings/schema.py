@@ -345,7 +345,6 @@ class Recipe(_Strict):
         "If the loss exceeds this multiple of its recent median, return to a checkpoint and halve the learning rate.",
         gt=1,
     )
-    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for torch's memory viewer.")
     save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints to keep, besides the best.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)

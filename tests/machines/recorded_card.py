@@ -28,7 +28,6 @@ class RecordedCard:
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,
                 "segments": SEGMENTS, "peak_segments": SEGMENTS + 1, "allocation_retries": 0,
             },
-            "snapshot": {},
         }  # fmt: skip
         self.broken = broken or {}
 
