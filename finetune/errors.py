@@ -98,11 +98,6 @@ class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged
     """Loss or gradients are not finite, or the chosen answers of DPO or KTO have become unlikely."""
 
 
-# no user sees it: the supervisor retries from the last checkpoint
-class LossSpike(Diverged):
-    """The loss spiked."""
-
-
 class DiskFull(FinetuneError, exit_code=7, cause="disk", run_state="paused", title="The disk needs attention"):
     """The disk is full, or a path can't be written."""
 

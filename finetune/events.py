@@ -260,19 +260,12 @@ class OutOfMemory(Event, Memory, kind="out_of_memory"):
     forecast_reserved_bytes: Annotated[Int64OrNone, "forecast peak of the phase's reserved memory"] = None
 
 
-class LossSpike(Event, kind="loss_spike"):
-    """The opt-in loss watchdog has ended an attempt."""
-
-    message: Annotated[str, "the loss, its step, and the recent median"]
-    learning_rate: Annotated[float | None, "of the failed attempt"] = None
-
-
 #: Event types by the `kind` of a line.
 KINDS: dict[str, type[Event]] = {
     event.kind: event
     for event in (
         State, Phase, Start, Step, Compiled, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry,
-        OutOfMemory, LossSpike,
+        OutOfMemory,
     )
 }  # fmt: skip
 

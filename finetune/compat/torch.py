@@ -25,8 +25,6 @@ PRIVATE_NAMES = (
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", "override",
                 "Dynamo's wrapper takes longer than most operators of a dry run",
                 "torch.utils._python_dispatch.TorchDispatchMode.__init_subclass__", needs="a class that is not made yet"),
-    PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
-                "logged for the first step after the rate was lowered", "torch.optim.lr_scheduler.LRScheduler.get_last_lr"),
     PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
                 "adds 8 fake GPUs to a CUDA build that sees none: autograd starts a thread for each, and can't be forked",
                 "torch._subclasses.fake_tensor.FakeTensorMode.__enter__"),
@@ -175,13 +173,6 @@ def split_by_compiler(
         function, fw_compiler=lambda graph, _: to_callable(graph), bw_compiler=lambda graph, _: to_callable(graph),
         partition_fn=split, decompositions=select_decomp_table(),
     )  # fmt: skip
-
-
-def set_rates(schedule: Any, base_rate: float, rates: list[float]) -> None:
-    """Continue a schedule with another base learning rate."""
-    schedule.base_lrs = [base_rate] * len(schedule.base_lrs)
-    # logged for the next step
-    schedule._last_lr = rates
 
 
 @cache

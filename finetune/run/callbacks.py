@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-import statistics
 import time
-from collections import deque
 from typing import Any
 
 from transformers import TrainerCallback
 
 from finetune.card.allocator import has_windows_driver
-from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
 from finetune.events import Compiled, EventWriter, Memory, Step
@@ -30,7 +27,6 @@ from finetune.units import MIB, format_bytes
 
 _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
 _CHECKED_STEPS = 10  # enough to run every kind of layer: not every batch has an image, or a token for each expert
-_SPIKE_WINDOW = 5  # losses in the watchdog's median
 _COLLAPSED_STEPS = 8  # consecutive steps
 _FINISH = 1  # request to end the run with its best step as the result. SIGHUP's number is free: runs ignore SIGHUP
 _REPORTED_GROWTH_BYTES = 512 * MIB  # of other programs
@@ -113,12 +109,10 @@ class RunCallback(TrainerCallback):
         self._events, self._memory, self._stop = events, memory, stop
         self._step_began_s, self._launched_s = 0.0, 0.0  # `_launched_s`: the step's last kernel was launched
         self._steps, self._skipped_steps, self.collapsed_steps = 0, 0, 0
-        self._losses = deque[float](maxlen=_SPIKE_WINDOW)
         self._first_samples: list[Memory] = []
         self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
         # each is a message once the run ends for this reason
-        self.spike: str | None = None
         self.diverged: str | None = None
         self.stopped_early: str | None = None
 
@@ -192,24 +186,15 @@ class RunCallback(TrainerCallback):
             self._events.warn(message)
         self._check_finite(state.global_step, logs)
         self._check_collapse(state.global_step, tokens)
-        self._check_spike(state.global_step, logs["loss"])
-        if self.diverged or self.spike:
+        if self.diverged:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
         self._compare_with_forecast(state, memory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the best step of a resumed run and apply the plan's learning rate."""
-        if state.global_step == 0:
-            return
-        self.trainer.restore_best()
-        # the checkpoint restores the old rate; a retry may have lowered the plan's rate since
-        rate = args.learning_rate
-        groups = self.trainer.optimizer.param_groups  # type: ignore[union-attr]
-        for group in groups:
-            if group.get("initial_lr", rate) != rate:
-                group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
-        set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in groups])
+        """Restore the best step of a resumed run."""
+        if state.global_step > 0:
+            self.trainer.restore_best()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # when resumed from the last step, transformers compares it with max_steps only after training one more step
@@ -247,14 +232,6 @@ class RunCallback(TrainerCallback):
             self._events.emit(check)
             if message := excess_warning(self.trainer.plan, check):
                 self._events.warn(message)
-
-    def _check_spike(self, step: int, loss: float) -> None:
-        factor = self.trainer.plan.settings.loss_spike_factor
-        if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
-            median = statistics.median(self._losses)
-            if loss > factor * median:
-                self.spike = f"loss {loss:.4g} at step {step} is {loss / median:.1f} times the recent median {median:.4g}"
-        self._losses.append(loss)
 
     def _check_finite(self, step: int, logs: dict[str, Any]) -> None:
         skipped = self.trainer.accelerator.optimizer_step_was_skipped

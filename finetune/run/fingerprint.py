@@ -80,10 +80,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     if not sealed:
         return
     plan = adjusted_plan(run)
-    run_facts = deciding_facts(seal_facts(plan, run, base=False))
-    if folder.parent == run.path:  # not for a checkpoint: a retry may have lowered the rate since
-        run_facts["learning_rate"] = plan.settings.learning_rate
-    if differences := fact_differences(sealed, run_facts):
+    if differences := fact_differences(sealed, deciding_facts(seal_facts(plan, run, base=False))):
         raise CommandError([f"{folder} belongs to another run: {line}" for line in differences[:5]], fix)
     if base:
         require_same_base(folder, plan.settings, reread=reread)

@@ -20,7 +20,7 @@ import psutil
 from finetune import errors
 from finetune.card.allocator import allocator_environment
 from finetune.distributed.processes import Launcher, is_distributed
-from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State, newest
+from finetune.events import Event, EventReader, EventWriter, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
@@ -117,8 +117,7 @@ class Supervisor:
             self._emit(State(state="starting", attempt=attempt))
             code = self._run_attempt()
             self.events += self.reader.new()
-            retries = {errors.OutOfMemory.exit_code: self._retry_smaller, errors.Diverged.exit_code: self._retry_at_lower_rate}
-            if self.signals or code not in retries or not retries[code](attempt):
+            if self.signals or code != errors.OutOfMemory.exit_code or not self._retry_smaller(attempt):
                 return self._emit_final_state(code)
 
     def _run_attempt(self) -> int:
@@ -211,18 +210,6 @@ class Supervisor:
             return False
         adjust(self.run, changes)
         self._emit(Retry(attempt=attempt + 1, reason=f"out of memory in phase {phase}", changes=changes))
-        return True
-
-    def _retry_at_lower_rate(self, attempt: int) -> bool:
-        spike = self.events[-1] if self.events else None
-        if not isinstance(spike, LossSpike):
-            return False
-        if attempt > MOST_RETRIES:
-            self._emit_end("diverged", errors.Diverged.exit_code, f"{spike.message}, after {attempt} attempts")
-            return False
-        changes = {"learning_rate": adjusted_plan(self.run).settings.learning_rate / 2}
-        adjust(self.run, changes)
-        self._emit(Retry(attempt=attempt + 1, reason=spike.message, changes=changes))
         return True
 
     def _emit_final_state(self, code: int) -> int:

@@ -23,7 +23,7 @@ from finetune.card import cuda
 from finetune.compat.triton import tune_without_buffer
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full, is_out_of_memory
-from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
+from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
 from finetune.model.hybrid import kernel_fallback_notes
 from finetune.planner.plan import Plan, plan_was_edited
@@ -85,9 +85,6 @@ class Worker:
             self._shrink_to_fit()
             self._open_card()
             return self._train()
-        except LossSpike as error:
-            self.events.emit(events.LossSpike(message=error.problems[0], learning_rate=self.plan.settings.learning_rate))
-            return error.exit_code
         except FinetuneError as error:
             return self._report_failure(error)
         except Exception as error:  # noqa: BLE001 - every failure becomes an event
@@ -129,8 +126,6 @@ class Worker:
                 trainer.train(resume_from_checkpoint=str(checkpoint.path) if checkpoint else None)
         finally:
             trainer.finish_sealing()
-        if callback.spike:
-            raise LossSpike(callback.spike, "")
         if callback.diverged:
             raise Diverged(callback.diverged, self._divergence_advice(trainer.model, callback.collapsed_steps))
         step = trainer.state.global_step
@@ -257,13 +252,11 @@ class Worker:
         self.events.emit(events.State(state="running"))
 
     def _shrink_to_fit(self) -> None:
-        # only for a retry after out of memory
+        # only for a retry, which follows out of memory
         earlier_events = events.read_events(self.run.events)
         attempts = [event.attempt for event in earlier_events if isinstance(event, events.State) and event.attempt]
         attempt = attempts[-1] if attempts else 1
-        failures = [event for event in earlier_events if isinstance(event, (events.OutOfMemory, events.LossSpike))]
-        ran_out_of_memory = bool(failures) and isinstance(failures[-1], events.OutOfMemory)
-        if attempt == 1 or not ran_out_of_memory or self.rank.world_size > 1 or self.plan.card.is_cpu:
+        if attempt == 1 or self.rank.world_size > 1 or self.plan.card.is_cpu:
             return
         needed_bytes = self.plan.forecast.peak_bytes if self.plan.forecast else 0
         self.plan, changes = shrink_to_fit(self.run, self.plan, self.available_bytes)

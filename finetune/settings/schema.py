@@ -290,7 +290,7 @@ class Recipe(_Strict):
     gradient_accumulation_steps: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batches per optimizer step.")
     num_train_epochs: float = _training(2.0, RESULT, "Passes over the data.", gt=0, le=1e6)
     max_steps: Positive | None = _training(None, RESULT, "Optimizer steps; overrides num_train_epochs.")
-    learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = _training(AUTO, EXACTNESS, "Peak learning rate.")
+    learning_rate: AutoOr[Annotated[float, Field(gt=0, lt=1)]] = _training(AUTO, RESULT, "Peak learning rate.")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = _training(
         "cosine", RESULT, "Learning rate schedule."
     )
@@ -339,12 +339,6 @@ class Recipe(_Strict):
         AUTO, NOTHING, "Prompts answered at evaluations, first also by the base model; auto: 3, or 0 with layer_offloading."
     )
     save_steps: AutoOr[Count] = _run(AUTO, NOTHING, "Steps between checkpoints; 0: only at the end.")
-    loss_spike_factor: float | None = _run(
-        None,
-        NOTHING,
-        "If the loss exceeds this multiple of its recent median, return to a checkpoint and halve the learning rate.",
-        gt=1,
-    )
     save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints to keep, besides the best.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)

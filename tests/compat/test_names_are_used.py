@@ -9,13 +9,11 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-import torch
 from datasets.utils.file_utils import _raise_if_offline_mode_is_enabled
 from huggingface_hub.errors import OfflineModeIsEnabled
 from registry import ROWS
 
 from finetune.compat import hub
-from finetune.compat.torch import set_rates
 
 HERE = Path(__file__).resolve().parent
 #: Those that are asked for by the library; calls of ours and attributes that ours read fail by themselves when one is gone.
@@ -101,13 +99,3 @@ def test_the_libraries_follow_when_the_hub_is_switched_off(monkeypatch):
     assert huggingface_hub.is_offline_mode()
     with pytest.raises(OfflineModeIsEnabled):
         _raise_if_offline_mode_is_enabled()
-
-
-def test_a_schedule_is_logged_with_the_rates_it_was_given():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    set_rates(schedule, 0.25, [0.25])
-    assert schedule.get_last_lr() == [0.25]
-    optimizer.step()
-    schedule.step()
-    assert schedule.get_last_lr() == [0.25]

@@ -41,7 +41,7 @@ OTHER = {
     "lean_layers": True, "mlp_tile_tokens": 64, "offload_embeddings": True, "torch_compile": True,
     "layer_offloading": "cpu", "offloaded_layers": 2,
     "gpu": "hopper", "memory_budget": "9GiB", "host_memory": "64GiB", "output_dir": "runs/other",
-    "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
+    "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3,
     "save_total_limit": 9, "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
     "price_per_hour": 0.5,
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",

@@ -1,6 +1,6 @@
 """Faults to put into the real worker, once each. Not a test; used by the tests beside it.
 
-A fault is PLACE:WHAT. PLACE: load, step1, step5, evaluate or save. WHAT: none, oom, driver_oom, kill, hang or spike.
+A fault is PLACE:WHAT. PLACE: load, step1, step5, evaluate or save. WHAT: none, oom, driver_oom, kill or hang.
 """
 
 import os
@@ -92,10 +92,6 @@ def put_in(phase, what, run):
             return real(*arguments, **named)
 
         build.build_base = load
-        return
-    if what == "spike":
-        mark = Path(run) / "fault-struck"
-        in_step(int(phase[4:]), lambda _, loss: loss if mark.exists() else mark.touch() or loss * 100)()
         return
     name = {"evaluate": "prediction_step", "save": "save_model"}.get(phase, "training_step")
     real_method = getattr(RunTrainer, name)

@@ -155,12 +155,3 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
     assert codes == [0, 2]
     assert [event.step for event in events_of(run, Step)] == list(range(1, 9))
     assert not is_alive(run)
-
-
-def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
-    run = make_run("loss_spike_factor=10")
-    assert supervise(run, "step7:spike").wait() == 0, run.log.read_text()[-2000:]
-    retry = events_of(run, Retry)[0]
-    assert retry.changes == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry.reason
-    rates = {number: [event.learning_rate for event in events_of(run, Step) if event.step == number] for number in (6, 7)}
-    assert rates[7][1] == pytest.approx(rates[7][0] / 2) and len(rates[6]) == 1

@@ -17,7 +17,7 @@ FLIPS = {
 #: Settings that decide nothing of the result; flipped together.
 WITHOUT_EFFECT = {
     "memory_budget": "1GiB", "host_memory": "8GiB", "layer_offloading": "cpu", "offloaded_layers": "1", "save_steps": "1",
-    "loss_spike_factor": "50", "save_total_limit": "1", "price_per_hour": "0.5",
+    "save_total_limit": "1", "price_per_hour": "0.5",
 }  # fmt: skip
 
 
