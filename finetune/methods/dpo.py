@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.methods.method import REFERENCE_COLUMNS, USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
+from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
 from finetune.settings.methods import NOT_TRAINED
-
-_REFERENCE = REFERENCE_COLUMNS[0]
 
 
 class PairCollator:
@@ -21,12 +19,9 @@ class PairCollator:
         self._answers = answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return 2 x rows sequences, with `reference_log_probs` if precomputed."""
+        """Return 2 x rows sequences."""
         columns = ("input_ids", "labels")
-        batch = self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
-        if _REFERENCE in rows[0]:
-            batch[_REFERENCE] = torch.tensor([row[name] for name in REFERENCE_COLUMNS for row in rows], dtype=torch.float32)
-        return batch
+        return self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
 
 
 class Dpo(TrainingMethod):
@@ -35,16 +30,10 @@ class Dpo(TrainingMethod):
     def collator(self, answers: Collator) -> Collator:
         return PairCollator(answers)
 
-    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        return {_REFERENCE: torch.zeros(rows)} if self.settings.precompute_ref_log_probs is True else {}
-
     def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
-        reference = inputs.get(_REFERENCE)
-        inputs = {name: value for name, value in inputs.items() if name != _REFERENCE}
         # The reference is the model before training: no second model. Its forward pass comes first, when no activations of
         # the training pass are in memory.
-        if reference is None:
-            reference = self.reference_log_probs(model, inputs)
+        reference = self.reference_log_probs(model, inputs)
         outputs = forward(model, inputs, routed=routed)
         log_probs = outputs.log_probs.sum(dim=1)
         log_ratios = log_probs - reference

@@ -18,8 +18,6 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 #: Trained tokens of the whole step.
 Items = torch.Tensor | int | None
 USUAL_BETA = 0.1  # beta in DPO's paper, TRL, LLaMA-Factory and Axolotl
-#: Columns of a precomputed reference: log-probabilities of the chosen and of the rejected answer.
-REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
 #: Nats by which collapsed answers are less likely than under the reference: per answer and per token, on average.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 
@@ -48,8 +46,7 @@ class TrainingMethod(ABC):
 
     def copy_reference(self, model: Any) -> None:
         """Copy the adapter that training continues from, if the method needs a reference."""
-        continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
-        if METHODS[self.settings.method].reference_passes and continues:
+        if METHODS[self.settings.method].reference_passes and self.settings.adapter_name_or_path is not None:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
 
     @contextmanager
@@ -65,11 +62,9 @@ class TrainingMethod(ABC):
             finally:
                 for parameter, data in zip(parameters, trained, strict=True):
                     parameter.data = data
-        elif self.settings.adapter_name_or_path is None:  # a new adapter: the base model is the reference
+        else:  # a new adapter: the base model is the reference
             with getattr(model, "module", model).disable_adapter():
                 yield
-        else:  # precomputed before the first step, when the adapter is still the reference
-            yield
 
     def collator(self, answers: Collator) -> Collator | None:
         """Return a collator based on the collator of single answers; None for that collator itself."""

@@ -91,8 +91,6 @@ def choose_basics(
     choices = choices.choose("mlp_tile_tokens", *_advise_tile(choices, data))
     # the planner forecasts compiled layers later, once a strategy fits without them
     choices = choices.choose("torch_compile", False, "not tried")
-    if choices.recipe.precompute_ref_log_probs == AUTO:
-        choices = choices.choose("precompute_ref_log_probs", *_advise_precomputing(choices, data))
     # the card's reason also where the recipe sets `gpu`
     choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
     model_name = choices.recipe.model_name_or_path.rstrip("/").rpartition("/")[2]
@@ -197,21 +195,6 @@ def _advise_tile(choices: Choices, data: DataStatistics | None) -> tuple[int, st
     if longest <= MOST_UNTILED_TOKENS:
         return 0, f"only rows of more than {MOST_UNTILED_TOKENS:,} tokens need tiles"
     return TILE_TOKENS, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
-
-
-def _advise_precomputing(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
-    recipe = choices.recipe
-    if not METHODS[recipe.method].precomputes or recipe.launch.num_processes > 1:
-        methods = " or ".join(name for name, method in METHODS.items() if method.precomputes)
-        return False, f"only method {methods} in one process can precompute its reference"
-    epochs = recipe.num_train_epochs
-    if recipe.max_steps is not None:
-        if data is None:
-            return False, "the rows have not been read"
-        epochs = recipe.max_steps * choices.value("effective_batch_size") / data.rows
-    if epochs <= 1:
-        return False, "no row is trained twice, so each reference is computed once anyway"
-    return True, f"rows are trained {epochs:.3g} times, but their reference is computed once"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

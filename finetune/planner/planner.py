@@ -190,7 +190,7 @@ class _Planner:
             return ""
         job = dataclasses.replace(job, compiled=True, lean=False) if attempt.compiled else job
         settings = self._settings_of(attempt.choices, chosen.strategy)
-        sft = resolved(settings, method="sft", precompute_ref_log_probs=False, **dict.fromkeys(method.settings))
+        sft = resolved(settings, method="sft", **dict.fromkeys(method.settings))
         memory_ratio = chosen.forecast.peak_bytes / self._forecast(sft, attempt.search.width).peak_bytes
         price = f"{memory_ratio:.1f} x the memory"
         if knows_rates(self.card):
@@ -306,9 +306,8 @@ class _Planner:
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes,
                 compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
-                fused_mixers=self.fused_mixers,
-                method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
-                vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
+                fused_mixers=self.fused_mixers, method=method_of(choices.recipe), vision=self.vision,
+                picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip
             steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
             lean = functools.partial(why_lean, job, choices, self.config, steps_of)

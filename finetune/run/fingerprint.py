@@ -26,7 +26,7 @@ from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
-_HASHES = {"data", "base", "base_config", "origin", "reference"}
+_HASHES = {"data", "base", "base_config", "origin"}
 #: Not compared by name: hashes identify the base model and the rows wherever they are.
 _INPUT_NAMES = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
 

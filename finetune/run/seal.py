@@ -18,7 +18,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
            "base_config": "the base model's config.json or index has changed",
            "origin": "the adapter that training continued from has changed",
-           "reference": "the precomputed reference has changed",
            "base_generation": "the base model's generation_config.json has changed"}  # fmt: skip
 
 

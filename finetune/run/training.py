@@ -301,7 +301,7 @@ class RunTrainer(SFTTrainer):
         if not problem:
             lengths = row_lengths(rows)
             longest = max(range(len(lengths)), key=lengths.__getitem__)
-            inputs = self.on_device([rows[longest]] * plan.settings.per_device_train_batch_size)
+            inputs = self._prepare_inputs(self.data_collator([rows[longest]] * plan.settings.per_device_train_batch_size))
             model.train()
             hooks = step_context(plan.settings, inputs["input_ids"].device)
             # as in `training_step`
@@ -316,9 +316,6 @@ class RunTrainer(SFTTrainer):
         apply_techniques(model, settings)
         self.events.warn(f"layers are not compiled: {problem}; the run uses lean layers, which are slower")
         return dataclasses.replace(plan, settings=settings)
-
-    def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._prepare_inputs(self.data_collator(rows))
 
     @contextlib.contextmanager
     def measured_phase(self, name: str) -> Iterator[None]:

@@ -164,7 +164,6 @@ class Worker:
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
         from finetune.run.offloading_checks import check_host_memory
-        from finetune.run.reference import add_reference
         from finetune.run.training import RunTrainer, sft_config
 
         restore_gc_thresholds()
@@ -203,8 +202,6 @@ class Worker:
             trainer.method.copy_reference(trainer.model)
         if settings.torch_compile:
             trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
-        if settings.precompute_ref_log_probs is True:
-            hashing.result()["reference"] = add_reference(trainer)
         return trainer, callback
 
     @cached_property

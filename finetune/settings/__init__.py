@@ -20,7 +20,7 @@ PLAIN_VALUES: dict[str, Any] = {
     "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
     "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
-    "precompute_ref_log_probs": False, "torch_compile": False, "layer_offloading": False,
+    "torch_compile": False, "layer_offloading": False,
     "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
     "eval_steps": 0, "save_steps": 0, "sample_answers": 0,
 }  # fmt: skip

@@ -72,11 +72,6 @@ def _method(recipe: Recipe) -> Iterator[str]:
     if (recipe.loss_type == "robust") != (recipe.label_smoothing is not None):
         yield "loss_type robust and label_smoothing (share of pairs in the wrong order) go together; set both or neither"
     yield from _min_rows(recipe)
-    if recipe.precompute_ref_log_probs is True and not method.precomputes:
-        reason = "answers of a KL batch change with the order of rows" if method.reference_passes else "it has no reference"
-        yield f"precompute_ref_log_probs does not work with method {name}: {reason}"
-    if recipe.precompute_ref_log_probs is True and recipe.launch.num_processes > 1:
-        yield "precompute_ref_log_probs does not work with several processes; set it to false"
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"

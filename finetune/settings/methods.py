@@ -29,8 +29,6 @@ class Method:
     #: Multiple of SFT's learning rate, and the source of that factor.
     rate_factor: float = 1.0
     rate_source: str = ""
-    #: Whether the reference can be computed before the training.
-    precomputes: bool = False
 
     @property
     def has_own_format(self) -> bool:
@@ -53,7 +51,7 @@ METHODS = {
         ),
     ),
     "dpo": Method(
-        implementation="finetune.methods.dpo:Dpo", sequences=2, reference_passes=1, row_format="preference", precomputes=True,
+        implementation="finetune.methods.dpo:Dpo", sequences=2, reference_passes=1, row_format="preference",
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="TRL: dpo.py, sft.py",  # 5e-6 and 2e-4 with LoRA
@@ -100,11 +98,9 @@ def min_rows(recipe: Any) -> int:
     return METHODS[recipe.method].min_rows if has_kl(recipe.method, recipe.loss_type) else 1
 
 
-def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
-    """Return the recipe's method, with the reference passes of its loss. `precomputes`: without any."""
+def method_of(recipe: Any) -> Method:
+    """Return the recipe's method, with the reference passes of its loss."""
     method = METHODS.get(recipe.method, METHODS["sft"])  # `auto` until the rows decide
-    if precomputes:
-        return replace(method, reference_passes=0)
     return method if method.min_rows == 1 or has_kl(recipe.method, recipe.loss_type) else replace(method, reference_passes=1)
 
 

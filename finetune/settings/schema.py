@@ -311,9 +311,6 @@ class Recipe(_Strict):
     int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
     lean_layers: AutoOr[bool] = _memory(AUTO, COST | EXACTNESS, "Save only about half the activations, in known layers.")
     mlp_tile_tokens: AutoOr[Count] = _memory(AUTO, COST | EXACTNESS, "Tokens per tile of a lean MLP, for long rows; 0: off.")
-    precompute_ref_log_probs: AutoOr[bool] = _memory(
-        False, COST | EXACTNESS, "dpo: compute the reference once, before training; auto: if rows are trained more than once."
-    )
     offload_embeddings: AutoOr[bool] = _memory(AUTO, COST, "Keep the input embedding in host memory, unless it is tied.")
     layer_offloading: AutoOr[Literal[False, "cpu", "nvme"]] = _memory(
         AUTO, COST, "Where frozen decoder layers are: on the GPU (false), in host memory (cpu), or in a file (nvme)."

@@ -20,7 +20,6 @@ ONLY_WITH_VISION: dict[str, tuple[Any, str]] = {
     "activation_offloading": (False, "activation offloading is not supported in a vision tower yet"),
     "load_in_8bit": (False, "int8 is untested with a vision tower; use load_in_4bit, or neither"),
     "use_dora": (False, "DoRA is untested with images"),
-    "precompute_ref_log_probs": (False, "only method sft reads images"),
     "new_tokens": ({}, "embedding rows are not trained with a vision tower yet"),
     "trained_embedding_rows": ([], "embedding rows are not trained with a vision tower yet"),
     "trust_remote_code": (False, "images are read by transformers' own processors only"),

@@ -20,7 +20,6 @@ import finetune.layers.lean_layers
 import finetune.layers.offload
 import finetune.model.build
 import finetune.model.cpu_adamw
-import finetune.run.reference
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.forecast import RowShape
@@ -241,20 +240,6 @@ def merge_experts_on_host(tracker: RealTracker, patch: pytest.MonkeyPatch) -> No
     patch.setattr(Bnb4bitQuantize, "convert", convert)
 
 
-def separate_reference(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
-    """A precomputed reference is a phase of its own; it is made while the trainer is built."""
-    computed = finetune.run.reference._compute_log_probs
-
-    def apart(*arguments):
-        before, tracker.phase = tracker.phase, "reference"
-        try:
-            return computed(*arguments)
-        finally:
-            tracker.phase = before
-
-    patch.setattr(finetune.run.reference, "_compute_log_probs", apart)
-
-
 def watch(trainer, tracker: RealTracker) -> None:
     """Tell the tracker the phase, at the same places as in the dry run."""
 
@@ -294,7 +279,7 @@ def measured(run) -> dict[str, int]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         stack.callback(lambda: [signal.signal(number, handler) for number, handler in handlers.items()])
         stack.enter_context(garbage_collection_paused())
-        for change in (separate_host_memory, count_weights_when_loaded, separate_reference):
+        for change in (separate_host_memory, count_weights_when_loaded):
             change(tracker, patch)
         stack.enter_context(tracker)
         worker = Worker(run)

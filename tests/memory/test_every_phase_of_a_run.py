@@ -20,15 +20,12 @@ NF4 = {"load_in_4bit": True}
 #: Whichever two rows meet, one is padded.
 UNEVEN = {"per_device_train_batch_size": 2, "lengths": tuple(range(128, 112, -2))}
 KTO = {"method": "kto", "per_device_eval_batch_size": 2} | UNEVEN
-#: The grid of a reference in each step or before the first, formats of the base, and what is recomputed.
+#: The grid of formats of the base, and what is recomputed.
 PAIRS = {
-    f"dpo{reference}{base}{recomputed}": {"method": "dpo"} | more
-    for (reference, precomputed), (base, quantised), (recomputed, checkpointing) in itertools.product(
-        [("", {}), ("-precomputed", {"precompute_ref_log_probs": True})],
-        [("", {}), ("-nf4", NF4)],
-        [("", {}), ("-recomputed", RECOMPUTED), ("-every-2", EVERY_2)],
+    f"dpo{base}{recomputed}": {"method": "dpo"} | quantised | checkpointing
+    for (base, quantised), (recomputed, checkpointing) in itertools.product(
+        [("", {}), ("-nf4", NF4)], [("", {}), ("-recomputed", RECOMPUTED), ("-every-2", EVERY_2)]
     )
-    for more in [precomputed | quantised | checkpointing]
 }
 TECHNIQUES = {
     "kept": {},
@@ -85,7 +82,7 @@ USUAL = {
     ("llama", "table"),
     ("qwen3", "table-tiles-nf4"),
     ("qwen3", "kto-nf4-recomputed"),
-    ("gemma3_text", "dpo-precomputed-nf4-recomputed"),
+    ("gemma3_text", "dpo-nf4-recomputed"),
     ("gemma3_text", "int8-offloaded"),
     ("qwen3_moe", "float32"),
 }

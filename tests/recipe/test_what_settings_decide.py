@@ -32,7 +32,7 @@ OTHER = {
     "new_tokens": {"more and": "more"}, "trained_embedding_rows": [512, 520],
     "use_rslora": True, "adapter_dtype": "bfloat16",
     "method": "dpo", "beta": 0.5, "loss_type": "apo_zero_unpaired", "label_smoothing": 0.2, "sft_weight": 0.5,
-    "desirable_weight": 2.0, "undesirable_weight": 0.5, "precompute_ref_log_probs": True,
+    "desirable_weight": 2.0, "undesirable_weight": 0.5,
     "effective_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
     "num_train_epochs": 5.0, "max_steps": 7, "learning_rate": 1e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.5,
     "warmup_steps": 5,
@@ -72,7 +72,6 @@ OTHER_SETTINGS = {
     "torch_compile": {"activation_checkpointing": "offload"},  # compiled layers offload their inputs by other hooks
     "load_in_8bit": {"load_in_4bit": False}, "beta": {"method": "dpo"}, "loss_type": {"method": "kto"},
     "desirable_weight": {"method": "kto"}, "undesirable_weight": {"method": "kto"},
-    "precompute_ref_log_probs": {"method": "dpo"},
     "label_smoothing": {"method": "dpo", "loss_type": "robust", "label_smoothing": 0.1}, "sft_weight": {"method": "dpo"},
     "mlp_tile_tokens": {"activation_checkpointing": True, "lean_layers": True},
     "activation_checkpointing_every_n_layers": {"activation_checkpointing": True},
