@@ -137,8 +137,6 @@ class Step(Event, Memory, kind="step"):
     tokens_per_s: Annotated[float | None, Chart("Tokens per second", "count"), "real tokens per second"] = None
     temperature_c: Annotated[float | None, Chart("Temperature", "°C"), "temperature of the GPU"] = None
     power_w: Annotated[float | None, Chart("Power", "W"), "power draw of the GPU"] = None
-    gpu_utilisation: Annotated[float | None, "share of the driver's last sample in which a kernel of any program ran"] = None
-    host_wait_s: Annotated[float | None, "how long the host waited for the GPU at the end of the step"] = None
 
 
 #: Charts by field of Step. The run's page and trackers show the fields with a Chart.

@@ -183,14 +183,13 @@ def figures(digest: Digest, plan: Plan) -> str:
     averages = [average for _, average in smoothed(loss.points()) if average is not None] if loss else []
     evaluation, step = digest.newest.get(Evaluation.kind), digest.newest_step
     rate = step.tokens_per_s if step else None
-    clauses, values = digest.pace.step_time_clauses(plan)
     return render(
         "figures", loss=loss, average=averages[-1] if averages else None,
         held_out=held_out if held_out and held_out.last is not None else None,
         held_out_step=evaluation.step if isinstance(evaluation, Evaluation) else held_out and held_out.last_step,
         lowest=held_out.lowest_bin if held_out else None, measured=measured_peak(digest, plan), forecast=plan.forecast,
         is_cpu=plan.card.is_cpu, step=step, rate=rate if rate is not None and math.isfinite(rate) else None,
-        deviation=_deviation_text, step_time=as_on_page(" ".join(tr(clause, **values) for clause in clauses)),
+        deviation=_deviation_text,
     )  # fmt: skip
 
 

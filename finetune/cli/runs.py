@@ -17,7 +17,6 @@ from finetune.run.accuracy import outcome
 from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
-from finetune.run.pace import Pace
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.state import RunState, read_state
 from finetune.units import format_bytes, format_measured
@@ -84,12 +83,9 @@ def _show(source: str, *, as_json: bool) -> None:
     events = read_events(run.events)
     spent_s = seconds_spent(events)
     try:
-        plan = adjusted_plan(run)
-        cost = cost_of(spent_s, plan.settings.price_per_hour)
-        clauses, parameters = Pace.of(events).step_time_clauses(plan)
-        step_time = " ".join(clauses).format(**parameters)
+        cost = cost_of(spent_s, adjusted_plan(run).settings.price_per_hour)
     except CommandError:  # the plan is damaged
-        cost, step_time = None, ""
+        cost = None
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
     best_loss = min((loss for loss in losses if loss is not None), default=None)
     evaluations = results.read_evaluations(run)
@@ -100,13 +96,11 @@ def _show(source: str, *, as_json: bool) -> None:
             scores[name] = {"rows": values["rows"], "base": base, "tuned": tuned}
         print_json({
             "run": str(run.path), **_state_json(state), "eval_loss": best_loss, "scores": scores, "recipe": recipe,
-            "seconds": spent_s, "cost": cost, "step_time": step_time or None,
+            "seconds": spent_s, "cost": cost,
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
     out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)[0]}")
-    if step_time:
-        out.print(escape(step_time))
     if cost is not None:
         out.print(f"cost {cost:,.2f}")
     shown = table("evaluation", "score", ">base", ">tuned")

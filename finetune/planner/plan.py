@@ -336,12 +336,12 @@ class Plan:
     """Settings, reasons, forecast and verdict. The same inputs give the same plan.
 
     `budget_bytes`: GPU memory that the run may use. `headroom_bytes`: budget less the forecast's upper end, negative if the
-    plan does not fit. `shortfall`: the missing bytes. `modelled_step_s`: step time before correction by earlier runs;
-    `modelled_gpu_s`: the GPU's part. `length_costs`: costs of other max_lengths. `checks`: host memory and disk. `many_cards`:
-    memory per GPU, if one GPU is too small or the launch shards the model. `data_problem`: why a run would refuse the rows.
-    `layer_copies`: None without layer offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's
-    rates are unknown. `run_time`: by earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute
-    path of a local base model; `model_type` and `parameters` describe the base model.
+    plan does not fit. `shortfall`: the missing bytes. `modelled_step_s`: step time before correction by earlier runs.
+    `length_costs`: costs of other max_lengths. `checks`: host memory and disk. `many_cards`: memory per GPU, if one GPU is too
+    small or the launch shards the model. `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
+    offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: by
+    earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model;
+    `model_type` and `parameters` describe the base model.
     """
 
     settings: Settings
@@ -356,7 +356,6 @@ class Plan:
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
     modelled_step_s: float | None = None
-    modelled_gpu_s: float | None = None
     shortfall: Shortfall | None = None
     length_costs: tuple[LengthCost, ...] = ()
     checks: tuple[ResourceCheck, ...] = ()

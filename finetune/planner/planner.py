@@ -244,7 +244,6 @@ class _Planner:
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
             budget_bytes=self.budget_bytes, headroom_bytes=self.budget_bytes - forecast.peak_high_bytes, run_time=run_time,
-            modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
             checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,

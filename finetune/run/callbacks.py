@@ -107,7 +107,7 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest) -> None:
         self._events, self._memory, self._stop = events, memory, stop
-        self._step_began_s, self._launched_s = 0.0, 0.0  # `_launched_s`: the step's last kernel was launched
+        self._step_began_s = 0.0
         self._steps, self._skipped_steps, self.collapsed_steps = 0, 0, 0
         self._first_samples: list[Memory] = []
         self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
@@ -133,7 +133,6 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop on request: pause with a checkpoint, or finish early with an evaluation."""
         self._require_directory()
-        self._launched_s = time.perf_counter()
         if self.trainer.seal_facts.done():
             self.trainer.seal_facts.result()  # raises if a file of the base model is damaged
         # resuming is bit-exact only after a complete optimizer step
@@ -150,8 +149,6 @@ class RunCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        # the trainer has read the loss since `on_step_end`, and reading waits for all kernels of the step
-        host_wait_s = None if self.trainer.plan.card.is_cpu else time.perf_counter() - self._launched_s
         tokens = self.trainer.take_counts()
         supervised = tokens["supervised"]
         step_s = time.perf_counter() - self._step_began_s
@@ -170,7 +167,6 @@ class RunCallback(TrainerCallback):
             metrics=self.trainer.method.metrics(tokens),
             step_s=step_s,
             tokens_per_s=tokens["real"] / step_s if tokens["real"] and step_s > 0 else None,
-            host_wait_s=host_wait_s,
             **vars(memory),
             **self._memory.sensors(),
         ))  # fmt: skip

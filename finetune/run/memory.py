@@ -38,8 +38,7 @@ class MemorySampler:
     def sensors(self) -> dict[str, Any]:
         values, gpu = {}, self._gpu
         if gpu is not None:
-            sensors = {"temperature_c": gpu.temperature_c, "power_w": gpu.power_w, "gpu_utilisation": gpu.utilisation}
-            for name, read in sensors.items():
+            for name, read in {"temperature_c": gpu.temperature_c, "power_w": gpu.power_w}.items():
                 with contextlib.suppress(DriverError):  # not every GPU has every sensor
                     values[name] = read()
         return values

@@ -35,8 +35,8 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         adjustments = _read_adjustments(run)
         if not adjustments.changes:
             return plan
-        if _affect(adjustments.changes, Decides.SPEED):  # the modelled times are of other settings
-            plan = dataclasses.replace(plan, modelled_step_s=None, modelled_gpu_s=None)
+        if _affect(adjustments.changes, Decides.SPEED):  # the modelled time is of other settings
+            plan = dataclasses.replace(plan, modelled_step_s=None)
         settings = resolved(plan.settings, **adjustments.changes)
         return dataclasses.replace(plan, settings=settings, forecast=adjustments.forecast or plan.forecast)
     except (OSError, ValueError) as error:

@@ -20,7 +20,6 @@ from finetune.evaluate.results import _MEASURES
 from finetune.events import CHARTS
 from finetune.planner.plan import VERDICTS
 from finetune.run.best import COMPARED, NOT_COMPARED
-from finetune.run.pace import STEP_TIME
 from finetune.settings.schema import GROUPS
 
 APP = Path(language.__file__).parent
@@ -37,7 +36,7 @@ def marked():
                 branches = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
-    texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
+    texts |= {*GROUPS, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
     texts |= ZH.keys() & {setting_name(field.name) for field in new_run.fields()}
     texts |= {chart.title for chart in CHARTS.values()} | {title for title, *_ in _MEASURES if title}
     texts |= {field.row.description for field in new_run.fields()}

@@ -19,7 +19,7 @@ from finetune.data.report import DataReport, Finding
 from finetune.errors import CommandError, RecipeError
 from finetune.evaluate import score
 from finetune.evaluate.results import Comparison, Score
-from finetune.events import EventWriter, State, Step
+from finetune.events import EventWriter, State
 from finetune.files import parse_checked, write_json
 from finetune.recipe import load_recipe
 from finetune.run.control import rename_run, update_settings
@@ -45,14 +45,6 @@ def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetun
     assert "exact match" in captured.out and "25.0%" in captured.out and "lora_r: 1" in captured.out
     code, captured = finetune("runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
-
-
-def test_a_run_on_a_gpu_is_shown_with_where_the_time_of_a_step_goes(tmp_path, kept_run, finetune):
-    run = RunDirectory(kept_run(tmp_path))
-    for number in range(1, 6):
-        EventWriter(run.events).emit(Step(step=number, step_s=0.2, host_wait_s=0.1))
-    sentence = json.loads(finetune("runs", "show", str(run.path), "--json")[1].out)["step_time"]
-    assert "Python waited 100 ms" in sentence and sentence in finetune("runs", "show", str(run.path))[1].out
 
 
 @pytest.mark.parametrize(
