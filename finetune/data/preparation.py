@@ -53,7 +53,7 @@ class EncodedRows:
 
     def select(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
         """Apply a max_length; None is no limit."""
-        splits = [LimitedSplit(split, max_length, recipe.excess_length, recipe.seed) for split in self.splits]
+        splits = [LimitedSplit(split, max_length, recipe.excess_length) for split in self.splits]
         return SelectedRows(self, recipe, max_length, splits)
 
 
@@ -161,8 +161,6 @@ class SelectedRows:
         recipe, encoder = self.recipe, self.encoded.encoder
         template = encoder.template and encoder.template.source
         settings: list[Any] = [self.max_length, recipe.excess_length, recipe.train_on_inputs, template]
-        if recipe.dataset.weights:
-            settings += [recipe.dataset.weights, recipe.seed]
         identity = [encoder.tokenizer.special_tokens_map, sorted(encoder.stops), encoder.vocabulary_digest]
         hashed = sha256(json.dumps([settings, identity], sort_keys=True, default=str).encode())
         for split in self.splits:
@@ -281,9 +279,7 @@ def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, 
         if rows_read() == dataset.max_rows:
             break
         limit = None if dataset.max_rows is None else dataset.max_rows - rows_read()
-        part = tokenise_source(source, dataset, limit, encoder, lambda rows: progress(rows_read() + rows))
-        part.weight = source.weight
-        parts.append(part)
+        parts.append(tokenise_source(source, dataset, limit, encoder, lambda rows: progress(rows_read() + rows)))
     return StoredRows(parts)
 
 
@@ -302,8 +298,6 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         rows_too_long=int(limited.too_long.sum()),
         rows_truncated=int(limited.truncated.sum()),
         rows_chunked=int((limited.chunked & limited.used).sum()),
-        rows_left_out=limited.left_out,
-        rows_repeated=int(sum(rows.sum() for rows in limited.passes[1:])),
         tokens_dropped=limited.tokens_dropped,
         duplicate_rows=sum(finding.rows for finding in findings if finding.kind == "duplicates"),
         sequences=len(limited.lengths),

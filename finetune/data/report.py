@@ -55,15 +55,13 @@ class DataReport:
 
     files: tuple[str, ...]
     format: str
-    rows_read: int  # rows_used + rows_refused + rows_held_out + rows_left_out + rows_dropped
+    rows_read: int  # rows_used + rows_refused + rows_held_out + rows_dropped
     rows_used: int
     rows_refused: tuple[Refused, ...] = ()
     rows_held_out: int = 0
     rows_too_long: int = 0
     rows_truncated: int = 0
     rows_chunked: int = 0  # of plain text, cut into several sequences
-    rows_left_out: int = 0  # by dataset.weights
-    rows_repeated: int = 0  # repeats by dataset.weights: a row used three times counts twice
     tokens_dropped: int = 0  # in rows dropped or truncated for their length
     duplicate_rows: int = 0  # equal to an earlier row; kept
     sequences: int = 0  # more than rows_used where a chat template needs one per answer
@@ -85,7 +83,7 @@ class DataReport:
         return self.rows_too_long - self.rows_truncated
 
     def account(self) -> str:
-        """Return a sentence on rows used, refused, dropped, held out and left out."""
+        """Return a sentence on rows used, refused, dropped and held out."""
         kinds = Counter(row.kind for row in self.rows_refused)
         reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3))
         if len(kinds) > 3:
@@ -94,12 +92,9 @@ class DataReport:
             f"refused ({reasons})": len(self.rows_refused),
             "left out (longer than max_length)": self.rows_dropped,
             "held out": self.rows_held_out,
-            "left out (dataset.weights)": self.rows_left_out,
         }
         uses = [f"{self.rows_used:,} used", *(f"{count:,} {use}" for use, count in counts.items() if count)]
         sentence = f"{self.rows_read:,} rows read: {', '.join(uses)}"
-        if self.rows_repeated:
-            sentence += f"; {self.rows_repeated:,} times a row is used again (dataset.weights)"
         if self.rows_chunked:
             sentence += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all"
         return sentence

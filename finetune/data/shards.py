@@ -180,7 +180,6 @@ class TokenisedSource:
     rows_read: int = 0
     refused: list[Refused] = field(default_factory=list)
     tables: list[pa.Table] = field(default_factory=list)
-    weight: float = 1.0  # how often each of its rows is used in an epoch
 
 
 class StoredRows:

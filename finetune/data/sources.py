@@ -170,7 +170,6 @@ class Source:
     config: str | None = None
     revision: str | None = None
     requires_splits: bool = False  # refuse a local file without splits
-    weight: float = 1.0  # how often each row is used in an epoch
 
     @cached_property
     def info(self) -> FileInfo:
@@ -202,7 +201,7 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     _check_settings(dataset)
     names_split = "split" in dataset.model_fields_set
     split = dataset.split if names_split or dataset.eval_split else None  # without either setting, files are read whole
-    train = find_sources(dataset.path, dataset, split=split, weights=dataset.weights)
+    train = find_sources(dataset.path, dataset, split=split)
     if dataset.eval_path:
         return train, find_sources(dataset.eval_path, dataset, purpose="eval")
     if dataset.eval_split:
@@ -220,10 +219,6 @@ def _check_settings(dataset: DatasetRecipe) -> None:
     options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
     if len(options) > 1:
         raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
-    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
-    if dataset.weights and len(dataset.weights) != len(paths):
-        problem = f"dataset.weights has {len(dataset.weights)} number(s) for {len(paths)} path(s)"
-        raise RecipeError(problem, "Give one for each path, in order.")
     if size is not None and size >= 1 and size != int(size):
         raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
@@ -246,16 +241,14 @@ def split_notes(dataset: DatasetRecipe, train: list[Source], held_out: list[Sour
 
 def find_sources(
     paths: str | list[str], dataset: DatasetRecipe, *, purpose: str = TRAIN, split: str | None = None,
-    requires_splits: bool = False, weights: list[float] | None = None,
+    requires_splits: bool = False,
 ) -> list[Source]:  # fmt: skip
     """Find and check the sources of `paths`; `purpose` is train or eval. Raise DataError with every problem."""
     sources, problems, fixes = [], [], []
-    path_list = [paths] if isinstance(paths, str) else paths
-    for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
+    for path in [paths] if isinstance(paths, str) else paths:
         try:
             hub_source = Source(path, split=split or dataset.split, config=dataset.name, revision=dataset.revision)
-            path_sources = _local_sources(path, purpose, split, requires_splits) or [hub_source]
-            sources += [replace(source, weight=weight) for source in path_sources]
+            sources += _local_sources(path, purpose, split, requires_splits) or [hub_source]
         except DataError as error:
             problems += error.problems
             if error.fix not in fixes:

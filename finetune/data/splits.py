@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,7 +54,7 @@ class DataSplit:
 class LimitedSplit:
     """One split under a max_length: its rows as masks, and its sequences."""
 
-    def __init__(self, unlimited: DataSplit, max_length: int | None, excess_length: str, seed: int = 0) -> None:
+    def __init__(self, unlimited: DataSplit, max_length: int | None, excess_length: str) -> None:
         self.unlimited = unlimited
         self._limit = _NO_LIMIT if max_length is None else max_length
         stored = self.stored = unlimited.stored
@@ -69,23 +68,18 @@ class LimitedSplit:
         self.chunked = over_limit & ~(stored.has("conversation") | stored.has("pair")) & in_chunks
         self.too_long = over_limit & ~answer_cut_off & ~self.chunked
         self.truncated = self.too_long & truncates
-        usable = unlimited.row_mask & ~without_sequences & ~answer_cut_off & (~self.too_long | self.truncated)
-        #: A row mask for each pass over the data in an epoch: more than one only with `dataset.weights`, to repeat rows.
-        self.passes = [usable] if unlimited.split_off else _passes(stored, usable, seed)
-        self.used = self.passes[0]
-        self.left_out = int((usable & ~self.used).sum())  # rows, by a weight below 1
+        self.used = unlimited.row_mask & ~without_sequences & ~answer_cut_off & (~self.too_long | self.truncated)
         self.refused = [] if unlimited.split_off else [row for source in stored.sources for row in source.refused]
         self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
         self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut_off).tolist())
         # of truncated rows the tokens above the limit, of dropped rows all
         long_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
         self.tokens_dropped = int(np.maximum(long_lengths - self._limit * truncates, 0).sum())
-        self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]  # sequence masks
+        self.sequence_mask = np.repeat(self.used, stored.sequence_counts)
         self._is_cut = stored.lengths > self._limit
         self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)  # of each sequence
         self._chunk_counts = -(-self._ends // self._limit)
-        lengths = [_chunk_lengths(self._ends[mask], self._chunk_counts[mask]) for mask in self.sequences]
-        self._sequence_lengths = np.concatenate(lengths)
+        self._sequence_lengths = _chunk_lengths(self._ends[self.sequence_mask], self._chunk_counts[self.sequence_mask])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -95,8 +89,8 @@ class LimitedSplit:
 
     def longest_mismatched(self) -> int:
         """Return the tokens of the longest prompt plus the longest answer, which KTO may combine."""
-        prompt_lengths = self.stored.first_trained[self.sequences[0]]  # a prompt is all before the first trained token
-        answer_lengths = self.stored.lengths[self.sequences[0]] - prompt_lengths
+        prompt_lengths = self.stored.first_trained[self.sequence_mask]  # a prompt is all before the first trained token
+        answer_lengths = self.stored.lengths[self.sequence_mask] - prompt_lengths
         return int(prompt_lengths.max(initial=0) + answer_lengths.max(initial=0))
 
     def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
@@ -165,7 +159,7 @@ class LimitedSplit:
         from datasets.table import InMemoryTable
 
         tables = self.tables()
-        has_stored_tables = not self.stored.are_pairs and all(mask.all() for mask in self.sequences) and not self._is_cut.any()
+        has_stored_tables = not self.stored.are_pairs and self.sequence_mask.all() and not self._is_cut.any()
         # stored tables stay mapped from their files; the id and label of a token have 8 bytes
         if not has_stored_tables and 8 * self.total_tokens > _IN_MEMORY_BYTES:
             tables = _map_from_file(tables)
@@ -183,7 +177,7 @@ class LimitedSplit:
         return pa.schema(columns)
 
     def _shards(self) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        return itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
+        return self.stored.sequences_in(self.sequence_mask)
 
     def _sequence_tables(self) -> Iterator[pa.Table]:
         for table, mask, indices in self._shards():
@@ -230,22 +224,6 @@ def _as_pairs(sequences: pa.Table) -> pa.Table:
     chosen, rejected = (sequences.take(pa.array(range(first, sequences.num_rows, 2), pa.int64())) for first in (0, 1))
     names = [*sequences.column_names, *(f"rejected_{name}" for name in sequences.column_names)]
     return pa.table([*chosen.columns, *rejected.columns], names=names)
-
-
-def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Return a row mask for each pass of an epoch."""
-    sources = stored.source_indices
-    weights = np.array([source.weight for source in stored.sources])[sources]
-    passes = []
-    for full_passes in range(max(1, math.ceil(weights.max(initial=1.0)))):
-        # rows of weight 2.5 are in two passes, and half of the rows in a third
-        pass_mask = usable & (weights >= full_passes + 1)
-        for source in np.unique(sources[usable & (weights > full_passes) & (weights < full_passes + 1)]):
-            source_rows = np.flatnonzero(usable & (sources == source))
-            count = round((stored.sources[source].weight - full_passes) * len(source_rows))
-            pass_mask[np.random.default_rng([seed, int(source)]).permutation(source_rows)[:count]] = True
-        passes.append(pass_mask)
-    return passes
 
 
 def _chunk_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:

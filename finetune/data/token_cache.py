@@ -50,7 +50,7 @@ SMALL_BYTES = 2**20  # smaller files are tokenised in memory each time
 #: Settings of `dataset` that choose rows or name files; all others decide how rows are read.
 _SELECTING_SETTINGS = (
     "path", "eval_path", "eval_split", "split", "name", "revision", "on_bad_rows", "accept_findings", "test_split_size",
-    "max_rows", "weights",
+    "max_rows",
 )  # fmt: skip
 _ENCODE_ROWS = 256  # in one call of the encoder
 _HASH_THREADS = 4  # that verify the files of a cached source

@@ -168,9 +168,6 @@ class DatasetRecipe(_Strict):
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
     )
-    weights: list[Annotated[float, Field(gt=0, le=100)]] | None = _data(
-        None, TOKENS | RESULT, "How often each path's rows are used per epoch: 0.5 is half of them, by seed; 2 is twice."
-    )
     ignore_columns: list[str] = _data(
         [], TOKENS | RESULT, "Columns and message fields to ignore, e.g. [label, reasoning_content]."
     )

@@ -47,7 +47,7 @@ OTHER = {
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
     "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"], "dataset.json_columns": ["completion"],
     "dataset.image_folder": "pictures",
-    "dataset.on_bad_rows": "skip", "dataset.weights": [0.5], "dataset.accept_findings": ["leak"],
+    "dataset.on_bad_rows": "skip", "dataset.accept_findings": ["leak"],
     "dataset.test_split_size": 2, "dataset.max_rows": 3,
     "launch.num_processes": 2, "launch.num_machines": 2, "launch.machine_rank": 1, "launch.main_process_ip": "10.0.0.1",
     "launch.main_process_port": 1234, "launch.strategy": "fsdp", "launch.zero_stage": 3, "launch.offload": "cpu",
