@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +23,6 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
 
-#: A dataset that differs from the stored rows is kept in memory up to this size, and in a temporary file above it.
-_IN_MEMORY_BYTES = 64 * 2**20
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -158,12 +152,9 @@ class LimitedSplit:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        tables = self.tables()
-        has_stored_tables = not self.stored.are_pairs and self.sequence_mask.all() and not self._is_cut.any()
-        # stored tables stay mapped from their files; the id and label of a token have 8 bytes
-        if not has_stored_tables and 8 * self.total_tokens > _IN_MEMORY_BYTES:
-            tables = _map_from_file(tables)
-        return Dataset(InMemoryTable(pa.concat_tables([*tables] or [self._schema.empty_table()])), fingerprint=fingerprint)
+        # rows that are all used stay mapped from their files; else the id and label of a token take 8 bytes of memory
+        tables = [*self.tables()] or [self._schema.empty_table()]
+        return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
         """Yield tables of input_ids and labels, with rejected_ columns for pairs."""
@@ -232,20 +223,8 @@ def _chunk_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(lengths // counts, counts) + (chunk_index < np.repeat(lengths % counts, counts))
 
 
-def _map_from_file(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    first = next(tables)
-    with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, first.schema) as writer:
-        for table in itertools.chain([first], tables):
-            writer.write_table(table)
-    with pa.memory_map(file.name) as source:
-        yield pa.ipc.open_file(source).read_all()
-    with suppress(PermissionError):  # Windows deletes no mapped file; elsewhere the mapping stays readable
-        Path(file.name).unlink()
-
-
 def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     """Pack rows best-fit into sequences of at most `max_length` tokens. Raise DataError or FinetuneError."""
-    import datasets
     from trl import pack_dataset
 
     before = _lengths(dataset)
@@ -254,18 +233,12 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
             f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
         )
-    bars_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        # TRL packs a thousand rows at a time, so they are shuffled first
-        packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
-    finally:
-        if not bars_disabled:
-            datasets.enable_progress_bars()
-    after, rows = _lengths(packed), sum(len(lengths) for lengths in packed["seq_lengths"])
-    if (rows, after.sum()) != (len(before), before.sum()) or after.max(initial=0) > max_length:
-        counts = f"{len(before):,} rows, {before.sum():,} tokens before, {rows:,} rows, {after.sum():,} tokens after"
-        raise FinetuneError(f"packing changed the data: {counts}; longest {after.max(initial=0):,} of {max_length:,}")
+    # TRL packs a thousand rows at a time, so they are shuffled first
+    packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
+    after = _lengths(packed)
+    if after.sum() != before.sum() or after.max(initial=0) > max_length:
+        counts = f"{before.sum():,} tokens before, {after.sum():,} after; longest {after.max(initial=0):,} of {max_length:,}"
+        raise FinetuneError(f"packing changed the data: {counts}")
     return packed
 
 
