@@ -87,12 +87,9 @@ class SelectedRows:
 
     def sequence(self, index: int = 0) -> tuple[list[int], list[int], tuple[PictureSource, ...]]:
         """Return ids, labels and images of a training sequence, empty without sequences."""
-        # unlike `train`, the tables don't import datasets, which takes a second
-        for table in self.splits[0].tables():
-            if index < table.num_rows:
-                [row] = table.slice(index, 1).to_pylist()
-                return row["input_ids"], row["labels"], tuple(map(source_from_dict, row.get(PICTURES, ())))
-            index -= table.num_rows
+        # unlike `train`, the table doesn't import datasets, which takes a second
+        for row in self.splits[0].table(index + 1).slice(index, 1).to_pylist():
+            return row["input_ids"], row["labels"], tuple(map(source_from_dict, row.get(PICTURES, ())))
         return [], [], ()
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -272,22 +272,19 @@ class StoredRows:
         file, number = self.row_location(index)
         return Example(file, number, **values)
 
+    @cached_property
+    def sequences(self) -> pa.Table:
+        """Return input_ids and labels of each sequence, `desirable` of labelled rows, and images if rows have any."""
+        columns: dict[str, Any] = {name: pc.list_flatten(self.table[name]) for name in ("input_ids", "labels")}
+        rows = pa.array(np.repeat(np.arange(len(self)), self.sequence_counts))
+        if self.are_labelled:
+            columns["desirable"] = pa.array(~self.has("undesirable")).take(rows)
+        if self.have_pictures:
+            columns[PICTURES] = self.table[PICTURES].take(rows)
+        return pa.table(columns)
+
     def refusal(self, index: int) -> Refused:
         return Refused(*self.row_location(index), self._value("bad_field", index), self._value("bad_reason", index))
-
-    def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        """Yield each shard's sequences, their part of the mask, and their indices in the split."""
-        end = 0
-        desirable = np.repeat(~self.has("undesirable"), self.sequence_counts)
-        for shard in self.table.to_batches():
-            columns = {name: shard[name].flatten() for name in ("input_ids", "labels")}
-            start, end = end, end + len(columns["input_ids"])
-            if self.are_labelled:
-                columns["desirable"] = pa.array(desirable[start:end])
-            if self.have_pictures:
-                rows = np.repeat(np.arange(shard.num_rows), shard["input_ids"].value_lengths())
-                columns[PICTURES] = shard[PICTURES].take(pa.array(rows))
-            yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
     def _value(self, name: str, index: int) -> Any:
         return self.table[name][int(index)].as_py()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 
 from finetune.data.conversation import Example
 from finetune.data.report import Refused
-from finetune.data.shards import LIST_OF_PICTURES, PICTURES, StoredRows
+from finetune.data.shards import StoredRows
 from finetune.errors import DataError, FinetuneError
 from finetune.settings.methods import NOT_TRAINED
 from finetune.settings.vision import Sizes
@@ -129,14 +128,10 @@ class LimitedSplit:
 
     @cached_property
     def _trained_sequence_lengths(self) -> np.ndarray:
-        counts = [np.array([], np.int64)]  # concatenate needs at least one
-        for table, mask, indices in self._shards():
-            if self._is_cut[indices][mask].any():
-                labels = self._cut(table, mask, indices)["labels"].combine_chunks()
-                counts.append(np.add.reduceat(labels.flatten().to_numpy() != NOT_TRAINED, labels.offsets.to_numpy()[:-1]))
-            else:
-                counts.append(self.stored.trained_counts[indices][mask])
-        return np.concatenate(counts, dtype=np.int64)
+        if not self._is_cut[self.sequence_mask].any():
+            return self.stored.trained_counts[self.sequence_mask].astype(np.int64)
+        labels = self._cut(self.sequence_mask)["labels"].combine_chunks()
+        return np.add.reduceat(labels.flatten().to_numpy() != NOT_TRAINED, labels.offsets.to_numpy()[:-1], dtype=np.int64)
 
     @property
     def examples(self) -> list[Example]:
@@ -152,35 +147,22 @@ class LimitedSplit:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        # rows that are all used stay mapped from their files; else the id and label of a token take 8 bytes of memory
-        tables = [*self.tables()] or [self._schema.empty_table()]
-        return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
+        return Dataset(InMemoryTable(self.table()), fingerprint=fingerprint)
 
-    def tables(self) -> Iterator[pa.Table]:
-        """Yield tables of input_ids and labels, with rejected_ columns for pairs."""
-        return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
+    def table(self, first_rows: int | None = None) -> pa.Table:
+        """Return input_ids and labels of all rows, or of at least the first ones, with rejected_ columns for pairs."""
+        mask = self.sequence_mask
+        if first_rows is not None:
+            mask = mask & (np.cumsum(mask) <= first_rows * (2 if self.stored.are_pairs else 1))
+        if self._is_cut[mask].any():
+            table = self._cut(mask)
+        else:  # stored rows stay mapped from their file; a selection takes 8 bytes of memory a token
+            table = self.stored.sequences if mask.all() else self.stored.sequences.filter(mask)
+        return _as_pairs(table) if self.stored.are_pairs else table
 
-    @property
-    def _schema(self) -> pa.Schema:
-        columns = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
-        columns += [("desirable", pa.bool_())] if self.stored.are_labelled else []
-        columns += [(PICTURES, LIST_OF_PICTURES)] if self.stored.have_pictures else []
-        return pa.schema(columns)
-
-    def _shards(self) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        return self.stored.sequences_in(self.sequence_mask)
-
-    def _sequence_tables(self) -> Iterator[pa.Table]:
-        for table, mask, indices in self._shards():
-            if self._is_cut[indices][mask].any():
-                table = self._cut(table, mask, indices)
-            elif not mask.all():
-                table = table.filter(mask)
-            yield table.cast(self._schema)
-
-    def _cut(self, table: pa.Table, mask: np.ndarray, indices: slice) -> pa.Table:
-        selected = table.filter(mask)
-        ends, chunk_counts = self._ends[indices][mask], self._chunk_counts[indices][mask]
+    def _cut(self, mask: np.ndarray) -> pa.Table:
+        selected = self.stored.sequences.filter(mask)
+        ends, chunk_counts = self._ends[mask], self._chunk_counts[mask]
         offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunk_counts)))
         # when truncating, the longest end is max_length; chunks have all tokens
         sliced = (pc.list_slice(selected[name], 0, int(ends.max())) for name in ("input_ids", "labels"))

@@ -47,7 +47,7 @@ def measure_run(run: RunDirectory, progress: Progress) -> dict[str, Quantisation
 
     adapter = adapter_folder(run)
     plan, folder = read_plan(run.plan), run.data / "eval"
-    rows = chosen_rows([load_from_disk(str(folder)).data.table] if folder.is_dir() else [])
+    rows = chosen_rows(load_from_disk(str(folder)).data.table if folder.is_dir() else None)
     return {"base": measure_plan(plan, rows, progress), "tuned": measure_plan(plan, rows, progress, adapter)}
 
 

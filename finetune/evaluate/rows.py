@@ -97,9 +97,7 @@ def file_rows(path: str, run: RunDirectory, tokenizer: PreTrainedTokenizerBase, 
         raise DataError(refusal_lines(split.refused, split.unlimited.rows_read), "Correct these rows.")
     if not split.used.any():
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
-    tables = [table.to_pydict() for table in split.tables()]
-    columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
-    sequences: dict[str, Any] = {_SEQUENCE_FIELDS[name]: values for name, values in columns.items()}
+    sequences: dict[str, Any] = {_SEQUENCE_FIELDS[name]: values for name, values in split.table().to_pydict().items()}
     return replace(_eval_rows(questions_of(split.examples, encoder)), **sequences)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,20 +91,16 @@ class QuantisationCost:
 
 def held_out_rows(splits: Sequence[LimitedSplit]) -> Rows:
     """Return the held-out rows to measure, of preference pairs the chosen answers."""
-    return chosen_rows(table for split in splits[1:] for table in split.tables())
+    return chosen_rows(splits[1].table() if len(splits) > 1 else None)
 
 
-def chosen_rows(tables: Iterable[Any]) -> Rows:
-    """Return at most MOST_ROWS rows, evenly spaced."""
-    import pyarrow as pa
-
+def chosen_rows(table: Any) -> Rows:
+    """Return at most MOST_ROWS rows of an Arrow table, evenly spaced; none without a table."""
     columns = ["input_ids", "labels"]
-    selected = [table.select(columns) for table in tables]
-    if not selected:
+    if table is None:
         return {column: [] for column in columns}
-    rows = pa.concat_tables(selected)
-    indices = np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(np.int64)
-    return rows.take(indices).to_pydict()
+    indices = np.linspace(0, len(table) - 1, min(len(table), MOST_ROWS)).round().astype(np.int64)
+    return table.select(columns).take(indices).to_pydict()
 
 
 def cost_path(settings: Settings, rows: Rows, *, on_cpu: bool, adapter: Path | None = None) -> Path:
