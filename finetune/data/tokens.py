@@ -157,15 +157,14 @@ class Encoder:
         template = self.use_template()
         try:
             text = template.render(self._escaper.escape(messages), tools, add_generation_prompt=add_generation_prompt)
-            rendered = Rendered(text, [])
-            if pictures:  # one for each mark in the messages
-                rendered = self.picture_processor.expanded(rendered, pictures)
+            rendered = self._completed(Rendered(text, []), pictures)
         except BadRow as error:
             raise DataError(f"{error.field}: {error.reason}") from None
-        rendered = self._escaper.unescape(rendered)
-        if rendered.escaped_spans:
-            return self._escaper.tokenise(rendered.text, rendered.escaped_spans)[0]
-        return self._tokenise_texts([rendered.text], plain=False)[0][0]
+        return self._tokenise([rendered])[0].input_ids.tolist()
+
+    def _completed(self, rendered: Rendered, pictures: Sequence[PictureSource]) -> Rendered:
+        # with the images' texts, one for each mark in the messages, and the users' special tokens
+        return self._escaper.unescape(self.picture_processor.expanded(rendered, pictures) if pictures else rendered)
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -188,10 +187,8 @@ class Encoder:
             notes = {"control"} if self._escaper.contains_special(text) else set[str]()
             return [Rendered(text, [(start, len(text))], notes, is_plain=True)]
         escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
-        rendered = self.use_template().sequences(escaped, train_on_inputs=self.train_on_inputs)
-        if example.pictures:
-            rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
-        rendered = [self._escaper.unescape(sequence) for sequence in rendered]
+        sequences = self.use_template().sequences(escaped, train_on_inputs=self.train_on_inputs)
+        rendered = [self._completed(sequence, example.pictures) for sequence in sequences]
         if any(sequence.escaped_spans for sequence in rendered):
             rendered[0].notes.add("literal")  # special tokens in user or tool texts, tokenised as text
         # special tokens left in answers and system prompts, which are not escaped
@@ -319,18 +316,11 @@ class SpecialTokenEscaper:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        added_tokens = {str(token): token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        added_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         # the longest first: a pattern takes its first alternative that matches
         self._special_tokens = sorted({*added_tokens, *map(str, tokenizer.all_special_tokens)} - {""}, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")  # which never matches
         self._placeholder_pattern = re.compile(f"[{_placeholder(0)}-{_placeholder(len(self._special_tokens))}]")
-        patterns = []
-        for index, name in enumerate(self._special_tokens):
-            left_spaces, right_spaces = (
-                r"\s*" if getattr(added_tokens.get(name), strip_side, False) else "" for strip_side in ("lstrip", "rstrip")
-            )
-            patterns.append(f"{left_spaces}(?P<t{index}>{re.escape(name)}){right_spaces}")
-        self._token_pattern = re.compile("|".join(patterns) or "(?!)")
 
     def contains_special(self, text: str) -> bool:
         return self._special_pattern.search(text) is not None
@@ -365,25 +355,15 @@ class SpecialTokenEscaper:
 
     def tokenise(self, text: str, escaped_spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Return ids and character spans, with `escaped_spans` tokenised as text."""
-        ids: list[int] = []
-        offsets: list[Span] = []
-        matches = [
-            match
-            for match in self._token_pattern.finditer(text)  # its group is the token without the white space around
-            if not any(start <= match.start(match.lastgroup or "") < end for start, end in escaped_spans)
-        ]
-        end = 0
-        for match in (*matches, None):  # None: the text after the last special token
-            start, end = end, match.start() if match else len(text)
-            if start < end:
-                options = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
-                piece = self._tokenizer(text[start:end], add_special_tokens=False, **options)
-                ids += piece["input_ids"]
-                offsets += [(start + token_start, start + token_end) for token_start, token_end in piece["offset_mapping"]]
-            if match:
-                end = match.end()
-                ids += list(self._tokenizer.convert_tokens_to_ids([match[match.lastgroup or ""]]))  # type: ignore[arg-type]
-                offsets.append(match.span())
+        ids, offsets = list[int](), list[Span]()
+        bounds = [0, *itertools.chain.from_iterable(escaped_spans), len(text)]
+        for index, (start, end) in enumerate(itertools.pairwise(bounds)):
+            piece = self._tokenizer(
+                text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False,
+                split_special_tokens=index % 2 == 1,  # every second piece is escaped
+            )  # fmt: skip
+            ids += piece["input_ids"]
+            offsets += [(start + token_start, start + token_end) for token_start, token_end in piece["offset_mapping"]]
         return ids, offsets
 
     def _can_tokenise_pieces(self) -> bool:

@@ -66,13 +66,14 @@ def test_a_prompt_with_special_tokens_in_the_users_text_has_the_tokens_of_traini
     assert prepared.train[0]["input_ids"][: len(prompt_ids)] == prompt_ids
 
 
-def test_a_user_without_special_tokens_gets_the_same_ids_in_pieces_as_in_one():
+def test_pieces_have_the_same_ids_and_positions_as_the_whole_text():
     from finetune.data.tokens import SpecialTokenEscaper
 
     tokenizer = build_tokenizer()
     text = "<|im_start|>user\nWhere is  my tea?<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    assert SpecialTokenEscaper(tokenizer).tokenise(text, []) == (whole["input_ids"], whole["offset_mapping"])
+    start = text.index(" tea")
+    assert SpecialTokenEscaper(tokenizer).tokenise(text, [(start, start + 4)]) == (whole["input_ids"], whole["offset_mapping"])
 
 
 WORDS = ["Hi", " ", "  ", "\n", "\t", "\xa0", "é", "e\u0301", "🙂", "👩‍👩‍👧", "日本", "4", "</s>", "<|im_end|>", "don't", "?"]
