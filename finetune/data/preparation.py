@@ -295,8 +295,6 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         rows_too_long=int(limited.too_long.sum()),
         rows_truncated=int(limited.truncated.sum()),
         rows_chunked=int((limited.chunked & limited.used).sum()),
-        tokens_dropped=limited.tokens_dropped,
-        duplicate_rows=sum(finding.rows for finding in findings if finding.kind == "duplicates"),
         sequences=len(limited.lengths),
         total_tokens=limited.total_tokens,
         trained_tokens=limited.trained_tokens,

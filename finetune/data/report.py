@@ -62,8 +62,6 @@ class DataReport:
     rows_too_long: int = 0
     rows_truncated: int = 0
     rows_chunked: int = 0  # of plain text, cut into several sequences
-    tokens_dropped: int = 0  # in rows dropped or truncated for their length
-    duplicate_rows: int = 0  # equal to an earlier row; kept
     sequences: int = 0  # more than rows_used where a chat template needs one per answer
     total_tokens: int = 0
     trained_tokens: int = 0

@@ -38,26 +38,19 @@ def picture_sizes(column: pa.ChunkedArray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PictureSummary:
-    """Images of the rows used; sizes are (width, height) in pixels, ordered by area."""
+    """Images of the rows used."""
 
     pictures: int
     rows: int  # with at least one
-    most_in_a_row: int
-    smallest: tuple[int, int]
-    median: tuple[int, int]
-    largest: tuple[int, int]
+    largest: tuple[int, int]  # width and height in pixels of the image with the largest area
     megapixels: float  # of all together
 
     def lines(self) -> list[tuple[str, str]]:
         """Return labels and values for a table."""
-        most = f", at most {self.most_in_a_row} in one" if self.most_in_a_row > 1 else ""
-        sizes = (("smallest", self.smallest), ("median", self.median), ("largest", self.largest))
+        width, height = self.largest
         return [
-            ("images", f"{self.pictures:,} in {self.rows:,} row(s){most}"),
-            *(
-                (f"image, {name}", f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels")
-                for name, (width, height) in sizes
-            ),
+            ("images", f"{self.pictures:,} in {self.rows:,} row(s)"),
+            ("largest image", f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels"),
             ("images together", f"{self.megapixels:,.1f} megapixels"),
         ]
 
@@ -68,12 +61,8 @@ def summarise_pictures(sizes: np.ndarray, row_mask: np.ndarray) -> PictureSummar
     if not len(used):
         return None
     areas = used[:, 1:].prod(axis=1)
-    order = np.argsort(areas, kind="stable")
-    images_by_row = np.unique(used[:, 0], return_counts=True)[1]
-    ranked = used[order[[0, (len(order) - 1) // 2, -1]], 1:].tolist()
-    smallest, median, largest = ((width, height) for width, height in ranked)
-    megapixels = round(float(areas.sum()) / 1e6, 3)
-    return PictureSummary(len(areas), len(images_by_row), int(images_by_row.max()), smallest, median, largest, megapixels)
+    width, height = used[areas.argmax(), 1:].tolist()
+    return PictureSummary(len(used), len(np.unique(used[:, 0])), (width, height), round(float(areas.sum()) / 1e6, 3))
 
 
 #: Script -> characters of a regular expression. Chinese and Japanese share theirs, and Japanese answers may have Han alone.

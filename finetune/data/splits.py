@@ -65,9 +65,6 @@ class LimitedSplit:
         self.refused = [] if unlimited.split_off else [row for source in stored.sources for row in source.refused]
         self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
         self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut_off).tolist())
-        # of truncated rows the tokens above the limit, of dropped rows all
-        long_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
-        self.tokens_dropped = int(np.maximum(long_lengths - self._limit * truncates, 0).sum())
         self.sequence_mask = np.repeat(self.used, stored.sequence_counts)
         self._is_cut = stored.lengths > self._limit
         self._ends = stored.lengths if in_chunks else np.minimum(stored.lengths, self._limit)  # of each sequence
