@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,20 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.report import Finding, format_locations
-from finetune.data.shards import SCRIPTS, StoredRows
-from finetune.data.tokens import Encoder
-from finetune.settings import Recipe
+from finetune.data.shards import StoredRows
 
 if TYPE_CHECKING:
     from finetune.data.splits import DataSplit, LimitedSplit
 
-#: Shares of rows from which on they are reported: truncated, with the same answer, with an answer in a rarer script.
-_TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01
-_MIN_ROWS = 20  # fewest rows for a finding about most rows, such as equal answers
-_LONGER_CHOSEN_SHARE = 0.8  # share of pairs whose chosen answer is longer, from which on the model may learn length
+_TRUNCATED_SHARE = 0.01  # share of truncated rows from which on they are reported
+_MIN_ROWS = 20  # fewest rows for a finding about most rows
 _MAX_COMPARED_PAIRS = 20_000  # most pairs that are compared to find contradictions
-#: Range of (weight x number of good answers) / (weight x number of bad answers): KTO's paper, section 4.2, and TRL.
-_KTO_BALANCE = 1.0, 4 / 3
 #: Note on a tokenised row -> its description and fix.
 _NOTES = {
     "unrolled": ("the chat template rewrites earlier answers, so each answer is its own sequence, in {rows}", ""),
@@ -53,10 +46,6 @@ _NOTES = {
         "answers, system prompts or plain texts contain special tokens of the model, which stay special tokens, in {rows}",
         "Remove those that the chat template writes itself, such as the EOS token.",
     ),
-    "placeholder": (
-        "placeholders such as {{{{name}}}} are trained on literally, in {rows}",
-        "Fill them in, unless the rows are about templates.",
-    ),
     "media": (
         "<image>, <video> or <audio> is trained on as text, and no column has such files, in {rows}",
         "Leave those rows out if they ask about a file.",
@@ -80,7 +69,7 @@ def find_leaks(train: DataSplit, held_out: DataSplit) -> Iterator[Finding]:
         yield _finding(held_out.stored, "leak", text, leaked, fix, blocks=blocks)
 
 
-def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iterator[Finding]:
+def find_problems(split: LimitedSplit) -> Iterator[Finding]:
     """Yield the findings of one split."""
     stored, used, truncated = split.stored, split.used, split.truncated
     finding = partial(_finding, stored)
@@ -97,58 +86,19 @@ def find_problems(split: LimitedSplit, recipe: Recipe, encoder: Encoder) -> Iter
         text = "{rows} have U+FFFD, the mark for characters lost in decoding"
         fix = "Regenerate the file with the right encoding."
         yield finding("replaced", text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
-    # the digest of a row without an answer is 0
-    answers, counts = np.unique(stored.answer_digests[used & (stored.answer_digests != 0)], return_counts=True)
-    if len(counts) and counts.max() >= _MIN_ROWS and counts.max() >= _SAME_ANSWER_SHARE * counts.sum():
-        text = f"{{rows}} of {counts.sum():,} have the same answer, so the model will give it to any prompt"
-        same_answer = used & (stored.answer_digests == answers[counts.argmax()])
-        yield finding("same answer", text, same_answer, "Add rows with other answers.")
     if stored.are_pairs:
         yield from _pair_findings(stored, used)
     if stored.are_labelled:
-        yield from _label_findings(stored, used, recipe.desirable_weight or 1.0, recipe.undesirable_weight or 1.0)
-    yield from _script_findings(stored, used)
-    if encoder.train_on_inputs and (rows := used & stored.has("system")).any():
-        text = "the system prompt of {rows} is trained on, too, so the model will generate it"
-        yield finding("system", text, rows, "Set train_on_inputs=false.")
+        yield from _label_findings(stored, used)
     is_unrolled = stored.sequence_counts > (2 if stored.are_pairs else 1)
     for note, (text, fix) in _NOTES.items():
         rows = used & (is_unrolled if note == "unrolled" else stored.has(note))
         if rows.any():
             yield finding(note, text, rows, fix)
-    if encoder.template is not None and encoder.template.writes_today:
-        text = "the chat template writes today's date into every row, so the tokens change every day"
-        yield Finding("today", text, int(used.sum()))
-
-
-def _script_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
-    counts = Counter({script: int((used & stored.has(script)).sum()) for script in SCRIPTS})
-    (main_script, main_count), *others = counts.most_common()
-    if counts.total() - main_count > _OTHER_SCRIPT_SHARE * counts.total():
-        listing = ", ".join(f"{count:,} in {script}" for script, count in others if count)
-        text = f"answers are in several scripts, most ({main_count:,}) in {main_script}; {{rows}} are not: {listing}"
-        rows = used & np.logical_or.reduce([stored.has(script) for script, _ in others])
-        fix = "The model will mix them; remove the other rows unless that is intended."
-        yield _finding(stored, "languages", text, rows, fix)
 
 
 def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
     pairs = np.flatnonzero(used & (stored.sequence_counts == 2))
-    chosen = stored.sequence_starts[pairs]  # the rejected answer is the next sequence
-    longer = pairs[stored.trained_counts[chosen] > stored.trained_counts[chosen + 1]]
-    if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs):
-        share = f"{len(longer) / len(pairs):.0%}"
-        text = f"the chosen answer is longer in {{rows}} of {len(pairs):,} pairs ({share}), so the model may learn length"
-        fix = "Add pairs with a shorter chosen answer, or remove some."
-        yield _finding(stored, "length bias", text, longer, fix)
-    contradicting = _contradicting(stored, pairs)
-    if len(contradicting):
-        text = "{rows} contradict another row: it rejects the answer that they prefer"
-        fix = "Of each two contradicting rows, keep the correct one."
-        yield _finding(stored, "contradictions", text, contradicting, fix, blocks=2 * len(contradicting) > len(pairs))
-
-
-def _contradicting(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
     # another pair has the same prompt, and the same answers in the other order
     _, prompts, counts = np.unique(stored.prompt_digests[pairs], return_inverse=True, return_counts=True)
     compared = pairs[counts[prompts] > 1][:_MAX_COMPARED_PAIRS]
@@ -158,28 +108,20 @@ def _contradicting(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
         preferences.append((int(stored.prompt_digests[row]), chosen.reference(), rejected.reference()))
     all_preferences = set(preferences)
     is_contradicted = [(prompt, rejected, chosen) in all_preferences for prompt, chosen, rejected in preferences]
-    return compared[np.array(is_contradicted, dtype=bool)]
+    contradicting = compared[np.array(is_contradicted, dtype=bool)]
+    if len(contradicting):
+        text = "{rows} contradict another row: it rejects the answer that they prefer"
+        fix = "Of each two contradicting rows, keep the correct one."
+        yield _finding(stored, "contradictions", text, contradicting, fix, blocks=2 * len(contradicting) > len(pairs))
 
 
-def _label_findings(stored: StoredRows, used: np.ndarray, good_weight: float, bad_weight: float) -> Iterator[Finding]:
-    bad = used & stored.has("undesirable")
-    good = used & ~bad
-    n_good, n_bad = int(good.sum()), int(bad.sum())
-    if not n_good or not n_bad:
-        text = f"{{rows}} are all marked {'good' if n_good else 'bad'}, so there is nothing to compare them with"
+def _label_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
+    good = used & ~stored.has("undesirable")
+    if not good.any() or good.sum() == used.sum():
+        text = f"{{rows}} are all marked {'good' if good.any() else 'bad'}, so there is nothing to compare them with"
         fix = "Add answers of the other kind, or train on good answers alone with  method=sft"
         yield _finding(stored, "one label", text, used, fix, blocks=bool(used.any()))
         return
-    ratio = good_weight * n_good / (bad_weight * n_bad)
-    lowest, highest = _KTO_BALANCE
-    # 1 % more on both ends: the weight in the fix is rounded
-    if n_good + n_bad >= _MIN_ROWS and not lowest * 0.99 <= ratio <= highest * 1.01:
-        advice = f"the KTO paper advises {lowest:g} to {highest:.2f}"
-        text = f"{n_good:,} answers are good and {n_bad:,} bad, weighted {ratio:.2g} to 1; {advice}"
-        weight = f"desirable_weight={bad_weight * n_bad / n_good:.3g}"
-        if ratio >= 1:
-            weight = f"undesirable_weight={good_weight * n_good / n_bad:.3g}"
-        yield Finding("label balance", text, fix=f"To balance them:  {weight}")
     rows = np.flatnonzero(used)
     answers = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
     labels = set(zip(answers, good[rows].tolist(), strict=True))

@@ -106,7 +106,7 @@ class SelectedRows:
         # a Finding formats its text, so braces are doubled
         notes = [Finding("splits", note.replace("{", "{{").replace("}", "}}")) for note in self.encoded.notes]
         leaks = find_leaks(*self.encoded.splits) if len(self.splits) > 1 else ()
-        train, *held_out = (tuple(find_problems(split, self.recipe, self.encoded.encoder)) for split in self.splits)
+        train, *held_out = (tuple(find_problems(split)) for split in self.splits)
         return [(*notes, *leaks, *train), *held_out]
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,41 +64,16 @@ def summarise_pictures(sizes: np.ndarray, row_mask: np.ndarray) -> PictureSummar
     return PictureSummary(len(used), len(np.unique(used[:, 0])), (width, height), round(float(areas.sum()) / 1e6, 3))
 
 
-#: Script -> characters of a regular expression. Chinese and Japanese share theirs, and Japanese answers may have Han alone.
-SCRIPTS = {
-    "Latin": "A-Za-z\u00c0-\u024f\u1e00-\u1eff",
-    "Greek": "\u0370-\u03ff",
-    "Cyrillic": "\u0400-\u052f",
-    "Hebrew": "\u0590-\u05ff",
-    "Arabic": "\u0600-\u06ff\u0750-\u077f",
-    "Indic": "\u0900-\u0dff",
-    "Thai": "\u0e00-\u0e7f",
-    "Chinese or Japanese": "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff",
-    "Korean": "\uac00-\ud7af",
-}
-_LETTERS = {name: re.compile(f"[{characters}]+") for name, characters in SCRIPTS.items()}
-_MAX_CHARACTERS = 2_000  # of a text whose script is detected
-#: Bits of a row, in the stored order: notes on its tokens, damage in its texts, its kind, the script of its answer.
+#: Bits of a row, in the stored order: notes on its tokens, damage in its texts, its kind.
 FLAGS = (
-    "unprompted", "altered", "trimmed", "unthinking", "endless", "ended", "literal", "control", "unknown", "replaced",
-    "placeholder", "media", "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
+    "unprompted", "altered", "trimmed", "unthinking", "endless", "ended", "literal", "control", "unknown", "replaced", "media",
+    "conversation", "pair", "labelled", "undesirable",
 )  # fmt: skip
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
-#: A name to be filled in, as in a list of answers about who the model is.
-_PLACEHOLDER = re.compile(r"\{\{ ?[A-Za-z_][\w-]* ?\}\}")
 _TUPLE_FIELDS = ("messages", "answers", "tools", "rejected")  # fields of an Example that are tuples
 
 _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
-
-
-def script_of(text: str) -> str | None:
-    """Return the script of most letters; None without letters of listed scripts."""
-    if text.isascii():
-        return "Latin" if _LETTERS["Latin"].search(text) else None
-    letter_counts = {name: sum(map(len, letters.findall(text[:_MAX_CHARACTERS]))) for name, letters in _LETTERS.items()}
-    main_script = max(letter_counts, key=lambda name: letter_counts[name])
-    return main_script if letter_counts[main_script] else None
 
 
 def _digest(text: str) -> int:
@@ -146,15 +120,12 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
     is_set = {
         "conversation": example.messages,
         "pair": example.prompt is not None,  # prompt and completion
-        "system": example.messages and example.messages[0]["role"] in ("system", "developer"),
-        script_of(example.reference() or example.text or ""): True,  # may be None
         "labelled": example.desirable is not None,
         "undesirable": example.desirable is False,
-        "placeholder": any("{{" in text and _PLACEHOLDER.search(text) for text in texts),
         "media": any(tag in text for text in texts for tag in MEDIA_TAGS),
         "replaced": any("\ufffd" in text for text in texts),
     }
-    names = {name for name, value in is_set.items() if name and value}.union(*(sequence.notes for sequence in sequences))
+    names = {name for name, value in is_set.items() if value}.union(*(sequence.notes for sequence in sequences))
     return sum(_BIT[name] for name in names)
 
 
