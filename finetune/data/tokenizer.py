@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
+from finetune.bundled import model_path
 from finetune.data.report import first_line, printable
 from finetune.errors import DataError, ModelError, RecipeError
-from finetune.files import GGUF_FIX, IS_GGUF, IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer, sha256_of
+from finetune.files import IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer, sha256_of
 from finetune.settings import Recipe
 from finetune.settings.vision import pixel_limit
 
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
 
-#: A folder without any of these has no tokenizer, even if transformers would build one from config.json.
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
-)  # fmt: skip
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # files with the settings of a processor
 _SUFFIXES = {".json", ".jinja", ".model", ".txt"}  # suffixes of files that transformers reads with a tokenizer
 #: Usual pad tokens, best first; used only if in the vocabulary.
@@ -42,12 +38,8 @@ PLAIN_TEMPLATE = (
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load a recipe's tokenizer, chat template and new tokens. Raise RecipeError."""
     name = recipe.model_name_or_path
-    path_or_id = _path_or_hub_id(name)
-    if isinstance(path_or_id, Path) and not any((path_or_id / file).is_file() for file in _TOKENIZER_FILES):
-        content = ", ".join(sorted(printable(entry.name) for entry in path_or_id.iterdir())[:8]) or "nothing"
-        reason = f"has no tokenizer (no tokenizer.json; it has {content})"
-        raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
-    tokenizer = read_tokenizer(path_or_id, recipe)
+    tokenizer = read_tokenizer(_path_or_hub_id(name), recipe)
+    # transformers makes up a tokenizer of special tokens alone for a folder without its files
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
     if recipe.chat_template is not None:
@@ -109,22 +101,7 @@ _SAVE_HINT = "Save it next to the weights, for example:  AutoTokenizer.from_pret
 
 def _path_or_hub_id(name: str) -> Path | str:
     path = expanded(name)
-    if path.is_dir():
-        return path
-    from finetune.bundled import model_path
-
-    if bundled := model_path(name):
-        return bundled
-    is_gguf = path.suffix.lower() == ".gguf"
-    if is_gguf or path.is_file():
-        problem = f"model_name_or_path: {printable(name, 200)} {IS_GGUF if is_gguf else 'is a file'}"
-        raise ModelError(problem, GGUF_FIX if is_gguf else "Name the folder that holds config.json and the weights.")
-    if not hub.HUB_ID.fullmatch(name) or (path.parent.is_dir() and path.parent != Path()):
-        raise ModelError(
-            f"model_name_or_path: there is no folder {printable(name, 200)}",
-            "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
-        )
-    return name
+    return path if path.is_dir() else model_path(name) or name
 
 
 def read_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -30,7 +30,7 @@ def test_a_saved_tokenizer_comes_back_with_its_template(tmp_path):
 
 def test_a_folder_without_tokenizer_says_so_even_if_the_library_would_make_one_up(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    assert "has no tokenizer (no tokenizer.json; it has config.json)" in recipe_problem(tmp_path)
+    assert "no vocabulary" in recipe_problem(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert "no vocabulary" in recipe_problem(tmp_path)
 
@@ -50,12 +50,9 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
     assert f"{tmp_path / name} is a pointer of git-lfs, not the file" in problem and "git lfs pull" in problem
 
 
-def test_a_model_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
-    assert "there is no folder" in recipe_problem(tmp_path / "model")
-    assert "there is no folder" in recipe_problem("./nope")
-    (tmp_path / "weights.safetensors").write_bytes(b"")
-    assert "is a file" in recipe_problem(tmp_path / "weights.safetensors")
-    assert "is a GGUF file, which can't be trained" in recipe_problem(tmp_path / "model.gguf")
+def test_a_model_folder_that_is_not_there_is_named(tmp_path):
+    assert "model is not a local folder and can't be loaded" in recipe_problem(tmp_path / "model")
+    assert "./nope is not a local folder and can't be loaded" in recipe_problem("./nope")
 
 
 @pytest.mark.slow
