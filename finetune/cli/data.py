@@ -8,7 +8,6 @@ from rich.text import Text
 from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.compat.transformers import tokenizers_only
 from finetune.data.report import DataReport, refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
@@ -17,15 +16,11 @@ _BRACKETS = "\u27e6", "\u27e7"  # around trained tokens where there are no colou
 
 
 def show_data(
-    source: str | None, overrides: list[str], *, as_json: bool, model: str | None = None, data: str | None = None,
-    alone: bool = False,
-) -> int:  # fmt: skip
+    source: str | None, overrides: list[str], *, as_json: bool, model: str | None = None, data: str | None = None
+) -> int:
     """Print statistics of the rows, and the first example."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
-    # importing torch takes longer than reading a million prepared rows, but a model's own code may need torch
-    if alone and not recipe.trust_remote_code:
-        tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
         from finetune.data.tokens import decode_spans, shorten_repeats

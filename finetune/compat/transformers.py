@@ -86,21 +86,6 @@ def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str,
     return _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, None, {"lr": learning_rate}, adam_kwargs, {}))
 
 
-def tokenizers_only() -> None:
-    """Keep transformers from importing torch in this process."""
-    # importing torch takes longer than reading a million prepared rows
-    if {"torch", "transformers"} & sys.modules.keys():
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
-    try:
-        with _temporary_entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # hides the warning about missing torch
-            from transformers.utils import is_torch_available
-
-            is_torch_available()  # caches its result
-    finally:
-        del sys.modules["torch"]
-
-
 @contextmanager
 def _temporary_entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
     before = {name: mapping[name] for name in entries if name in mapping}

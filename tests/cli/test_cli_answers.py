@@ -29,13 +29,6 @@ def test_help_and_recipe_errors_import_nothing_heavy(arguments):
 
 
 @pytest.mark.slow
-def test_data_imports_tokenizers_and_no_torch(tmp_path):
-    row = json.dumps({"prompt": "What is two and two?", "completion": "Four."})
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
-    assert imported_by("data", "tiny-cpu", f"dataset.path={tmp_path / 'rows.jsonl'}") == "HEAVY ['transformers']"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [("lorar=3", 2, "did you mean 'lora_r'"), ("dataset.path=missing.jsonl", 4, "missing.jsonl"),
