@@ -75,12 +75,13 @@ class RowParser:
         if not self.reads_pictures or not any(references for _, references in examples):
             return ParsedBatch([example for example, _ in examples], refused, unused, {})
         reader, with_pictures = PictureReader(self.folder, self.dataset.image_folder), list[Example]()
-        pictures_or_errors = reader.read([references for _, references in examples])
-        for (example, references), pictures in zip(examples, pictures_or_errors, strict=True):
-            if isinstance(pictures, BadRow):
-                field, bracket, position = (pictures.field or "").partition("[")
+        for example, references in examples:
+            try:
+                pictures = tuple(map(reader.read, references))
+            except BadRow as error:
+                field, bracket, position = (error.field or "").partition("[")
                 column = self.columns.get(field, field) + bracket + position
-                refused.append(Refused(example.file, example.row, column, pictures.reason))
+                refused.append(Refused(example.file, example.row, column, error.reason))
             else:
                 with_pictures.append(replace(example, pictures=pictures) if references else example)
         return ParsedBatch(with_pictures, refused, unused, reader.files)

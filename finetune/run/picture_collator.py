@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.compat.processors import save_processor
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import source_from_dict
 from finetune.data.shards import PICTURES
 from finetune.data.tokenizer import ProcessorLoader, read_tokenizer
-from finetune.files import read_object, write_json
 from finetune.methods.method import Collator
 from finetune.settings import Settings
-
-_PIXEL_VALUES = "pixel_values.json"
 
 
 class PictureCollator:
@@ -31,15 +27,7 @@ class PictureCollator:
         return batch | self._processor.batch(batch["input_ids"], sources)
 
 
-def save_picture_processor(processor: PictureProcessor, data: Path) -> None:
-    """Save the processor and its counts of pixel values by image size."""
-    save_processor(processor.processor, str(data / "tokenizer"))
-    write_json(data / _PIXEL_VALUES, processor.value_counts)
-
-
 def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:
     """Return the processor in a run's data folder."""
     folder = data / "tokenizer"
-    processor = ProcessorLoader(settings, folder)(read_tokenizer(folder, settings))
-    processor.value_counts |= read_object(data / _PIXEL_VALUES) or {}
-    return processor
+    return ProcessorLoader(settings, folder)(read_tokenizer(folder, settings))

@@ -107,12 +107,12 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 
 def _write_run(run: RunDirectory, prepared: Prepared) -> None:
+    from finetune.compat.processors import save_processor
     from finetune.data.preparation import questions_of
     from finetune.data.splits import pack
     from finetune.data.tokenizer import ProcessorLoader
     from finetune.data.tokens import Encoder
     from finetune.model.library_warnings import quiet_libraries
-    from finetune.run.picture_collator import save_picture_processor
 
     quiet_libraries()
     settings, data = prepared.plan.settings, prepared.data
@@ -130,7 +130,7 @@ def _write_run(run: RunDirectory, prepared: Prepared) -> None:
     (run.data / "fingerprint").write_text(data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     if settings.vision:
-        save_picture_processor(prepared.picture_processor, run.data)
+        save_processor(prepared.picture_processor.processor, str(run.data / "tokenizer"))
     write_manifest(run.data, {})
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))

@@ -16,7 +16,6 @@ from finetune.export.gguf import export_gguf
 from finetune.export.merge import merge
 from finetune.planner.planning import encode_rows, statistics_of
 from finetune.recipe import recipe_from
-from finetune.run.picture_collator import picture_processor_of
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
 
@@ -103,12 +102,6 @@ def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_
         rows, held_out = save_picture_rows(tmp_path, sizes), save_picture_rows(tmp_path, held_out_sizes, "held_out")
         settings = recipe(model, tmp_path, dataset={"path": rows, "eval_path": held_out})
         assert statistics_of(encode_rows(settings).select(settings, None)).most_pixels == most
-
-
-def test_a_run_starts_with_the_pixel_values_that_its_plan_has_counted(model, tmp_path):
-    prepared = prepare(recipe(model, tmp_path))
-    counts = picture_processor_of(prepared.plan.settings, create_run(prepared).data).value_counts
-    assert counts == prepared.picture_processor.value_counts and counts.keys() == {f"{w}x{h}" for w, h in SIZES}
 
 
 @pytest.mark.slow

@@ -40,8 +40,6 @@ class PictureProcessor:
         self.processor = processor
         self.max_pixels = max_pixels  # larger images are scaled down first; None is no limit
         self._kinds: dict[Hashable, tuple[str, int]] = {}  # text and number of pixel values
-        #: Pixel values by size (`640x480`), for sizes that were counted.
-        self.value_counts: dict[str, int] = {}
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return an image's size within `max_pixels`, in the same shape."""
@@ -101,10 +99,7 @@ class PictureProcessor:
 
     def value_count(self, width: int, height: int) -> int:
         """Return the number of pixel values of a scaled image."""
-        size = f"{width}x{height}"
-        if size not in self.value_counts:
-            self.value_counts[size] = self._text_and_values(width, height)[1]
-        return self.value_counts[size]
+        return self._text_and_values(width, height)[1]
 
     def _processed_values(self, width: int, height: int) -> int:
         tensors = self.tensors([[blank(width, height)]]).values()
@@ -112,8 +107,9 @@ class PictureProcessor:
 
     def values_by_row(self, sizes: np.ndarray, row_count: int) -> np.ndarray:
         """Return each row's number of pixel values from unscaled `shards.picture_sizes`."""
-        counts = [self.value_count(*self.size(width, height)) for width, height in sizes[:, 1:].tolist()]
-        return np.bincount(sizes[:, 0], counts, row_count).astype(np.int64)
+        distinct, indices = np.unique(sizes[:, 1:], axis=0, return_inverse=True)
+        counts = np.array([self.value_count(*self.size(width, height)) for width, height in distinct.tolist()], np.int64)
+        return np.bincount(sizes[:, 0], counts[indices.ravel()], row_count).astype(np.int64)
 
 
 def blank(width: int, height: int) -> Image:

@@ -7,9 +7,8 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -17,11 +16,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.checks import BadRow, or_bad_row
+from finetune.data.checks import BadRow
 from finetune.data.pictures.placement import MAX_FILE_BYTES, PictureReference
 from finetune.errors import DiskFull, PackagesError
 from finetune.files import cache_dir, read_limited
-from finetune.system import replace, usable_cpus
+from finetune.system import replace
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,9 +39,6 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
 _EIGHT_BIT = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
-#: Images of more pixels are decoded one at a time in a process, whatever its threads.
-_LARGE_PIXELS = 8_000_000
-_LARGE = threading.Lock()
 _EXIF_ORIENTATION = 0x0112
 
 
@@ -101,7 +97,8 @@ def checked_size(content: bytes) -> tuple[int, int]:
         width, height = image.size
         # decoded once to find damage, JPEG at an eighth of its size
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
-        _load(image)
+        with _decoding():
+            image.load()
         # 5 to 8 turn by 90 degrees (EXIF 2.32, 4.6.4)
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
@@ -118,7 +115,8 @@ def open_picture(source: PictureSource) -> Image:
     with _opened(source.read()) as image:
         from PIL import ImageOps
 
-        _load(image)
+        with _decoding():
+            image.load()
         picture = _as_rgb(image)
         picture.info.clear()  # other EXIF data may be damaged
         picture.getexif()[_EXIF_ORIENTATION] = _orientation(image)
@@ -221,11 +219,6 @@ def _opened(content: bytes) -> Image:
     return image
 
 
-def _load(image: Image) -> None:
-    with _decoding(), _LARGE if image.width * image.height > _LARGE_PIXELS else nullcontext():
-        image.load()
-
-
 def _orientation(image: Image) -> int:
     # unreadable EXIF data turns nothing
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
@@ -250,8 +243,6 @@ def _as_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-#: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
-_MAX_THREADS = 4
 #: Most images whose sizes are cached; a line of the file has 55 bytes.
 MAX_SIZES = 200_000
 _SIZE_LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")  # digest, width, height
@@ -270,12 +261,8 @@ class PictureReader:
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
 
-    def read(self, rows: Iterable[list[PictureReference]]) -> list[tuple[PictureSource, ...] | BadRow]:
-        """Return each row's images, or why an image can't be used."""
-        with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
-            return list(pool.map(lambda references: or_bad_row(lambda: tuple(map(self._read, references))), rows))
-
-    def _read(self, reference: PictureReference) -> PictureSource:
+    def read(self, reference: PictureReference) -> PictureSource:
+        """Check an image. Raise BadRow if it can't be used."""
         try:
             path = None if reference.path is None else self._find(reference)
             if path is not None:
