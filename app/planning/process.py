@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
-from finetune.errors import FinetuneError
+from finetune.errors import DataError, FinetuneError
 from finetune.planner.plan import Verdict
 from finetune.recipe import parse_recipe
-from finetune.settings import Recipe
+from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
@@ -18,11 +19,12 @@ from ..worker import Report, Work, serve
 
 if TYPE_CHECKING:
     from finetune.data.preparation import EncodedRows
+    from finetune.data.readers import Row
     from finetune.planner.planning import RowsRead
 
 #: Encoded datasets to keep in memory, and row lengths to send for a histogram.
 _MOST_DATASETS, _MOST_LENGTHS = 2, 20_000
-_ROWS_SHOWN, _CELL_CHARACTERS = 5, 160
+_ROWS_READ, _ROWS_SHOWN, _CELL_CHARACTERS = 20, 5, 160  # of the first rows; the roles of columns are guessed by `_ROWS_READ`
 _APPLIED_AFTER_TOKENISING = ("max_length", "excess_length")
 
 
@@ -69,13 +71,15 @@ class Questions:
 
     def columns(self, _work: Work, recipe: str) -> dict[str, Any]:
         """Return the first rows and each column's role."""
-        from finetune.data.column_advice import first_rows, roles_of
+        from finetune.data.readers import Row
+        from finetune.data.sources import find_sources
 
         dataset = parse_recipe(recipe, "recipe").dataset
-        rows = first_rows(dataset)
+        read_rows = (row for source in find_sources(dataset.path, dataset) for row in source.rows() if isinstance(row, Row))
+        rows = list(itertools.islice(read_rows, _ROWS_READ))
         names = list(dict.fromkeys(name for row in rows for name in row.values))
         shown_rows = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.values.items()} for row in rows[:_ROWS_SHOWN]]
-        roles, is_guess = roles_of(rows, dataset)
+        roles, is_guess = _roles_of(names, rows, dataset)
         return {"columns": names, "rows": shown_rows, "roles": roles, "is_guess": is_guess}
 
     def plan(self, work: Work, recipe: str, compare: bool = False, has_data: bool = True) -> dict[str, Any]:
@@ -127,6 +131,29 @@ class Questions:
         if len(self._encoded) > _MOST_DATASETS:
             del self._encoded[next(iter(self._encoded))]
         return rows
+
+
+def _roles_of(names: list[str], rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
+    # the alpaca field of each column, or `ignore`, and whether these are guesses
+    from finetune.data.column_advice import suggested_columns
+    from finetune.data.formats import FORMATS
+    from finetune.data.row_parser import choose_parser
+
+    values = [row.values for row in rows]
+    # nested values are conversations, which have no alpaca fields
+    if any(not isinstance(value, str | int | float | None) for row in values for value in row.values()):
+        return {}, False
+    try:
+        parser = choose_parser("", values, dataset)
+    except DataError:
+        columns, is_guess = dataset.columns or suggested_columns(values), True
+    else:
+        if parser.format != "alpaca":
+            return {}, False
+        columns = {name: name for name in names if name in FORMATS["alpaca"].columns} | parser.columns
+        is_guess = bool(parser.parse([*rows]).unused.blocking())
+    role_of_column = {column: role for role, column in columns.items()}
+    return {name: role_of_column.get(name, "ignore") for name in names}, is_guess and not dataset.columns
 
 
 @functools.lru_cache(maxsize=1)  # completing may read the rows' file

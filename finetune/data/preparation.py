@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.chat_format import thought_and_text
-from finetune.data.column_advice import json_advice
 from finetune.data.conversation import Example
 from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.placement import text_pieces
@@ -127,7 +126,8 @@ class SelectedRows:
             problems += refusal_lines(refused, rows_read)
             in_recipe = "(in the recipe on_bad_rows: skip, under dataset)"
             fixes.append(f"Correct these rows, or leave them out:  dataset.on_bad_rows=skip  {in_recipe}")
-            fixes += json_advice(refused, recipe.dataset)
+            if any(row.reason.endswith(", not text") for row in refused):
+                fixes.append("To write objects and numbers as JSON, list their columns in dataset.json_columns.")
         if too_long and recipe.excess_length in ("raise", "chunk"):
             longest = sorted((entry for split in splits for entry in split.longest_rows()), key=lambda entry: -entry[1])
             problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")

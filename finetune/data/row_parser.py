@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
+from finetune.data.column_advice import override, suggested_columns
 from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
 from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, columns_with_values, parse
@@ -105,7 +106,7 @@ class RowParser:
 
 
 def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
-    """Choose the parser for rows like these. Raise DataError, or UnknownColumns if settings may help."""
+    """Choose the parser for rows like these. Raise DataError."""
     columns = dataset.columns
     # the recipe maps a column to reasoning, and ignores reasoning: that column is ignored
     if "reasoning_content" in dataset.ignore_columns and "reasoning" in columns:
@@ -124,7 +125,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     if not columns and dataset.format == "auto":
         columns = _alpaca_columns(rows)
     renamed_rows = [_rename_columns(values, columns) for values in rows]
-    format_name = _most_common_format(renamed_rows, file) if dataset.format == "auto" else dataset.format
+    format_name = _most_common_format(renamed_rows, file, columns) if dataset.format == "auto" else dataset.format
     row_format = "preference" if splits_pairs else format_name
     if dataset.format not in METHOD_FORMATS:
         columns = columns | _reasoning_column(renamed_rows, file, format_name, columns)
@@ -146,10 +147,6 @@ _ALPACA_NAMES = [
         "query answer", "prompt response", "prompt answer",
     )
 ]  # fmt: skip
-
-
-class UnknownColumns(DataError):
-    """No format has the columns, or the recipe's format needs other columns."""
 
 
 def _formats_with(columns: set[str]) -> list[str]:
@@ -195,7 +192,7 @@ def _rename_columns(row: Values, columns: Columns) -> Values:
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
-def _most_common_format(rows: list[Values], file: str) -> str:
+def _most_common_format(rows: list[Values], file: str, columns: Columns) -> str:
     counts: Counter[str] = Counter()
     for row in rows:
         matching = _formats_with(columns_with_values([row]))
@@ -209,8 +206,18 @@ def _most_common_format(rows: list[Values], file: str) -> str:
     if not counts:
         counts.update(_formats_with({name for row in rows for name in row}))
     if not counts:
-        raise UnknownColumns(f"{file}: no known format has these columns: {column_list(rows)}", _FORMATS_HINT)
+        raise _unknown_columns(rows, file, columns)
     return counts.most_common(1)[0][0]
+
+
+def _unknown_columns(rows: list[Values], file: str, columns: Columns) -> DataError:
+    problem, suggested = f"{file}: no known format has these columns: {column_list(rows)}", suggested_columns(rows)
+    if names := transcripts(rows, [suggested["output"]] if suggested else {name for row in rows for name in row}):
+        return transcript_error(file, columns.get(names[0], names[0]))
+    if columns or not suggested:
+        return DataError(problem, _FORMATS_HINT)
+    question, answer = map(printable, suggested.values())
+    return DataError(problem, f"If {answer} is the answer to {question}:  {override('columns', suggested)}\n{_FORMATS_HINT}")
 
 
 def _check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
@@ -227,7 +234,7 @@ def _check_columns(rows: list[Values], file: str, format_name: str, columns: Col
     missing = [column for column in required if column not in {*header, *columns}]
     if missing:
         problem = f"{file}: format {format_name} needs the column(s) {', '.join(missing)}; the file has {column_list(rows)}"
-        raise UnknownColumns(problem, _FORMATS_HINT)
+        raise DataError(problem, _FORMATS_HINT)
 
 
 #: Fields that every message needs: they are not dropped with a column of the same name.
@@ -260,15 +267,6 @@ def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[st
     return applied
 
 
-class PreferenceData(DataError):
-    """Rows of pairs where the method trains on one answer."""
-
-    def __init__(self, file: str, chosen: str, rejected: str) -> None:
-        problem = f"{file}: this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt"
-        super().__init__(problem, "To learn to prefer the chosen answers:  method=dpo")
-        self.columns = {"chosen": chosen, "rejected": rejected}
-
-
 def _refuse_other_data(rows: list[Values], file: str, mapped_columns: set[str]) -> None:
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - mapped_columns
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
@@ -276,7 +274,9 @@ def _refuse_other_data(rows: list[Values], file: str, mapped_columns: set[str]) 
             raise DataError(f"{file}: {problem}", fix.replace("FILE", shlex.quote(file)))
     for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
         if filled_columns.issuperset((chosen, rejected)):
-            raise PreferenceData(file, chosen, rejected)
+            problem = f"this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt"
+            mapping = "" if chosen == "chosen" else f"  {override('columns', {'chosen': chosen, 'rejected': rejected})}"
+            raise DataError(f"{file}: {problem}", f"To learn to prefer the chosen answers:  method=dpo{mapping}")
 
 
 #: The start of a turn in a text: USER:, ### Human:, **User**:, <|im_start|>user, [INST]. {0} are speakers, {1} special tokens.

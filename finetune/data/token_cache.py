@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from finetune.checksum import with_checksum
-from finetune.data.column_advice import advice_for, advice_for_unused
+from finetune.data.column_advice import override
 from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
 from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
@@ -63,16 +63,12 @@ class SourceReader:
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
         self._sample = _take_batch(self._remaining_rows, _SAMPLE_ROWS)
-        self._dataset = dataset
         rows = [row for row in self._sample if isinstance(row, Row)]
         if not rows:
             problem = f"{source.name}: none of the first {len(self._sample):,} row(s) can be read"
             raise DataError([problem, str(self._sample[0])], "Correct the file.")
-        try:
-            folder = None if source.path is None else source.path.parent
-            self.parser = choose_parser(source.name, [row.values for row in rows], dataset, folder)
-        except DataError as error:
-            raise advice_for(error, rows, source.name, dataset) from None
+        folder = None if source.path is None else source.path.parent
+        self.parser = choose_parser(source.name, [row.values for row in rows], dataset, folder)
         #: Unread columns and fields; `finish` raises DataError if they stop the run.
         self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
@@ -93,8 +89,11 @@ class SourceReader:
     def finish(self) -> tuple[str, ...]:
         """Return the unread columns and fields. Raise DataError if they may change the meaning."""
         if blocking := self.unused.blocking():
-            sample = [row for row in self._sample if isinstance(row, Row)]
-            fixes = [*fixes_of(blocking, self.parser.file), *advice_for_unused(blocking, sample, self.parser, self._dataset)]
+            fixes = [
+                *fixes_of(blocking, self.parser.file),
+                "To train on a column, map it with dataset.columns (fields: instruction, input, output, system, reasoning).",
+                f"To leave it out:  {override('ignore_columns', [*self.parser.dataset.ignore_columns, *blocking])}",
+            ]
             raise DataError(self.unused.problems(blocking), "\n".join(fixes))
         fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
         return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))

@@ -186,11 +186,11 @@ def test_rows_that_a_run_reads_by_itself_are_not_asked_about(page, name):
 @pytest.mark.parametrize(
     ("columns", "roles"),
     [
-        ("question,answer,context", ["instruction", "output", "input"]), ("instruction,output,reasoning", []), ("a,b,c", []),
+        ("question,answer,context", ["instruction", "output", "ignore"]), ("instruction,output,reasoning", []), ("a,b,c", []),
         ("instruction,output,notes", ["instruction", "output", "ignore"]),
     ],
 )  # fmt: skip
-def test_a_context_is_read_and_other_text_is_ignored_in_sight_where_a_run_would_ask(page, tmp_path, columns, roles):
+def test_other_text_is_ignored_in_sight_where_a_run_would_ask(page, tmp_path, columns, roles):
     rows = "".join(f"One text {n},Two texts {n},Three texts {n}\n" for n in range(30))
     (tmp_path / "rows.csv").write_text(f"{columns}\n{rows}")
     page.change({"data": "rows.csv"})

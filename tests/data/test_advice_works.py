@@ -1,6 +1,5 @@
 """What an error says to type is typed, on the file that caused it: the rows are then read, and as they are meant."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -10,99 +9,35 @@ from small_data import advised, read_examples, recipe
 
 from finetune.errors import DataError
 
-ORDER = '{{"name": "shelf {n}"}}'
-#: Name -> a row by number (as a template), and the answer that the first suggestion should teach.
-FILES = {
-    "text and output": ({"text": "Send shelf {n}.", "output": ORDER}, ORDER),
-    "text and summary": ({"text": "Shelf {n} is here.", "summary": "A shelf {n}."}, "A shelf {n}."),
-    "text and sentiment": ({"text": "Shelf {n} is here.", "sentiment": "good {n}"}, "good {n}"),
-    "dialogue and summary": ({"dialogue": "A: Is it shelf {n}?", "summary": "A shelf {n}."}, "A shelf {n}."),
-    "input and output": ({"input": "Shelf {n}?", "output": "Yes {n}."}, "Yes {n}."),
-    "user and assistant": ({"user": "Shelf {n}?", "assistant": "Yes {n}."}, "Yes {n}."),
-    "prompt and output": ({"prompt": "Shelf {n}?", "output": "Yes {n}."}, "Yes {n}."),
-    "in capitals": ({"Question": "Shelf {n}?", "Answer": "Yes {n}."}, "Yes {n}."),
-    "with spaces": ({" Instruction ": "Shelf {n}?", "Output ": "Yes {n}."}, "Yes {n}."),
-    "any two names": ({"frage 1": "Shelf {n}?", "yes: or no": "Yes {n}."}, "Yes {n}."),
-    "a passage": ({"question": "Where?", "answer": "Here {n}.", "passage": "Shelf {n} is here."}, "Here {n}."),
-    "a context": ({"query": "Where?", "response": "Here {n}.", "context": "Shelf {n} is here."}, "Here {n}."),
-    "chosen and rejected": ({"prompt": "Shelf {n}?", "chosen": "Yes {n}.", "rejected": "No.", "margin": "{n}.5"}, "Yes {n}."),
-    "a conversation and two answers": (
-        {"conversations": [{"from": "human", "value": "Shelf {n}?"}], "chosen": {"from": "gpt", "value": "Yes {n}."},
-         "rejected": {"from": "gpt", "value": "No."}}, "Yes {n}.",
-    ),
-    "two dialogues": ({"chosen": "\n\nHuman: Shelf {n}?\n\nAssistant: Yes.", "rejected": "\n\nHuman: Shelf?"}, None),
-    "a conversation of pairs": (
-        {"system": "Be brief {n}.", "conversation": [{"human": "Shelf {n}?", "assistant": "Yes {n}."}]}, "Yes {n}.",
-    ),
-    "turns under another name": ({"dialog": [{"role": "user", "content": "{n}?"}, {"role": "bot", "content": "{n}."}]}, "{n}."),
-    "a system prompt": (
-        {"system_message": "Be number {n}.", "messages": [
-            {"role": "user", "content": "{n}?"}, {"role": "assistant", "content": "{n}."}]}, "{n}.",
-    ),
-}  # fmt: skip
 
-
-def filled(value, n):
-    if isinstance(value, str):
-        return value.format(n=n)
-    return {k: filled(v, n) for k, v in value.items()} if isinstance(value, dict) else [filled(item, n) for item in value]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_each_suggestion_reads_the_file_that_caused_it(write, name):
-    row, answer = FILES[name]
-    path = write("rows.jsonl", [filled(row, n) for n in range(12)])
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"Question": "Q{n}?", "Explanation": "Since {n}.", "Reply": "A{n}."}, "Question", "Reply"),
+        ({"ticket": "T-{n}", "customer_message": "Q{n}?", "our_reply": "A{n}."}, "customer_message", "our_reply"),
+        ({"system_prompt": "Be {n}.", "user_message": "Q{n}?", "assistant_reply": "A{n}."}, "user_message", "assistant_reply"),
+        ({"answer": "A{n}.", "frage": "Q{n}?"}, "frage", "answer"),
+        ({"frage 1": "Q{n}?", "yes: or no": "A{n}.", "votes": 3, "it's #1": None}, "frage 1", "yes: or no"),
+        ({" Instruction ": "Q{n}?", "Output ": "A{n}."}, " Instruction ", "Output "),
+    ],
+)
+def test_question_and_answer_are_suggested_by_their_names_or_as_the_only_texts(write, row, question, answer):
+    rows = [{name: value.format(n=n) if isinstance(value, str) else value for name, value in row.items()} for n in range(9)]
+    path = write("rows.jsonl", rows)
     with pytest.raises(DataError) as error:
         read_examples(recipe(path).dataset)
-    suggestions = advised(error.value.fix)
-    for settings in suggestions:
-        rows = read_examples(recipe(path, **settings).dataset).train
-        assert (len(rows.examples), rows.refused) == (12, [])
-    first = read_examples(recipe(path, **suggestions[0]).dataset).train.examples[3]
-    assert first.reference() == (answer and answer.format(n=3))
-    whole = f"{first.question()}{first.text or ''}{first.reference()}"
-    assert "3" in whole and not any("suggest" in str(text) for text in first.texts())
+    [settings] = advised(error.value.fix)
+    assert settings == {"columns": {"instruction": question, "output": answer}}
+    others = [name for name in row if name not in (question, answer)]
+    example = read_examples(recipe(path, **settings, ignore_columns=others).dataset).train.examples[3]
+    assert (example.question()[-1]["content"], example.reference()) == ("Q3?", "A3.")
 
 
-#: Letter -> the value of a column: question, context, reasoning, answer, score, and a text that must not be in the prompt.
-VALUES = {
-    "Q": "Is it Q{n}?",
-    "C": "As C{n} says.",
-    "R": "I think R{n}.",
-    "A": "It is A{n}.",
-    "S": "{n}.25",
-    "X": "X{n} is here.",
-}
-COLUMNS = """
-Question:Q Complex_CoT:R Response:A | Question:Q Context:C Complex_CoT:R Response:A | Problem:Q Thought:R Solution:A Score:S
-prompt:Q reasoning:R completion:A | prompt:Q completion:A chain_of_thought:R | input:Q reasoning_content:R content:A score:S
-text:Q reasoning:R answer:A | user:Q my_reasoning:R assistant:A | question:Q answer:A thinking:R cot:R | text:A prompt:Q
-question:Q answer:A model_thoughts:R | question:Q answer:A gold_solution:X | question:Q answer:A score:S | output:A thing:Q
-Question:Q Answer:A Rating:S | question:Q answer:A votes:S | question:Q answer:A kommentar:X | Question:Q Answer:A Explanation:X
-problem:Q solution:X answer:A | answer_text:A label:S | rationale:R answer:A | reasoning_text:R answer:A
-Question:Q chosen:A rejected:X | question_text:Q chosen:A rejected:X | instruction:Q input:C output:A context:X
-system_prompt:C user_message:Q assistant_reply:A | source:S sentence:Q label:A
-"""
-
-
-@pytest.mark.parametrize("columns", re.split(r" \| |\n", COLUMNS.strip()))
-def test_followed_advice_puts_no_reasoning_answer_or_score_into_the_prompt(write, columns):
-    letters = dict(column.split(":") for column in columns.split())
-    path = write("rows.jsonl", [{name: VALUES[letters[name]].format(n=n) for name in letters} for n in range(12)])
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    thoughts = ""
-    for settings in advised(error.value.fix):
-        rows = read_examples(recipe(path, **settings).dataset).train
-        assert (len(rows.examples), rows.refused) == (12, [])
-        example = rows.examples[3]
-        prompt, answer = str(example.question()), str(example.reference())
-        thought = example.messages[-1].get("reasoning_content", "") if example.messages else ""
-        assert not any(mark in prompt for mark in ("R3", "A3", "3.25", "X3"))
-        assert not prompt or ("Q3" in prompt and "A3" in answer)
-        assert "Q3" not in thought + answer and "R3" not in answer
-        thoughts += thought
-    assert ("R3" in thoughts) == {"R", "Q"}.issubset(letters.values())
+@pytest.mark.parametrize("columns", [["a", "b", "c"], ["question", "thoughts", "notes"], ["answer_id"]])
+def test_other_columns_are_not_suggested(write, columns):
+    with pytest.raises(DataError, match="no known format has these columns") as error:
+        read_examples(recipe(write("rows.jsonl", [dict.fromkeys(columns, f"It is {n}.") for n in range(4)])).dataset)
+    assert advised(error.value.fix) == []
 
 
 TRANSCRIPTS = {
