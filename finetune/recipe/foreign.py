@@ -180,7 +180,7 @@ def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Co
 
 def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
     """Convert a text; `name` prefixes each problem."""
-    document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
+    document = yaml.parse(text, name, yaml.OtherToolsLoader)
     tool = tool_of(document.values, name)
     if tool is None:
         readable = ", ".join(tool.name for tool in tools())

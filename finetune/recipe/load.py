@@ -158,14 +158,11 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
 def validate(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
     """Validate values. Raises RecipeError with `problems` and all others."""
     problems = list(problems)
-    # a value refused as YAML is None here, which is not a second problem
-    refused_locations = {problem.split(": ")[0] for problem in problems}
-    values = _with_canonical_names(values, locations, problems, refused_locations)
+    values = _with_canonical_names(values, locations, problems)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        explanations = [_explain(details, locations, name) for details in error.errors()]
-        problems += [line for line in explanations if line.split(": ")[0] not in refused_locations]
+        problems += [_explain(details, locations, name) for details in error.errors()]
         recipe = None
     # one problem per line, without repetitions
     problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
@@ -174,7 +171,7 @@ def validate(values: Values, locations: dict[str, str], name: str, problems: Seq
     return recipe
 
 
-def _with_canonical_names(values: Values, locations: dict[str, str], problems: list[str], refused: set[str]) -> Values:
+def _with_canonical_names(values: Values, locations: dict[str, str], problems: list[str]) -> Values:
     renamed: Values = {}
     for key, value in values.items():
         location, canonical = locations.get(key, key), ALIASES.get(key, key)
@@ -188,7 +185,7 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
             if value not in (True, "true"):
                 continue
             canonical, value = "dtype", SWITCHES[key]
-        if value is None and location not in refused and canonical in Recipe.model_fields:  # an empty key is not set
+        if value is None and canonical in Recipe.model_fields:  # an empty key is not set
             continue
         if canonical in renamed:
             problems.append(f"{location}: '{key}' and another key both set {canonical}; keep one")
@@ -199,7 +196,7 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
         if canonical == "dataset" and isinstance(value, (str, list)):
             value = {"path": value}
         if canonical in _SECTIONS and isinstance(value, dict):
-            value = _known_settings(canonical, value, locations, problems, refused)
+            value = _known_settings(canonical, value, locations, problems)
         if canonical != key and key in locations:
             locations[canonical] = locations[key]
         renamed[canonical] = value
@@ -219,13 +216,12 @@ def secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
-def _known_settings(section: str, values: Values, locations: dict[str, str], problems: list[str], refused: set[str]) -> Values:
+def _known_settings(section: str, values: Values, locations: dict[str, str], problems: list[str]) -> Values:
     fields = _SECTIONS[section].model_fields
-    values = {key: value for key, value in values.items() if value is not None or locations.get(f"{section}.{key}") in refused}
     for key in [key for key in values if key not in fields]:
         location = locations.get(f"{section}.{key}", section)
         problems.append(f"{location}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
-    return {key: value for key, value in values.items() if key in fields}
+    return {key: value for key, value in values.items() if key in fields and value is not None}
 
 
 def _did_you_mean(key: str, candidates: list[str]) -> str:
