@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from typing import Any
-
-import yaml
-
 from finetune.data.checks import Values, is_missing
 from finetune.data.column_semantics import words_of
 
 #: Last words of the names of columns with questions, and with answers; usual words first.
 _QUESTIONS = "question query instruction prompt input problem request user human message source document article dialogue"
 _ANSWERS = "answer response output completion reply solution assistant bot target summary translation"
-
-
-def override(name: str, value: Any) -> str:
-    """Return a setting of `dataset` as an argument to type."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
-    if "'" in text:  # JSON is YAML, too, and its quotes are not the shell's
-        text = json.dumps(value, ensure_ascii=False)
-    return shlex.quote(f"dataset.{name}={text}")
 
 
 def suggested_columns(rows: list[Values]) -> dict[str, str]:

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from finetune.data.checks import SPLITS, BadRow, Values, is_blank
-from finetune.data.report import printable
+from finetune.data.report import override, printable
+from finetune.errors import DataError
 
-_PREFERENCE = "a choice between two answers (for DPO)"
-_LABEL = "a good or bad label (for KTO), or a class"
-_PICTURE = "images, but no column is mapped to them"
-_MEDIA = "audio, video or processed images; only text and images can be trained on"
-REASONING = "the reasoning before an answer"
-_WEIGHT = "a weight of the row or message"
-_SCORE = "a quality score"
-CONTEXT = "part of the prompt"
-_TOOLS = "tools or tool calls"
-_SPLIT = "a split of the rows"
-
-#: Column name in lower case without underscores -> meaning of its values.
+REASONING = "reasoning"
+_IMAGE, _MEDIA, _LABEL, _WEIGHT, _SCORE, _PROMPT, _SPLIT = "image", "media", "label", "weight", "score", "prompt", "split"
+#: Column name in lower case without underscores -> its meaning. Such a column stops a run although all its values may be equal.
 _MEANINGS = {
     name.replace("_", ""): meaning
     for meaning, names in (
-        (_PREFERENCE, "chosen rejected chosen_response rejected_response response_j response_k"),
+        ("pair", "chosen rejected chosen_response rejected_response response_j response_k"),
         (_LABEL, "label labels kto_tag"),
-        (_PICTURE, "image images image_url"),
+        (_IMAGE, "image images image_url"),
         (_MEDIA, "video videos audio audios pixel_values"),
         (REASONING, "reasoning_content reasoning thinking thought thoughts cot complex_cot chain_of_thought rationale think "
          "thinking_content think_content reasoning_text thought_process thinking_process reasoning_process reasoning_trace "
          "thinking_trajectory reasoning_steps"),
         (_WEIGHT, "weight weights sample_weight train trainable training loss loss_mask mask train_detail"),
         (_SCORE, "score scores rating ratings reward rewards score_chosen score_rejected"),
-        (CONTEXT, "system system_prompt context input history documents"),
-        (_TOOLS, "tools functions tool_calls function_call function_calls"),
+        (_PROMPT, "system system_prompt context input history documents"),
+        ("tools", "tools functions tool_calls function_call function_calls"),
         (_SPLIT, "split"),
     )
     for name in names.split()
 }  # fmt: skip
 #: Meanings for which a name alone doesn't stop a run on plain text: web corpora have a score for each page.
-_DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, CONTEXT, REASONING)
+_DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _PROMPT, REASONING)
 MEDIA_TAGS = ("<image>", "<video>", "<audio>")  # placeholders in a text for an image, a video or a sound
 _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")  # weights that change nothing
+_FIXES = {
+    _LABEL: "To train on good and bad answers:  method=kto",
+    _IMAGE: "To train on the images, map their column to `images` with dataset.columns, beside the mapped columns.",
+    _SPLIT: "To hold rows out, name their split as dataset.eval_split (training uses dataset.split, train).",
+}
 
 
 @lru_cache(4096)
@@ -61,7 +56,7 @@ def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: boo
     is_other_split = meaning == _SPLIT and not (isinstance(value, str) and value in SPLITS)
     if not meaning or is_other_split or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
         return None  # the name doesn't decide: `add` looks at the value
-    if in_message and meaning in (_SPLIT, CONTEXT):
+    if in_message and meaning in (_SPLIT, _PROMPT):
         return False
     if meaning == _SPLIT:
         return value != "train"
@@ -69,33 +64,15 @@ def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: boo
     return not is_blank(value) and not is_neutral
 
 
-#: Meaning -> what to do about such a column or field. NAME, FILE and SPLIT are replaced.
-_FIXES = {
-    _PICTURE: "To train on the images:  dataset.columns={images: NAME}  (in addition to the columns already mapped)",
-    _LABEL: "To train on good and bad answers:  method=kto\n"
-    "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
-    REASONING: "To train on it, put it before the answer in the model's format, for example <think>...</think>, "
-    "or in reasoning_content of the message.",
-    _WEIGHT: "A message can have train: true or false, or weight: 0 or 1. Rows can't be weighted: repeat or remove them.",
-    _SCORE: "Filter the rows by it, then leave the column out.",
-    _SPLIT: "To hold rows out:  dataset.eval_split=SPLIT  (training uses dataset.split, train)",
-    _TOOLS: "Put tools in a column `tools` next to the conversation, and calls in `tool_calls` of an assistant message.",
-}
-
-
 def check_media_tags(row: Values, texts: Iterable[str]) -> None:
     """Raise BadRow if a text has a tag such as <image>, but the column with the media is not used."""
-    has_media = any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(value) for name, value in row.items())
+    has_media = any(meaning_of(name) in (_IMAGE, _MEDIA) and not is_blank(value) for name, value in row.items())
     tag = next((tag for text in texts for tag in MEDIA_TAGS if tag in text), None) if has_media else None
     if tag:
         raise BadRow(None, f"has {tag} in its text, but the media column is left out")
 
 
-#: Most distinct values that are counted. A column with as many short texts has prose, not names such as sources.
-_MAX_DISTINCT = 100
-_MAX_LISTED_ROWS = 3  # most row numbers that a message lists
-COLUMNS, FIELDS = "columns", "message fields"  # owners of unused values: rows and messages
-NAMED = "named"  # kind of any value whose column's name alone says that it changes the meaning of a row
+FIELD = "messages[]."  # prefix of the name of a message's field
 
 
 @dataclass
@@ -103,28 +80,22 @@ class ColumnUse:
     """The values of an unused column or message field."""
 
     count: int = 0
-    first_rows: list[int] = field(default_factory=list)
-    last_row: int = 0
+    named_count: int = 0  # of values whose column's name alone says that they change the meaning of a row
     kinds: set[str] = field(default_factory=set)
-    value_digests: set[str] = field(default_factory=set)
+    digests: set[str] = field(default_factory=set)  # of two values at most: enough to see that a column isn't constant
 
-    def add(self, row_number: int, kinds: set[str], value: Any) -> None:
-        if kinds != {NAMED} or row_number != self.last_row:  # known names are counted by row, other fields by message
-            self.count += 1
-        self.last_row = row_number
-        if len(self.first_rows) < _MAX_LISTED_ROWS and row_number not in self.first_rows:
-            self.first_rows.append(row_number)
-        self.kinds.update(kinds)
-        # two values show that a column isn't constant; more are counted only for short texts, which may be prose
-        most = _MAX_DISTINCT if "label" in self.kinds and "text" not in self.kinds else 2
-        if len(self.value_digests) < most:
-            self.value_digests.add(_digest(value))
+    def add(self, kinds: set[str], value: Any, *, is_named: bool) -> None:
+        self.count += 1
+        self.named_count += is_named
+        self.kinds |= kinds
+        if len(self.digests) < 2:
+            self.digests.add(_digest(value))
 
     def merge(self, other: ColumnUse) -> None:
         self.count += other.count
-        self.first_rows = sorted({*self.first_rows, *other.first_rows})[:_MAX_LISTED_ROWS]
+        self.named_count += other.named_count
         self.kinds |= other.kinds
-        self.value_digests |= other.value_digests
+        self.digests |= other.digests
 
 
 @dataclass
@@ -133,92 +104,69 @@ class UnusedColumns:
 
     file: str
     format: str
-    #: Number of usable rows, and of their messages.
-    totals: dict[str, int] = field(default_factory=lambda: {COLUMNS: 0, FIELDS: 0})
-    uses: dict[str, dict[str, ColumnUse]] = field(default_factory=lambda: {COLUMNS: {}, FIELDS: {}})
+    #: Number of usable rows (prefix ""), and of their messages.
+    totals: dict[str, int] = field(default_factory=lambda: {"": 0, FIELD: 0})
+    uses: dict[str, ColumnUse] = field(default_factory=dict)
 
     def merge(self, other: UnusedColumns) -> None:
-        for owner, uses in other.uses.items():
-            self.totals[owner] += other.totals[owner]
-            for name, use in uses.items():
-                self.uses[owner].setdefault(name, ColumnUse()).merge(use)
+        self.totals = {prefix: count + other.totals[prefix] for prefix, count in self.totals.items()}
+        for name, use in other.uses.items():
+            self.uses.setdefault(name, ColumnUse()).merge(use)
 
-    def add(self, owner: str, unread: Values, row_number: int, texts: Sequence[str] = ()) -> None:
+    def add(self, prefix: str, unread: Values, texts: Sequence[str] = ()) -> None:
         """Count unread columns or fields of a usable row; `texts`: all texts of the row."""
-        self.totals[owner] += 1
+        self.totals[prefix] += 1
         for name, value in unread.items():
-            changes_meaning = _changes_meaning(name, value, self.format, in_message=owner == FIELDS)
+            changes_meaning = _changes_meaning(name, value, self.format, in_message=prefix == FIELD)
             if changes_meaning is False:
                 continue
-            use = self.uses[owner].setdefault(name, ColumnUse())
-            if changes_meaning:
-                kinds = {NAMED}
+            use = self.uses.setdefault(f"{prefix}{name}", ColumnUse())
             # the column repeats all texts that are read, as Alpaca's `text` does
-            elif len(texts) > 1 and isinstance(value, str) and all(text in value for text in texts):
-                kinds = {"copy"}
-            else:
-                kinds = kinds_of(name, value, texts)
-            if kinds:
-                use.add(row_number, kinds, value)
+            is_copy = len(texts) > 1 and isinstance(value, str) and all(text in value for text in texts)
+            kinds = {"copy"} if is_copy else kinds_of(name, value, texts)
+            if kinds or changes_meaning:
+                use.add(kinds, value, is_named=bool(changes_meaning))
 
     @property
     def stops_run(self) -> bool:
         """Return whether a column stops the run, whatever rows follow."""
         return bool(self.blocking(all_rows_read=False))
 
-    def blocking(self, *, all_rows_read: bool = True) -> dict[str, ColumnUse]:
-        """Return the columns that stop a run, those with known names first."""
-        uses = ((owner, name, use) for owner, uses in self.uses.items() for name, use in uses.items())
-        blocking = [(name, use) for owner, name, use in uses if self._blocks(owner, name, use, all_rows_read)]
-        return dict(sorted(blocking, key=lambda item: NAMED not in item[1].kinds))
+    def blocking(self, *, all_rows_read: bool = True) -> list[str]:
+        """Return the columns and fields that stop a run, those with known names first."""
+        names = [name for name, use in self.uses.items() if self._blocks(name, use, all_rows_read)]
+        return sorted(names, key=lambda name: not self.uses[name].named_count)
 
-    def _blocks(self, owner: str, name: str, use: ColumnUse, all_rows_read: bool) -> bool:
-        if NAMED in use.kinds:
-            # a file whose rows all have another split than train is no mixture
-            is_mixture = use.count != self.totals[owner] or use.kinds != {NAMED}
-            return name != "split" or (all_rows_read and is_mixture)
-        prose_values = min(_MAX_DISTINCT, max(4, use.count // 2))  # short texts that nearly all differ are prose
-        is_prose = all_rows_read and "label" in use.kinds and len(use.value_digests) >= prose_values
-        kinds = use.kinds | {"text"} if is_prose else use.kinds
+    def _blocks(self, name: str, use: ColumnUse, all_rows_read: bool) -> bool:
+        in_message, field_name = name.startswith(FIELD), name.removeprefix(FIELD)
+        total = self.totals[FIELD if in_message else ""]
+        if use.named_count:  # a file whose rows all have another split than train is no mixture
+            return field_name != "split" or (all_rows_read and use.named_count != total)
         # all rows have the same value; a single row can't show that
-        is_constant = len(use.value_digests) == 1 and use.count >= max(self.totals[owner], 2 if all_rows_read else 1)
-        is_flag = owner == FIELDS and bool(kinds & {"truth", "bit"})
+        is_constant = len(use.digests) == 1 and use.count >= max(total, 2 if all_rows_read else 1)
+        is_flag = in_message and bool(use.kinds & {"truth", "bit"})
         may_matter = use.count > 0 and (is_flag or not is_constant)
-        return may_matter and not is_harmless(name, kinds, has_answer=self.format != "text")
+        return may_matter and not is_harmless(field_name, use.kinds, has_answer=self.format != "text")
 
-    def problems(self, blocking: dict[str, ColumnUse]) -> list[str]:
-        """Return a line for each known name, and a line for all unknown names."""
-        lines = [
-            f"{self.file}: '{printable(name)}' is not used, and it looks like {meaning_of(name)}: {use.count:,} row(s), first "
-            f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
-            for name, use in blocking.items()
-            if NAMED in use.kinds
-        ]
-        for owner, uses in self.uses.items():
-            unknown = {name: use for name, use in blocking.items() if uses.get(name) is use and NAMED not in use.kinds}
-            described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in unknown.items()]
-            if described:
-                lines.append(f"{self.file}: unused {owner} may change what the model learns: {', '.join(described)}")
-        return lines
-
-
-def fixes_of(blocking: dict[str, ColumnUse], file: str) -> list[str]:
-    """Return fixes for columns and fields with known names."""
-    fixes: dict[str, str] = {}
-    for name, use in blocking.items():
-        meaning = meaning_of(name)
-        split = next((split for split in SPLITS if _digest(split) in use.value_digests), "test")
-        text = _FIXES.get(meaning, "").replace("NAME", json.dumps(name)).replace("SPLIT", split)
-        fixes.setdefault(meaning, text.replace("FILE", shlex.quote(file)))
-    return [fix for fix in fixes.values() if fix]
+    def error(self, blocking: list[str], ignored: list[str]) -> DataError:
+        """Return the error of columns that stop a run; `ignored` are columns that the recipe leaves out."""
+        names = list(dict.fromkeys(name.removeprefix(FIELD) for name in blocking))
+        described = ", ".join(f"{printable(name)} ({describe(self.uses[name].kinds)})" for name in blocking)
+        fixes = [fix for meaning, fix in _FIXES.items() if meaning in map(meaning_of, names)]
+        return DataError(
+            f"{self.file}: unused columns may change what the model learns: {described}",
+            "\n".join([
+                *fixes,
+                "To train on a column, map it with dataset.columns (fields: instruction, input, output, system, reasoning).",
+                f"To leave it out:  {override('ignore_columns', [*ignored, *names])}",
+            ]),
+        )  # fmt: skip
 
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
-_CLOCK = r"[\d:.,+apmutcgz ()-]{0,24}"  # a time and its zone, such as 10:30 pm (UTC)
 #: Kind -> pattern of a short text; the first match counts.
 _PATTERNS = {
     "truth": "(?i:true|false|yes|no)",
@@ -229,8 +177,7 @@ _PATTERNS = {
     "hash": r"(?=\D*\d)(?:[0-9a-f]{16,128}|[0-9A-F]{16,128})",
     "float": r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?",
     "date": r"\d{4}-\d{1,2}(?:-\d{1,2}(?:[T ]\d{1,2}:\d{2}\S*(?: ?\S{1,6})?)?)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
-    r"|\d{4}/\d{1,2}/\d{1,2}"
-    rf"|(?i:(?:\w{{3,9}},? )?(?:\d{{1,2}} {_MONTH}|{_MONTH}(?: \d{{1,2}})?),? {_CLOCK}\d{{4}}{_CLOCK})",
+    r"|\d{4}/\d{1,2}/\d{1,2}",
     "word": r"[A-Z]?[^\W\d_A-Z]{1,24}|[A-Z]{1,12}",
 }
 _ANY_KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from finetune.data.shards import PictureSummary
@@ -138,6 +142,14 @@ def printable(text: str, limit: int = 60) -> str:
     """Make untrusted text safe to print: no control characters or lone surrogates, at most `limit` characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]
     return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."
+
+
+def override(name: str, value: Any) -> str:
+    """Return a setting of `dataset` as an argument to type."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
+    if "'" in text:  # JSON is YAML, too, and its quotes are not the shell's
+        text = json.dumps(value, ensure_ascii=False)
+    return shlex.quote(f"dataset.{name}={text}")
 
 
 def first_line(error: BaseException) -> str:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.data.checks import TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
-from finetune.data.column_advice import override, suggested_columns
-from finetune.data.column_semantics import COLUMNS, FIELDS, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
+from finetune.data.column_advice import suggested_columns
+from finetune.data.column_semantics import FIELD, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
 from finetune.data.conversation import Columns, Example, MessageReader
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, columns_with_values, parse
 from finetune.data.pictures.placement import PictureReference, PictureUse, picture_use, place_pictures, take_pictures
 from finetune.data.pictures.source import FileStat, PictureReader
 from finetune.data.readers import Row
-from finetune.data.report import Refused, printable
+from finetune.data.report import Refused, override, printable
 from finetune.data.sources import is_local, sources_of
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
@@ -98,9 +98,9 @@ class RowParser:
         references: list[PictureReference] = []
         if row_pictures is not None or self.pictures.are_usual or any("pictures" in message for message in example.messages):
             example, references = place_pictures(example, row_pictures, self.pictures)
-        unused.add(COLUMNS, unread, row.number, _read_texts(renamed, self.row_format, example) if unread else [])
+        unused.add("", unread, _read_texts(renamed, self.row_format, example) if unread else [])
         for fields in reader.unread:
-            unused.add(FIELDS, fields, row.number)
+            unused.add(FIELD, fields)
         check_media_tags(row.values, example.texts())
         return example, references
 

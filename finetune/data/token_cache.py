@@ -26,8 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from finetune.checksum import with_checksum
-from finetune.data.column_advice import override
-from finetune.data.column_semantics import COLUMNS, FIELDS, UnusedColumns, fixes_of
+from finetune.data.column_semantics import UnusedColumns
 from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
 from finetune.data.report import Refused, printable
@@ -89,14 +88,8 @@ class SourceReader:
     def finish(self) -> tuple[str, ...]:
         """Return the unread columns and fields. Raise DataError if they may change the meaning."""
         if blocking := self.unused.blocking():
-            fixes = [
-                *fixes_of(blocking, self.parser.file),
-                "To train on a column, map it with dataset.columns (fields: instruction, input, output, system, reasoning).",
-                f"To leave it out:  {override('ignore_columns', [*self.parser.dataset.ignore_columns, *blocking])}",
-            ]
-            raise DataError(self.unused.problems(blocking), "\n".join(fixes))
-        fields = (f"messages[].{printable(name)}" for name in self.unused.uses[FIELDS])
-        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses[COLUMNS]), *fields)))
+            raise self.unused.error(blocking, self.parser.dataset.ignore_columns)
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.uses))))
 
 
 def _take_batch(rows: Iterator[Row | Refused], max_rows: int) -> list[Row | Refused]:

@@ -72,20 +72,8 @@ def test_the_command_for_seed_tasks_makes_rows(write, tmp_path):
     assert len(read_examples(recipe(str(tmp_path / "rows.jsonl")).dataset).train.examples) == 2
 
 
-@pytest.mark.skipif(shutil.which("jq") is None, reason="the advice calls jq")
-@pytest.mark.parametrize(("name", "good", "bad"), [("label", True, False), ("label", 1, 0), ("kto_tag", True, False)])
-def test_the_command_for_labelled_answers_keeps_the_good_ones(write, tmp_path, name, good, bad):
-    rows = [{"prompt": f"Shelf {n}?", "completion": f"Yes {n}.", name: good if n % 2 else bad} for n in range(6)]
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(write("my rows.jsonl", rows)).dataset)
-    (command,) = (line for line in error.value.fix.splitlines() if " jq " in line)
-    subprocess.run(command.partition("  ")[2], shell=True, check=True, cwd=tmp_path)
-    examples = read_examples(recipe(str(tmp_path / "good.jsonl")).dataset).train.examples
-    assert [example.prompt for example in examples] == ["Shelf 1?", "Shelf 3?", "Shelf 5?"]
-
-
 def test_names_that_yaml_or_a_shell_would_change_are_quoted():
-    from finetune.data.column_advice import override
+    from finetune.data.report import override
     from finetune.recipe import parse_recipe
 
     values: dict = {}

@@ -136,11 +136,10 @@ def test_two_processes_at_once_give_the_same(write):
     assert len(shards()) == 6
 
 
-def test_an_unused_field_in_a_later_batch_stops_the_run_with_all_of_its_rows(write, encoded):
+def test_an_unused_column_in_a_later_batch_stops_the_run(write, encoded):
     rows = [*ROWS, *({**row, "label": False} for row in ROWS)]
-    with pytest.raises(DataError, match="'label' is not used") as error:
+    with pytest.raises(DataError, match=r"unused columns .*: label \(truth values\)"):
         prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(), max_length=None)
-    assert "22 row(s), first 23, 24, 25" in str(error.value)
     assert sum(encoded) == 20
 
 
