@@ -16,7 +16,7 @@ from finetune.errors import RecipeError
 from finetune.recipe import load, yaml
 from finetune.recipe.yaml import Values
 from finetune.settings.methods import METHODS
-from finetune.settings.schema import ALIASES, SWITCHES, Recipe
+from finetune.settings.schema import Recipe
 
 # Each tool has a table in `tools`, with these entries; keys without a row are listed and not carried over:
 #
@@ -31,14 +31,6 @@ from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 # notes          differences to print where a key is set, or by method; `notes on defaults`: where the default counts
 TABLES = Path(__file__).parent / "tools"
 Outcome = Literal["carried over", "no effect", "not carried over", "refused"]
-#: Keys that reveal tools that `finetune convert` does not read: a dot is nesting, `+` joins keys that must all be present.
-_UNREAD = {
-    "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
-    "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
-    "LitGPT": "train.max_seq_length train.global_batch_size", "Oumi": "model.model_name",
-    "AutoTrain": "task+base_model+project_name task+base_model+params", "ms-swift": "tuner_type+model rlhf_type+model",
-    "SkyPilot": "resources+run resources+setup", "DeepSpeed": "zero_optimization",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,36 +133,16 @@ class Conversion:
         return sorted((key for key in self.keys.values() if key.outcome == outcome), key=lambda key: key.line or 0)
 
 
-def tool_of(values: Values, name: str) -> Tool | None:
-    """Return a configuration's tool, or None for a recipe. Raises RecipeError for a tool that isn't read."""
-    nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
-    for unread_tool, marks in _UNREAD.items():
-        if any({*mark.split("+")} <= values.keys() | nested for mark in marks.split()):
-            fix = "Write a recipe: `finetune recipes keys`"
-            raise RecipeError(f"{name} is a configuration of {unread_tool}, which finetune does not read", fix)
+def tool_of(values: Values, name: str) -> Tool:
+    """Return a configuration's tool. Raises RecipeError for other files."""
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
     if marked:
         return max(marked, key=lambda tool: sum(tool.knows(key) for key in values))
     trl = tools()[-1]
-    # a TRL file may lack every marker; fewer than 3 unknown keys are errors in a recipe
-    unknown = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    return trl if len(unknown) >= 3 and all(trl.knows(key) for key in values) else None
-
-
-def hint_for_key(key: str) -> str | None:
-    """Return a key's meaning in another tool, or None if unknown."""
-    for tool in tools():
-        row = tool.keys.get(key)
-        if setting := row.get("else") if isinstance(row, dict) else row:
-            return f"that is {tool.name}'s name for '{setting}'"
-        replacements: dict[str, None] = {}  # in the table's order, without repetitions
-        for settings in row.values() if isinstance(row, dict) else ():
-            replacements |= {f"{name}: {short(value)}": None for name, value in (settings or {}).items() if value}
-        if replacements:
-            return f"that is {tool.name}'s key; use {' or '.join(replacements)}"
-        if key in tool.reasons and tool.reasons[key][0] != "refused":
-            return f"that is {tool.name}'s key: {tool.reasons[key][1]}"
-    return None
+    if all(map(trl.knows, values)):  # a TRL file may lack every marker
+        return trl
+    readable = ", ".join(tool.name for tool in tools())
+    raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")
 
 
 def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
@@ -182,9 +154,6 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
     """Convert a text; `name` prefixes each problem."""
     document = yaml.parse(text, name, yaml.OtherToolsLoader)
     tool = tool_of(document.values, name)
-    if tool is None:
-        readable = ", ".join(tool.name for tool in tools())
-        raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")
     override_values: Values = {}
     for override in overrides:
         load.apply_override(override, override_values, {})

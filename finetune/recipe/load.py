@@ -42,23 +42,10 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """Parse a recipe; `name` prefixes each problem."""
     document = yaml.parse(text, name)
-    _refuse_other_tool(document.values, name)
     locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
     for override in overrides:
         apply_override(override, document.values, locations)
     return validate(document.values, locations, name, document.problems)
-
-
-def _refuse_other_tool(values: Values, name: str) -> None:
-    if {*Recipe.model_fields, *ALIASES, *SWITCHES}.issuperset(values):
-        return
-    from finetune.recipe import foreign  # the tables, which a recipe doesn't need
-
-    if tool := foreign.tool_of(values, name):
-        raise RecipeError(
-            f"{name} is a configuration of {tool.name}",
-            f"Convert it: finetune convert {shlex.quote(name) if Path(name).suffix else 'FILE'} -o recipe.yaml",
-        )
 
 
 def recipe_from(values: Values) -> Recipe:
@@ -157,17 +144,19 @@ def apply_override(override: str, values: Values, locations: dict[str, str]) -> 
 
 def validate(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
     """Validate values. Raises RecipeError with `problems` and all others."""
-    problems = list(problems)
+    problems, fix = list(problems), ""
     values = _with_canonical_names(values, locations, problems)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         problems += [_explain(details, locations, name) for details in error.errors()]
+        if any(details["type"] == "extra_forbidden" for details in error.errors()):
+            fix = "If the file is LLaMA-Factory's, Axolotl's or TRL's:  finetune convert FILE -o recipe.yaml"
         recipe = None
     # one problem per line, without repetitions
     problems = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
     if problems or recipe is None:
-        raise RecipeError(problems)
+        raise RecipeError(problems, fix)
     return recipe
 
 
@@ -190,13 +179,10 @@ def _with_canonical_names(values: Values, locations: dict[str, str], problems: l
         if canonical in renamed:
             problems.append(f"{location}: '{key}' and another key both set {canonical}; keep one")
             continue
-        if canonical not in Recipe.model_fields:
-            problems.append(f"{location}: unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}")
-            continue
         if canonical == "dataset" and isinstance(value, (str, list)):
             value = {"path": value}
-        if canonical in _SECTIONS and isinstance(value, dict):
-            value = _known_settings(canonical, value, locations, problems)
+        if (section := _SECTIONS.get(canonical)) and isinstance(value, dict):
+            value = {name: item for name, item in value.items() if item is not None or name not in section.model_fields}
         if canonical != key and key in locations:
             locations[canonical] = locations[key]
         renamed[canonical] = value
@@ -216,19 +202,7 @@ def secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
-def _known_settings(section: str, values: Values, locations: dict[str, str], problems: list[str]) -> Values:
-    fields = _SECTIONS[section].model_fields
-    for key in [key for key in values if key not in fields]:
-        location = locations.get(f"{section}.{key}", section)
-        problems.append(f"{location}: unknown setting '{section}.{key}'{_did_you_mean(key, list(fields))}")
-    return {key: value for key, value in values.items() if key in fields and value is not None}
-
-
 def _did_you_mean(key: str, candidates: list[str]) -> str:
-    from finetune.recipe import foreign
-
-    if meaning := foreign.hint_for_key(key):
-        return f"; {meaning}"
     for similar in difflib.get_close_matches(key.lower(), candidates, n=1, cutoff=0.8):
         return f"; did you mean '{ALIASES.get(similar, similar)}'?"
     return "; `finetune recipes keys` lists the settings"
@@ -245,6 +219,9 @@ def _explain(details: Any, locations: dict[str, str], name: str) -> str:
     paths = [".".join(keys[:length]) for length in range(len(keys), 0, -1)]
     path = next((path for path in paths if path in locations), ".".join(keys[:2]))
     location = locations.get(path, name)
+    if details["type"] == "extra_forbidden":
+        fields = [*_SECTIONS[keys[0]].model_fields] if len(keys) > 1 else [*Recipe.model_fields, *ALIASES]
+        return f"{location}: unknown setting '{'.'.join(keys)}'{_did_you_mean(keys[-1], fields)}"
     value = details["input"]
     shown_value = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     hint = details["msg"].replace("Input should", "it should")
