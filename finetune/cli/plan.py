@@ -26,7 +26,7 @@ from finetune.settings.vision import Sizes
 from finetune.units import format_bytes
 
 _MOST_LINES = 25  # lines of a plan on a terminal of 80 columns
-_WHY_HINT = "[dim]All settings, reasons and notes: add --why[/]\n"
+_WHY_HINT = "[dim]All settings, other plans, reasons and notes: add --why[/]\n"
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
 _MOST_PICTURES = 64  # of a row, in a plan without data
 _CHECKPOINTING = {False: "off", True: "every layer", "selective": "all but attention", "offload": "inputs offloaded"}
@@ -57,22 +57,17 @@ def show_plan(
         rows = partial(read_rows, encode=lambda recipe: encode_rows(recipe, progress)) if has_data else assumed_rows
         free = f"{free}GiB" if free and free.isdecimal() and len(free) <= 4 else free  # --free 24 means GiB, not bytes
         card = find_card(recipe.gpu, free_bytes=option_bytes("--free", free), processes=recipe.launch.processes_here)
-        line_counts: list[int] = []  # of the plan that `show` has printed
         if measure:
             from finetune.evaluate.quantisation import measure_recipe
 
             require_dataset(recipe)
             cost = measure_recipe(recipe, progress, force=True)
 
-        def show(plan: Plan) -> None:  # before the alternatives, which take seconds to forecast
-            progress("")  # the status line would be drawn over the plan
-            line_counts.append(print_summary(with_data_note(plan)))
-
         if largest:
             answer = plan_largest(recipe, card, rows, largest, progress)
             plan, overrides = answer.plan, [*overrides, *answer.overrides]
         else:
-            plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json or why else show)
+            plan = plan_recipe(recipe, card, rows, progress=progress, compare=why or as_json)
     plan = with_data_note(plan)
     if as_json:
         values = {**vars(answer), "plan": plan.as_json()} if largest else plan.as_json()
@@ -80,11 +75,11 @@ def show_plan(
         return plan.exit_code
     if why:
         _print_details(plan)
-    line_counts = line_counts or [print_summary(plan)]
+    line_count = print_summary(plan)
     if largest:
         out.print(f"\n[bold]{escape(answer.sentence)}[/]", *(f"with {row.plan}" for row in plan.alternatives if row.chosen))
     else:
-        _print_choices(plan, _MOST_LINES - line_counts[0] - 3)
+        _print_choices(plan, _MOST_LINES - line_count - 3)
     if measure:
         out.print(f"\n{escape(cost.sentence)}")
     options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]

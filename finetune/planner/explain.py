@@ -36,7 +36,8 @@ class Comparison:
         other = dataclasses.replace(self.strategy, **change)
         saved_bytes = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
         slowdown = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
-        memory = f"saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"takes {format_bytes(-saved_bytes)} more"
+        size = ("" if self.search.lookup(other) else "about ") + format_bytes(abs(saved_bytes))  # estimated without a forecast
+        memory = f"saves {size}" if saved_bytes >= 0 else f"takes {size} more"
         if abs(slowdown) < 0.005:  # would be printed as 0 %
             return f"{memory} at the same speed"
         if slowdown > 0:
@@ -50,9 +51,7 @@ class Comparison:
         return self.search.high_bytes(dataclasses.replace(self.strategy, **change))
 
 
-def explain_strategy(
-    choices: Choices, search: Search, chosen: EvaluatedStrategy, fastest: EvaluatedStrategy | None = None
-) -> Choices:
+def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
     """Resolve the memory settings to the chosen strategy, with reasons."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
@@ -71,9 +70,6 @@ def explain_strategy(
         "per_device_train_batch_size": _explain_micro_batch(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
-    if fastest:
-        name, preference = _explain_preference(compare, fastest.strategy)
-        reasons[name] += f"; {preference}"
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
     base = strategy.base
@@ -96,19 +92,6 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
     plain = BITS_32 if compare.search.job.float32 else BITS_16
     why = "" if compare.fits(base=plain) else ", which do not fit"
     return f"{base.label} {compare.against(base=plain)} vs {plain.title} weights{why}"
-
-
-def _explain_preference(compare: Comparison, fastest: Strategy) -> tuple[str, str]:
-    # the setting whose preference rules out the fastest strategy, and the reason
-    chosen, timing = compare.strategy, compare.search.timing
-    saved = 1 - timing(fastest).step_s / timing(chosen).step_s
-    faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"
-    if fastest.offloaded and not chosen.offloaded:
-        return "layer_offloading", f"{faster}, but weights stay on the GPU if they fit"
-    threshold = f"chosen only if it saves {1 - chosen.price / fastest.price:.1%} or more"
-    if fastest.base is not chosen.base:
-        return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {threshold}"
-    return "activation_checkpointing", f"{faster}, but takes more memory or more kinds of kernels: {threshold}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:

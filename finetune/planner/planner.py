@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,15 @@ from finetune.planner.history import cost_of, read_history
 from finetune.planner.plan import Choices, DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, shape_of, vision_work
-from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, time_step, workload_s
+from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, needs_of_each_card, suggest
 from finetune.printable import Progress
-from finetune.settings import AUTO, Recipe, Settings, resolved
+from finetune.settings import AUTO, Recipe, Settings
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
-from finetune.settings.methods import METHODS, method_of
+from finetune.settings.methods import method_of
 
-#: A faster strategy is named if its step takes less than this share of the time; most forecasts to find it.
-NOTABLE_SHARE, MOST_FASTER = 0.995, 3
 #: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
@@ -41,21 +39,16 @@ AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing 
 
 
 def make_plan(
-    recipe: Recipe, card: Card, data: DataStatistics | None, *, progress: Progress = lambda _: None, compare: bool = False,
-    show: Callable[[Plan], None] | None = None,
-) -> Plan:  # fmt: skip
+    recipe: Recipe, card: Card, data: DataStatistics | None, *, progress: Progress = lambda _: None, compare: bool = False
+) -> Plan:
     """Resolve every `auto` of the recipe for this GPU and data. Raises RecipeError."""
     # The same inputs, including earlier measurements on the GPU, give the same settings. `compare` also forecasts strategies
-    # that differ in one setting; `show` gets a plan that fits before those forecasts.
+    # that differ in one setting.
     planner = _Planner(recipe, card, data, progress)
-    attempt = planner.with_fastest(planner.best())
-    if not compare:
-        return planner.plan(attempt)
-    price_note = planner.method_price_note(attempt)
-    if show and attempt.verdict.fits:
-        show(planner.plan(attempt).with_note(price_note))
-    planner.forecast_neighbours(attempt)
-    return planner.plan(attempt).with_note(price_note)
+    attempt = planner.best()
+    if compare:
+        planner.forecast_neighbours(attempt)
+    return planner.plan(attempt)
 
 
 def plan_if_fits(recipe: Recipe, card: Card, data: DataStatistics | None) -> Plan | None:
@@ -75,8 +68,6 @@ class _Attempt:
     offload_target: OffloadTarget = False
     #: The choices with compiled layers, if the chosen strategy has them; the search forecasts without.
     compiled: Choices | None = None
-    #: A faster strategy that fits, if preferences chose another.
-    fastest: EvaluatedStrategy | None = None
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
@@ -183,21 +174,6 @@ class _Planner:
             for strategy in neighbours(attempt.evaluated.strategy, options):
                 attempt.search.forecast(strategy)
 
-    def method_price_note(self, attempt: _Attempt) -> str:
-        """Return the method's memory and time relative to SFT; empty for methods on SFT's rows."""
-        chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
-        if not method.has_own_format:
-            return ""
-        job = dataclasses.replace(job, compiled=True, lean=False) if attempt.compiled else job
-        settings = self._settings_of(attempt.choices, chosen.strategy)
-        sft = resolved(settings, method="sft", **dict.fromkeys(method.settings))
-        memory_ratio = chosen.forecast.peak_bytes / self._forecast(sft, attempt.search.width).peak_bytes
-        price = f"{memory_ratio:.1f} x the memory"
-        if knows_rates(self.card):
-            sft_s = time_step(dataclasses.replace(job, method=METHODS["sft"]), chosen.strategy).step_s
-            price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
-        return f"method {settings.method} takes {price} of method sft on the same number of equally long rows"
-
     def _with_compiled_layers(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
         values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
@@ -229,7 +205,7 @@ class _Planner:
         if not attempt.compiled:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")  # an earlier reason stays
         why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
-        choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen, attempt.fastest)
+        choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen)
         choices = defaults.choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
@@ -251,27 +227,6 @@ class _Planner:
             cost=cost_of(run_time.load_s + run_time.train_s if run_time else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),
         )  # fmt: skip
-
-    def with_fastest(self, attempt: _Attempt) -> _Attempt:
-        """Add the fastest strategy that fits, if preferences chose a slower one."""
-        search, options = attempt.search, self._open_strategies(attempt)
-        if not attempt.verdict.fits or self.card.is_cpu:
-            return attempt
-        if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
-            options += self._open_strategies(dataclasses.replace(attempt, offload_target="cpu"))
-        options, chosen = search.within_budget(options), attempt.evaluated.strategy
-        most_s = NOTABLE_SHARE * search.timing(chosen).step_s
-        for _ in range(MOST_FASTER):
-            fitting = [option for option in options if search.high_bytes(option) <= self.budget_bytes]
-            fastest = min(fitting, key=lambda option: search.timing(option).step_s, default=chosen)
-            if search.timing(fastest).step_s >= most_s:
-                break
-            search.forecast(fastest)
-            if (evaluated := search.lookup(fastest)) and search.fits(evaluated):
-                other = dataclasses.replace(attempt, chosen=evaluated)
-                if search.lean_because(fastest) or self._with_compiled_layers(other, [fastest]):
-                    return dataclasses.replace(attempt, fastest=evaluated)
-        return attempt
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job

@@ -94,24 +94,19 @@ class RowProgress:
 
 
 def plan_recipe(
-    recipe: Recipe, card: Card, reader: RowReader, *, progress: Progress = lambda _: None, compare: bool = False,
-    show: Callable[[Plan], None] | None = None,
-) -> Plan:  # fmt: skip
-    """Plan a recipe for a GPU. Raises PackagesError and RecipeError."""
+    recipe: Recipe, card: Card, reader: RowReader, *, progress: Progress = lambda _: None, compare: bool = False
+) -> Plan:
+    """Plan a recipe for a GPU; `compare` forecasts other plans, too. Raises PackagesError and RecipeError."""
     recipe, model_note, reasons = _complete_recipe(recipe)
     rows = reader(recipe)  # after the cheaper checks
     recipe, row_reasons = complete_for_rows(recipe, rows.trained_embedding_rows, has_pictures=rows.has_pictures)
     reasons |= row_reasons
 
     def plan_for(recipe: Recipe, rows: RowsRead, reasons: dict[str, str]) -> Plan:
-        def with_facts_of_rows(plan: Plan) -> Plan:
-            plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)  # a summary shows the last notes first
-            plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
-            return with_measured_cost(plan, rows.splits)
-
-        show_early = (lambda plan: show(with_facts_of_rows(plan))) if show else None
-        plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare, show=show_early)
-        return with_facts_of_rows(plan)
+        plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare)
+        plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)  # a summary shows the last notes first
+        plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
+        return with_measured_cost(plan, rows.splits)
 
     plan, statistics = plan_for(recipe, rows, reasons), rows.statistics
     if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):

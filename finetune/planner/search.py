@@ -164,7 +164,10 @@ class Search:
         for _ in range(MOST_FORECASTS):
             if not (allowed := [strategy for strategy in choices if allows(strategy)]):
                 return None
-            if first_forecast := self.forecast(min(allowed, key=rank)):
+            strategy = min(allowed, key=rank)
+            if not self.evaluated and self.job.shape.mixer and (half := replace(strategy, every_n=2)) in choices:
+                strategy = half if strategy.every_n > 2 else strategy  # 1 in 3 of a hybrid's layers runs at full depth
+            if first_forecast := self.forecast(strategy):
                 return first_forecast
         # estimates keep changing with each forecast: settle for the first strategy evaluated so far
         evaluated = [seen for seen in self._of_this_job() if seen.strategy in choices and allows(seen.strategy)]

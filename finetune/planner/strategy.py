@@ -15,7 +15,7 @@ from finetune.settings import AUTO
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, requested_formats, switches
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
 from finetune.settings.methods import min_rows
-from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
+from finetune.settings.optimizers import OPTIMIZERS
 
 #: Gradient checkpointing in order of time cost: (activation_checkpointing, every n-th layer). n above 3 gains little, and its
 #: dry run takes 3 n layers.
@@ -118,18 +118,16 @@ def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
     """Return the candidates one step away from the chosen strategy."""
     # the chosen strategy may be missing: the smallest is planned when no forecast fits
     every = [chosen, *candidates]
-    kinds = sorted({(strategy.checkpointing, strategy.every_n) for strategy in every}, key=_checkpointing_order)
-    micros, counts = sorted({strategy.micro for strategy in every}), sorted({strategy.offloaded for strategy in every})
+    present = {(strategy.checkpointing, strategy.every_n) for strategy in every}
+    # the recipe may set another n than those of CHECKPOINTING
+    kinds = sorted(present, key=lambda kind: CHECKPOINTING.index(kind) if kind in CHECKPOINTING else 1)
     wanted = [
         *(replace(chosen, base=base) for base in sorted({strategy.base for strategy in every}, key=lambda base: base.bits)),
         *(
             replace(chosen, checkpointing=kind, every_n=steps)
             for kind, steps in [*_adjacent((chosen.checkpointing, chosen.every_n), kinds), (True, 1)]
         ),
-        *(replace(chosen, optim=optim) for optim in (FUSED, EIGHT_BIT)),
-        *(replace(chosen, micro=micro) for micro in _adjacent(chosen.micro, micros)),
-        replace(chosen, host_table=not chosen.host_table),
-        *(replace(chosen, offloaded=count) for count in _adjacent(chosen.offloaded, counts)),
+        *(replace(chosen, micro=micro) for micro in _adjacent(chosen.micro, sorted({strategy.micro for strategy in every}))),
     ]
     return [strategy for strategy in dict.fromkeys(wanted) if strategy in candidates and strategy != chosen]
 
@@ -137,12 +135,6 @@ def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
 def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
     index = ordered.index(value)
     return ordered[max(0, index - 1) : index + 2]
-
-
-def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
-    # by rising cost of time, as in CHECKPOINTING; recomputing 1 layer in 3 costs less than 1 in 2
-    kinds = [name for name, _ in CHECKPOINTING]
-    return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 
 
 def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tuple[BaseFormat, ...]:

@@ -53,15 +53,12 @@ def test_an_8b_model_on_24_gb_is_nf4_with_nothing_recomputed_and_a_1b_model_stay
     assert (plan.settings.load_in_4bit, plan.settings.activation_checkpointing) == (nf4, False)
 
 
-def test_a_slower_plan_on_more_memory_says_what_would_be_faster_and_why_it_is_not_chosen(planned):
-    """16 bit is chosen unless NF4 is 10 % faster: a plan on more memory may be slower, but not by more, nor silently."""
+def test_a_plan_on_more_memory_is_slower_only_within_the_price_of_nf4(planned):
+    """16 bit is chosen unless NF4 is 10 % faster."""
     total = find_card("a100-40gb").total_bytes
     less, more = (planned("google/gemma-2-9b-it", "a100-40gb", free_bytes=round(share * total)) for share in (0.75, 0.8))
     assert (less.settings.load_in_4bit, more.settings.load_in_4bit) == (True, False)
     assert 1 < more.modelled_step_s / less.modelled_step_s < NF4.price
-    saved = 1 - less.modelled_step_s / more.modelled_step_s
-    sentence = f"NF4, nothing recomputed, 1 x 16 would save {saved:.1%} of time, but rounds the weights"
-    assert sentence in more.reasons["load_in_4bit"]
 
 
 def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(planned):
@@ -112,16 +109,9 @@ def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(pl
     alone, beside = planned(QWEN_8B), planned(QWEN_8B, compare=True)
     assert beside.settings == alone.settings and beside.alternatives[0].chosen
     differing = {row.differs for row in beside.alternatives[1:]}
-    assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true", "optim=adamw_8bit"} <= differing
+    assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true"} <= differing
     assert "activation_checkpointing=true activation_checkpointing_every_n_layers=1" in differing
     assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
-
-
-def test_a_plan_that_fits_is_shown_before_what_it_is_compared_with_is_forecast(planned, arithmetic):
-    shown = []
-    plan = planned(QWEN_8B, compare=True, show=lambda early: shown.append((early, arithmetic.calls)))
-    early, calls = shown[0]
-    assert early.verdict == plan.verdict and calls < arithmetic.calls
 
 
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
