@@ -42,7 +42,6 @@ from blocks.plans import (
     fits,
     fits_offloaded,
     fits_short,
-    many_cards,
     needs,
     needs_offloaded,
     newest,
@@ -109,7 +108,7 @@ QUICK: dict[str, Callable[[], str]] = {
 }
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090 --why"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
-    "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
+    "recipes": recipes, "needs": needs, "accuracy": accuracy,
     "needs-offloaded": needs_offloaded, "offloading": offloading, "newest": newest,
     "reserved": reserved, "speed": speed,
 }  # fmt: skip

@@ -57,14 +57,6 @@ def plan_of(recipe: str) -> str:
     return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
 
 
-def many_cards() -> str:
-    """The part of a plan's output, for a recipe that does not fit, that says what each of two cards would need."""
-    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864 layer_offloading=false --why").splitlines(keepends=True)
-    begin = next(number for number, line in enumerate(lines) if line.startswith("ddp: "))
-    end = lines.index("\n", begin)
-    return "".join([*lines[:2], "...\n", *lines[begin:end], "...\n", *lines[-2:]])
-
-
 def recipe_row(name: str) -> list[str]:
     """A shipped recipe's row of the table: its plan, peak, verdict and speed."""
     from finetune.card import find_card

@@ -139,8 +139,7 @@ def plan_json() -> str:
 
     parts = (
         plan.Plan, Forecast, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
-        plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
-        plan.LayerCopies, plan.RunTime,
+        plan.ResourceCheck, plan.LayerCopies, plan.RunTime,
     )  # fmt: skip
     shown = ""
     for part in parts:

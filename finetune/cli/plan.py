@@ -177,11 +177,7 @@ def _alternatives(plan: Plan) -> list[str]:
 def _changes(plan: Plan) -> list[str]:
     sufficient = _sufficient_suggestions(plan)
     rows = [(format_bytes(row.peak_bytes), f"{row.override} ({row.cost})") for row in sufficient or plan.suggestions]
-    splits = plan.many_cards.rows if plan.many_cards else ()
-    if fitting := next((split for split in splits if split.verdict and split.verdict.fits and split.peak_high_bytes), None):
-        rows.append((format_bytes(fitting.peak_high_bytes), f"{fitting.override} (each GPU)"))
-    if plan.shortfall and (largest := plan.shortfall.largest_model_that_fits):
-        rows.append(("", f"{largest}, the largest catalogue model that fits"))
+    rows.append(("", "a smaller model: finetune plan RECIPE --largest model"))
     lines = [f"{'at most':>9}  {'fits' if sufficient else 'smaller, but too big'} with"]
     for size, change in rows:
         first, *more = wrap(change, max(20, out.width - 11))
@@ -206,13 +202,6 @@ def _print_details(plan: Plan) -> None:
             out.print(f"note: {escape(note)}")
     entries = {f"{name} = {getattr(plan.settings, name, '')}": reason for name, reason in plan.reasons.items()}
     entries |= {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
-    for split in plan.many_cards.rows if plan.many_cards else ():
-        if split.verdict:
-            peak, host = format_bytes(split.peak_high_bytes), format_bytes(split.host_bytes)
-            needs = f"{peak} at most on each GPU, {host} of host memory"
-            entries[f"{split.strategy}: {split.verdict}"] = f"{needs}; {split.override}"
-        else:
-            entries[split.strategy] = split.cost
     for name, reason in entries.items():
         out.print(f"[bold]{escape(name)}[/]")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))

@@ -12,7 +12,7 @@ from typing import Any
 from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.model.configuration import default_attention
-from finetune.planner.plan import LEAST_LENGTH, Choices, DataStatistics, LengthCost
+from finetune.planner.plan import LEAST_LENGTH, Choices, DataStatistics
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches
 from finetune.recipe import write_recipe
@@ -338,13 +338,3 @@ def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Itera
             rows, tokens = Batches(longest, choices.value("packing"), data).dropped_above(length)
             cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all"
         yield choices.choose("max_length", length, f"rows of {longest:,} tokens do not fit on this GPU; {cost}")
-
-
-def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
-    """Return the cost of other values of max_length."""
-    lengths = batches.lengths
-    if not lengths:
-        return ()
-    quantiles = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]
-    limits = sorted({*map(_rounded_up, quantiles), batches.max_length, 2 * batches.max_length})
-    return tuple(LengthCost(limit, *batches.dropped_above(limit)) for limit in limits)

@@ -21,7 +21,7 @@ from finetune.settings.vision import Sizes
 from finetune.units import format_bytes, format_seconds, gib
 
 #: Version of plan.json, raised when a field is removed or changes its type.
-VERSION = 3
+VERSION = 4
 #: Reason of a setting that the recipe decides.
 AS_SET = "as the recipe sets it"
 #: Lowest max_length that the planner chooses or suggests.
@@ -209,25 +209,6 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Shortfall:
-    """Bytes missing at the forecast's upper end, the largest part, and the largest catalogue model that fits."""
-
-    missing_bytes: int
-    part: str
-    part_bytes: int
-    largest_model_that_fits: str | None
-
-
-@dataclass(frozen=True)
-class LengthCost:
-    """Another max_length: rows and tokens it drops."""
-
-    max_length: int
-    dropped_rows: int
-    dropped_tokens: int
-
-
-@dataclass(frozen=True)
 class ResourceCheck:
     """Host memory or disk: bytes needed, bytes free (None: unknown), and whether they suffice."""
 
@@ -293,32 +274,6 @@ class LayerCopies:
 
 
 @dataclass(frozen=True)
-class CardNeeds:
-    """Memory per GPU under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes`: allocated peaks.
-    `peak_high_bytes`: upper end for the whole GPU. `host_bytes`: per machine. None if the strategy can't be used; `cost` says
-    why.
-    """
-
-    strategy: str
-    override: str
-    load_bytes: int | None = None
-    train_bytes: int | None = None
-    peak_high_bytes: int | None = None
-    host_bytes: int | None = None
-    verdict: Verdict | None = None
-    cost: str = ""
-
-
-@dataclass(frozen=True)
-class ManyCards:
-    """Memory per GPU on `cards` GPUs with `budget_bytes` each."""
-
-    cards: int
-    budget_bytes: int
-    rows: tuple[CardNeeds, ...]
-
-
-@dataclass(frozen=True)
 class RunTime:
     """Medians of `runs` earlier runs on this machine, scaled by workload."""
 
@@ -336,9 +291,8 @@ class Plan:
     """Settings, reasons, forecast and verdict. The same inputs give the same plan.
 
     `budget_bytes`: GPU memory that the run may use. `headroom_bytes`: budget less the forecast's upper end, negative if the
-    plan does not fit. `shortfall`: the missing bytes. `modelled_step_s`: step time before correction by earlier runs.
-    `length_costs`: costs of other max_lengths. `checks`: host memory and disk. `many_cards`: memory per GPU, if one GPU is too
-    small or the launch shards the model. `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
+    plan does not fit. `modelled_step_s`: step time before correction by earlier runs. `checks`: host memory and disk.
+    `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
     offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: by
     earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model;
     `model_type` and `parameters` describe the base model.
@@ -356,10 +310,7 @@ class Plan:
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
     modelled_step_s: float | None = None
-    shortfall: Shortfall | None = None
-    length_costs: tuple[LengthCost, ...] = ()
     checks: tuple[ResourceCheck, ...] = ()
-    many_cards: ManyCards | None = None
     data_problem: DataProblem | None = None
     layer_copies: LayerCopies | None = None
     workload_s: float | None = None

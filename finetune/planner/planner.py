@@ -20,12 +20,12 @@ from finetune.model.prequantised import stored_notes, stored_quantisation, train
 from finetune.planner import defaults, resources
 from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history
-from finetune.planner.plan import Choices, DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
+from finetune.planner.plan import Choices, DataStatistics, Plan, Suggestion, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, shape_of, vision_work
 from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
-from finetune.planner.suggest import largest_model, needs_of_each_card, suggest
+from finetune.planner.suggest import suggest
 from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings
 from finetune.settings.base_formats import NF4
@@ -220,12 +220,12 @@ class _Planner:
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
             budget_bytes=self.budget_bytes, headroom_bytes=self.budget_bytes - forecast.peak_high_bytes, run_time=run_time,
-            modelled_step_s=timing.step_s if rates_known else None, length_costs=defaults.length_costs(search.job.batches),
-            checks=resources.check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
+            modelled_step_s=timing.step_s if rates_known else None, workload_s=workload,
+            checks=resources.check_resources(settings, forecast, self.card),
+            layer_copies=layer_copies_of(timing, forecast, self.card),
             model_type=self.shape.family, parameters=self.shape.parameters,
             cost=cost_of(run_time.load_s + run_time.train_s if run_time else modelled_s, settings.price_per_hour),
-            **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),
+            suggestions=() if attempt.verdict.fits else self._suggestions(attempt, settings, forecast),
         )  # fmt: skip
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
@@ -290,9 +290,9 @@ class _Planner:
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.only_auto({**values, **more}))
 
-    def _forecast(self, settings: Settings, width: int, config: dict[str, Any] | None = None, **more: Any) -> Forecast:
+    def _forecast(self, settings: Settings, width: int, **more: Any) -> Forecast:
         rows = self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
-        forecast = make_forecast(config or self.config, settings, self.card, rows=rows, budget_bytes=self.budget_bytes, **more)
+        forecast = make_forecast(self.config, settings, self.card, rows=rows, budget_bytes=self.budget_bytes, **more)
         # raise the upper end by the largest excess over the forecast in earlier runs here
         worst_error = max((*self.history.errors("process" if self.card.is_cpu else "allocated"), 0.0))
         high_bytes = forecast.peak_high_bytes + round(worst_error * forecast.allocated_bytes)
@@ -300,27 +300,11 @@ class _Planner:
             high_bytes = max(forecast.peak_high_bytes, round(forecast.peak_bytes * (1 + worst_error)))
         return dataclasses.replace(forecast, peak_high_bytes=high_bytes, at_limit=forecast.at_limit and not worst_error)
 
-    def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
-        launch, verdict = settings.launch, attempt.verdict
-        is_useful = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
-        if self.card.is_cpu or not is_useful or settings.vision:
-            return None
-        self.report_progress("forecasting several GPUs")
-        width = min(settings.max_length, attempt.search.job.batches.longest)
-        forecast = functools.partial(self._forecast, width=width)
-        return needs_of_each_card(self.recipe, settings, self.budget_bytes, forecast)
-
-    def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
+    def _suggestions(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> tuple[Suggestion, ...]:
         longest = attempt.search.job.batches.longest
 
-        def forecast_of(changed: Settings, config: dict[str, Any] | None = None) -> Forecast:
-            self.report_progress(f"forecasting {changed.model_name_or_path if config else 'a smaller setting'}")
-            return self._forecast(changed, min(changed.max_length, longest), config)
+        def forecast_of(changed: Settings) -> Forecast:
+            self.report_progress("forecasting a smaller setting")
+            return self._forecast(changed, min(changed.max_length, longest))
 
-        suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
-        if attempt.verdict != Verdict.NO_FIT:
-            return {"suggestions": suggestions}
-        model = largest_model(self.recipe, settings, self.budget_bytes, forecast_of)
-        part = max(forecast.parts, key=lambda name: forecast.parts[name])
-        shortfall = Shortfall(forecast.peak_high_bytes - self.budget_bytes, part, forecast.parts[part], model)
-        return {"suggestions": suggestions, "shortfall": shortfall}
+        return suggest(self.recipe, settings, forecast, forecast_of, self.data)

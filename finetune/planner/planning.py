@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.memory.device_peak import make_forecast
+from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config, vocabulary_size
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan, plan_if_fits
@@ -21,7 +22,6 @@ from finetune.planner.quantisation_cost import with_measured_cost
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches
-from finetune.planner.suggest import models_by_size
 from finetune.recipe.complete import complete, complete_for_rows
 from finetune.recipe.load import NO_DATASET
 from finetune.requirements import refuse_other_versions
@@ -352,7 +352,9 @@ def _plan_largest_model(recipe: Recipe, card: Card, progress: Progress) -> Large
     may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
     smallest_format = NF4 if may_be_quantised else BITS_16
     too_large = None
-    for name, _ in models_by_size(weights_budget / (0.9 * smallest_format.weight_bytes)):
+    for name, entry in sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0])):
+        if not entry.first or entry.parameters > weights_budget / (0.9 * smallest_format.weight_bytes):
+            continue
         try:
             other = resolved(
                 recipe, model_name_or_path=name, model_revision=None, trust_remote_code=False, chat_template=None, **changes

