@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -62,27 +61,6 @@ def backward(loss: torch.Tensor) -> None:
 
     # torch's own `backward` would disable the mode
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def flop_counter() -> Any:
-    """Return a FlopCounterMode with formulas for attention on the CPU."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    # of the tensors' shapes
-    def forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-    def backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> float:
-        # two products forward, five backward
-        return 2.5 * forward_flops(*shapes)
-
-    aten = torch.ops.aten
-    formulas = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
-    }
-    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 #: Share of an uncompiled layer's activations that a compiled layer saves: elementwise operators are recomputed, matrix products

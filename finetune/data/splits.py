@@ -83,21 +83,14 @@ class LimitedSplit:
         answer_lengths = self.stored.lengths[self.sequence_mask] - prompt_lengths
         return int(prompt_lengths.max(initial=0) + answer_lengths.max(initial=0))
 
-    def typical_pictures(self, processor: PictureProcessor) -> tuple[Sizes, Sizes, float]:
-        """Return image sizes of the row with most pixel values and of a usual row, and the ratio of mean to usual values."""
+    def largest_pictures(self, processor: PictureProcessor) -> Sizes:
+        """Return the image sizes of the row with most pixel values."""
         sizes = self._picture_sizes
         value_counts = processor.values_by_row(sizes, len(self.stored))
-        rows_with_pictures = np.flatnonzero(value_counts)
-        if not len(rows_with_pictures):
-            return (), (), 1.0
-        nonzero_counts = value_counts[rows_with_pictures]
-        usual_row = int(rows_with_pictures[np.abs(nonzero_counts - nonzero_counts.mean()).argmin()])
-        mean_to_usual = value_counts.sum() / max(1, self.used.sum()) / value_counts[usual_row]
-        largest_sizes, usual_sizes = (
-            tuple(processor.size(width, height) for width, height in sizes[sizes[:, 0] == row, 1:].tolist())
-            for row in (int(value_counts.argmax()), usual_row)
-        )
-        return largest_sizes, usual_sizes, round(float(mean_to_usual), 4)
+        if not value_counts.any():
+            return ()
+        rows_sizes = sizes[sizes[:, 0] == value_counts.argmax(), 1:].tolist()
+        return tuple(processor.size(width, height) for width, height in rows_sizes)
 
     @property
     def most_pixels(self) -> int:

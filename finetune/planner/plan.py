@@ -88,8 +88,6 @@ class DataStatistics:
     eval_pictures: Sizes = ()  # of the held-out row with most pixels
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
     most_pixels: int = 0  # of the largest image of all rows, before max_pixels
-    usual_pictures: Sizes = ()  # of the row closest to the mean pixel values of rows with images
-    picture_share: float = 1.0  # mean pixel values of all rows, relative to the row of `usual_pictures`
 
     @property
     def longest(self) -> int | None:
@@ -111,8 +109,7 @@ class DataStatistics:
             return None
         # without lengths, rows of max_length are assumed
         return DataStatistics(
-            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens,
-            usual_pictures=self.usual_pictures, picture_share=self.picture_share,
+            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens
         )  # fmt: skip
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:

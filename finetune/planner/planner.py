@@ -22,7 +22,7 @@ from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history
 from finetune.planner.plan import Choices, DataStatistics, Plan, Suggestion, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
-from finetune.planner.shape import MAMBA2, shape_of, vision_work
+from finetune.planner.shape import MAMBA2, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import suggest
@@ -98,7 +98,6 @@ class _Planner:
         # by avoid_packing: forecasts are shared between max_lengths and ranks, but not between packed and single rows
         self.shared_forecasts: dict[bool, list[EvaluatedStrategy]] = {}
         self.stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
-        self.vision = vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
         kernels_package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
         self.fused_mixers = not self.card.is_cpu and kernel_problem(kernels_package, self.card.capability) is None
         free = resources.free_host_bytes(self.recipe, self.card)
@@ -260,8 +259,7 @@ class _Planner:
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes,
                 compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
-                fused_mixers=self.fused_mixers, method=method_of(choices.recipe), vision=self.vision,
-                picture_share=self.data.picture_share if self.data else 1.0,
+                fused_mixers=self.fused_mixers, method=method_of(choices.recipe),
             )  # fmt: skip
             steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
             lean = functools.partial(why_lean, job, choices, self.config, steps_of)

@@ -141,7 +141,8 @@ def _picture_note(plan: Plan) -> str:
         return ""
     tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
     rows = plan.settings.per_device_train_batch_size * plan.settings.gradient_accumulation_steps
-    return f"the largest step has {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
+    largest_step = f"the largest step has {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
+    return f"{largest_step}; its time is a rough estimate"
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -164,9 +165,7 @@ def rows_with_pictures(pictures: Sizes) -> RowReader:
         from finetune.memory.picture_prompt import picture_prompt
 
         prompt = picture_prompt(recipe, pictures)
-        return RowsRead(DataStatistics(
-            0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts, usual_pictures=prompt.sizes
-        ))  # fmt: skip
+        return RowsRead(DataStatistics(0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts))
 
     return read
 
@@ -241,11 +240,11 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     if not any(split.stored.have_pictures for split in selected.splits):
         return {}
     processor = selected.encoded.encoder.picture_processor
-    (largest, usual, share), *held_out = (split.typical_pictures(processor) for split in selected.splits)
+    largest, *held_out = (split.largest_pictures(processor) for split in selected.splits)
     tokens = tuple(processor.token_count(*size) for size in largest)
     return {
-        "pictures": largest, "eval_pictures": held_out[0][0] if held_out else (), "picture_tokens": tokens,
-        "usual_pictures": usual, "picture_share": share, "most_pixels": max(split.most_pixels for split in selected.splits),
+        "pictures": largest, "eval_pictures": held_out[0] if held_out else (), "picture_tokens": tokens,
+        "most_pixels": max(split.most_pixels for split in selected.splits),
     }  # fmt: skip
 
 

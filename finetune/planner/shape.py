@@ -1,16 +1,14 @@
-"""The size of a model: parameters by kind, counted on the meta device, and the work of a vision tower on images."""
+"""The size of a model: parameters by kind, counted on the meta device."""
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import AUTO, Recipe, Settings, resolve_plain, resolved
+from finetune.settings import AUTO, Recipe, resolve_plain, resolved
 from finetune.settings.base_formats import BaseFormat
-from finetune.settings.vision import Sizes
 
 #: Configuration names of the experts per token.
 _USED = ("num_experts_per_tok", "top_k_experts")
@@ -105,22 +103,9 @@ class ModelShape:
         return round(quantised * base.weight_bytes + (parameters - quantised) * base.other_bytes)
 
 
-def unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """Drop the weights' storage format from config.json's values."""
-    return {name: value for name, value in config.items() if name != "quantization_config"}
-
-
-def bare(recipe: Recipe) -> Settings:
-    """Return plain settings with adapters of rank 1."""
-    return resolve_plain(
-        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
-        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
-    )  # fmt: skip
-
-
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     """Return the shape of a config.json's model. Raises RecipeError."""
-    values = unquantised(config)
+    values = {name: value for name, value in config.items() if name != "quantization_config"}  # the modules are the same
     counts = [count.name for count in fields(ModelShape)]
     key = cache.key_of(
         kind="shape", counts=counts, config=values, targets=recipe.target_modules,
@@ -161,7 +146,10 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         **_layer_kinds(text),
         **_mixers(model),
     }
-    plain = bare(recipe)
+    plain = resolve_plain(  # adapters of rank 1
+        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
+        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
+    )  # fmt: skip
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules
     # adapters on every expert are too many: adapt attention only
@@ -215,115 +203,3 @@ def _heads(layer: Any) -> int:
 def _attention_width(layer: Any) -> int:
     heads, head = _heads(layer), getattr(layer, "head_dim", None)
     return heads * (head if isinstance(head, int) and head > 0 else layer.hidden_size // heads)
-
-
-@dataclass(frozen=True)
-class VisionWork:
-    """FLOPs and bytes of a row's images."""
-
-    #: All operators, without adapters.
-    forward_flops: float
-    #: Gradients that adapters need; frozen weights get none.
-    backward_flops: float
-    #: Adapters of rank 1, forward and backward.
-    adapter_flops: float
-    #: Inputs and outputs of linear layers that a pass moves.
-    forward_elements: float
-    backward_elements: float
-    #: Weights, width (inputs and outputs) and rank-1 adapter parameters of linear layers; parts of the ModelShape's figures.
-    weights: int
-    width: int
-    adapter_per_rank: int
-
-    def flops(self, rank: int) -> float:
-        return self.forward_flops + self.backward_flops + rank * self.adapter_flops
-
-
-def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork | None:
-    """Count the work on a row with these images. Raises RecipeError for an unknown processor."""
-    if recipe.vision is not True or not pictures:
-        return None
-    from finetune.data.tokenizer import ProcessorLoader
-
-    key = cache.key_of(
-        kind="vision work", config=unquantised(config), model=recipe.model_name_or_path, revision=recipe.model_revision,
-        processor=ProcessorLoader(recipe).identity,
-        targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
-    )  # fmt: skip
-    return cache.cached(key, VisionWork, lambda: _count_vision(config, recipe, pictures))
-
-
-class _Reached(Exception):
-    """The language model is called: the images are done."""
-
-
-def _count_vision(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork:
-    import torch
-    from torch.utils._pytree import tree_iter
-
-    from finetune.compat.imports import import_libraries
-
-    import_libraries()
-    from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
-    from finetune.layers.checkpointing import base_of
-    from finetune.memory.fake_tensors import SmallValues
-    from finetune.memory.picture_prompt import picture_inputs
-    from finetune.memory.step import step_errors
-    from finetune.model.adapters import attach_adapters
-    from finetune.model.build import build_on_meta
-    from finetune.model.transformers_config import config_from
-
-    settings, full = bare(recipe), config_from(unquantised(config), recipe)
-    model = attach_adapters(build_on_meta(full, None, dtype=torch.bfloat16, attention="sdpa"), settings).to(torch.bfloat16)
-    base: Any = base_of(model)
-    decoder = base.get_submodule(base.decoder_path)
-    text = {*decoder.modules(), base.get_output_embeddings()}
-    linears = [part for part in model.named_modules() if isinstance(part[1], torch.nn.Linear) and part[1] not in text]
-    base_layers, adapters = ([_Linear(part) for name, part in linears if (".lora_" in name) is kind] for kind in (False, True))
-    forward, gradients = flop_counter(), flop_counter()
-    reached: list[Any] = []
-
-    def stop(_: Any, *inputs: Any) -> None:
-        reached.extend(inputs)
-        raise _Reached
-
-    decoder.register_forward_pre_hook(stop, with_kwargs=True)
-    with fake_tensor_mode(), SmallValues(), step_errors(full):
-        model.to_empty(device="cpu")
-        inputs = picture_inputs(settings, 1, 1, pictures)
-        inputs.pop("labels")
-        with suppress(_Reached), forward:
-            model(**inputs)
-        trained = [
-            value.float().sum() for value in tree_iter(reached) if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
-        with gradients:
-            if trained:
-                backward(torch.stack(trained).sum())
-    adapter_products = sum(layer.rows * layer.weights for layer in adapters)
-    adapter_gradients = sum((layer.trained_rows + layer.gradient_rows) * layer.weights for layer in adapters)
-    return VisionWork(
-        forward_flops=forward.get_total_flops() - 2 * adapter_products,
-        backward_flops=gradients.get_total_flops() - 2 * adapter_gradients,
-        adapter_flops=2 * (adapter_products + adapter_gradients),
-        forward_elements=sum(layer.rows * layer.width for layer in base_layers),
-        backward_elements=sum(layer.gradient_rows * layer.width for layer in base_layers),
-        weights=sum(layer.weights for layer in base_layers), width=sum(layer.width for layer in base_layers),
-        adapter_per_rank=sum(layer.weights for layer in adapters),
-    )  # fmt: skip
-
-
-class _Linear:
-    """A linear layer with counters of its rows."""
-
-    def __init__(self, module: Any) -> None:
-        self.weights, self.width = module.weight.numel(), sum(module.weight.shape)
-        # rows of the forward pass, of the weight's gradient and of the inputs' gradient
-        self.rows = self.trained_rows = self.gradient_rows = 0
-        module.register_forward_pre_hook(self._add)
-
-    def _add(self, module: Any, inputs: tuple[Any, ...]) -> None:
-        rows = inputs[0].numel() // inputs[0].shape[-1]
-        self.rows += rows
-        self.trained_rows += rows if module.weight.requires_grad else 0
-        self.gradient_rows += rows if inputs[0].requires_grad else 0

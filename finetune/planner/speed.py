@@ -20,7 +20,7 @@ from finetune.settings.optimizers import OPTIMIZERS
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.memory.forecast import Forecast
-    from finetune.planner.shape import ModelShape, VisionWork
+    from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
     from finetune.settings import Settings
 
@@ -179,20 +179,6 @@ class Job:
     attention: str = "sdpa"
     #: Kernels of a package compute delta rules and scans, not torch.
     fused_mixers: bool = True
-    #: Work on the images of a usual row; the mean over all rows is `picture_share` times as much.
-    vision: VisionWork | None = None
-    picture_share: float = 1.0
-
-    @property
-    def decoder(self) -> ModelShape:
-        """The shape without the vision tower, which is timed separately."""
-        if self.vision is None:
-            return self.shape
-        return replace(
-            self.shape, linear=self.shape.linear - self.vision.weights,
-            linear_width=self.shape.linear_width - self.vision.width,
-            adapter_per_rank=self.shape.adapter_per_rank - self.vision.adapter_per_rank,
-        )  # fmt: skip
 
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
         return self.method.sequences * strategy.micro * width
@@ -220,7 +206,7 @@ def saved_bytes(base: BaseFormat, lean: bool) -> float:
 
 def time_step(job: Job, strategy: Strategy) -> Timing:
     """Time one optimizer step, before correction by measured runs."""
-    shape, card, batches = job.decoder, job.card, job.batches
+    shape, card, batches = job.shape, job.card, job.batches
     unfused_share = COMPILED_SHARE if job.compiled else 1.0
     assumed_flops, assumed_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
     flops = (card.bf16_flops or assumed_flops) * card.flops_share
@@ -266,7 +252,6 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     host_s = _host_s(job, strategy, mixer_kernels)
     # a GPU computes while the host launches
     micro_s["launching"] = host_s * unfused_share if card.is_cpu else max(0.0, host_s - sum(micro_s.values()))
-    micro_s["vision"] = _vision_s(job, strategy, flops, bandwidth)
     micro_batches = job.batch // (job.world * strategy.micro)
     parts, copies = {name: seconds * micro_batches for name, seconds in micro_s.items()}, None
     if strategy.offloaded:
@@ -277,22 +262,10 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     return Timing(step_s, job.batch * job.method.sequences * batches.tokens_per_row / step_s, parts, copies)
 
 
-def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> float:
-    work = job.vision
-    if work is None:
-        return 0.0
-    # the vision tower is not recomputed; a forward pass moves as many bytes as a recomputation
-    moved_bytes = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
-    moved_bytes += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
-    computing_s = work.flops(job.rank) / flops + moved_bytes / bandwidth
-    dequantised = (2 if work.backward_flops else 1) * work.weights * strategy.base.dequantise_bytes
-    return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
-
-
 def _host_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
-    layers, is_cpu, references = job.decoder.layers, job.card.is_cpu, job.method.reference_passes
+    layers, is_cpu, references = job.shape.layers, job.card.is_cpu, job.method.reference_passes
     factor = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
-    factor *= (EXPERTS_DISPATCH if job.decoder.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
+    factor *= (EXPERTS_DISPATCH if job.shape.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
     gpu_dispatch = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
     layer_s, recomputing = CPU_DISPATCH if is_cpu else gpu_dispatch
     passes = 3 + references + recomputing * (strategy.recomputed_layers(layers) / layers)
@@ -303,7 +276,7 @@ def _host_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
 
 
 def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
-    shape = job.decoder
+    shape = job.shape
     # FLOPs per weight and token: frozen layers 4 (no weight gradient), recomputed 6, adapters 6 and 8, a reference pass 2
     # without adapters
     frozen = 4 + 2 * recomputed_share + 2 * job.method.reference_passes
@@ -313,7 +286,7 @@ def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
 
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
-    shape, attended = job.decoder, job.batches.attended_tokens if job.batches.packed else width
+    shape, attended = job.shape, job.batches.attended_tokens if job.batches.packed else width
     recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(shape.layers) / shape.layers
     # causal attention: 2 x layers x width of the heads x attended tokens per token forward, and 2.5 times as many backward
     passes = 1 + 2.5 + recomputed + job.method.reference_passes
@@ -325,7 +298,7 @@ def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) 
 
 
 def _attended_in_window(job: Job, attended: float) -> float:
-    window = job.decoder.window
+    window = job.shape.window
     if attended < window or job.attention == "eager":  # eager attention computes all scores in every layer
         return attended
     if job.attention != "sdpa":
@@ -337,7 +310,7 @@ def _attended_in_window(job: Job, attended: float) -> float:
 
 def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, float]:
     # bytes moved per token, and kernels per micro-batch, by the rules or scans of all mixers
-    sizes, mixers = job.decoder.mixer, job.decoder.mixers
+    sizes, mixers = job.shape.mixer, job.shape.mixers
     if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
         return 0.0, 0.0
     if MAMBA2[-1] in sizes:
