@@ -1,4 +1,4 @@
-"""`fits` and `forecast`: the memory of a trainer's step on a GPU, before training."""
+"""`fits`: the memory of a trainer's step on a GPU, before training."""
 
 from __future__ import annotations
 
@@ -48,45 +48,19 @@ def fits(trainer: Any, gpu: str | None = None) -> Fit:
     `gpu`: None for this machine's, `cpu`, or a catalogue name (`finetune doctor` lists them). Raises a FinetuneError.
     """
     card = find_card(gpu or "auto")
-    forecast = forecast_trainer(trainer, card)
+    forecast = _forecast_trainer(trainer, card)
     return Fit(card.name, verdict_of(forecast, card.free_bytes), card.free_bytes, forecast)
 
 
-def forecast(
-    model: Any,
-    args: Any,
-    *,
-    peft_config: Any = None,
-    rows: int | None = None,
-    tokens: int | None = None,
-    gpu: str | None = None,
-) -> Forecast:
-    """Forecast TRL's SFTTrainer without a dataset: `finetune.forecast("Qwen/Qwen3-8B", args, tokens=4096).peak_bytes`.
-
-    `args`: an SFTConfig; `rows` and `tokens` replace its `per_device_train_batch_size` and `max_length`. `gpu` as in `fits`.
-    Raises a FinetuneError.
-    """
-    from finetune.api.trainer_step import sft_trainer
-
-    tokens = tokens or args.max_length
-    if not tokens:
-        raise RecipeError("the row length is unknown: max_length is None", "Give tokens=.")
-    card = find_card(gpu or "auto")
-    trainer = sft_trainer(model, args, peft_config, tokens)
-    return forecast_trainer(trainer, card, rows=rows, tokens=tokens)
-
-
-def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, tokens: int | None = None) -> Forecast:
-    """Forecast the longest rows, or `rows` of `tokens` tokens."""
+def _forecast_trainer(trainer: Any, card: Card) -> Forecast:
     from finetune.api.trainer_step import largest_batch, simulate_trainer
 
     _refuse_what_is_not_simulated(trainer)
     # kernels and their workspaces depend on the compute capability
     capability = None if card.is_cpu else card.capability or DEFAULT_CAPABILITY
-    rows = rows or trainer.args.per_device_train_batch_size
     with warnings.catch_warnings(action="ignore"):
         loader = copy.copy(trainer).get_train_dataloader()
-        batch = largest_batch(loader.dataset, loader.collate_fn, rows, tokens)
+        batch = largest_batch(loader.dataset, loader.collate_fn, trainer.args.per_device_train_batch_size)
         simulation = simulate_trainer(trainer, batch, capability)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     ledger = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")

@@ -16,7 +16,6 @@ from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.rules import Capability
 from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, take_step
 from finetune.memory.tracker import StorageTracker
-from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
 
 
@@ -29,70 +28,19 @@ class LargestBatch:
     may_have_mask: bool  # whether a batch of this size may have an attention mask
 
 
-def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = None) -> LargestBatch:
-    """Collate the longest rows, or rows of `tokens` tokens. Raises RecipeError."""
+def largest_batch(dataset: Any, collator: Any, rows: int) -> LargestBatch:
+    """Collate the longest rows. Raises RecipeError."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise RecipeError(
-            "the dataset is streamed, so its longest rows are unknown", "Give tokens=, or a dataset with a length."
-        )
+        raise RecipeError("the dataset is streamed, so its longest rows are unknown", "Give a dataset with a length.")
     lengths = [max(len(value) for value in row.values() if isinstance(value, (list, torch.Tensor))) for row in dataset]
     longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-rows:]
-    if tokens is None:
-        examples = [dataset[index] for index in reversed(longest)]
-    else:
-        examples = [_resized(dataset[longest[-1]], tokens)] * rows
-    inputs = dict(collator(examples))
+    inputs = dict(collator([dataset[index] for index in reversed(longest)]))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     batch_tokens = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
     # the loss shifts labels by one, and ignores -100
     trained_tokens = batch_tokens if labels is None else int((labels[..., 1:] != -100).sum())
-    are_uneven = rows > 1 and tokens is None and len(set(lengths)) > 1  # then a batch of this size may need padding
+    are_uneven = rows > 1 and len(set(lengths)) > 1  # then a batch of this size may need padding
     return LargestBatch(inputs, trained_tokens, mask is not None and are_uneven)
-
-
-def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    length = len(row["input_ids"])  # lists of this length have one value per token
-    repeats = -(-tokens // length)  # rounded up
-    return {
-        name: (list(value) * repeats)[:tokens] if isinstance(value, list) and len(value) == length else value
-        for name, value in row.items()
-    }
-
-
-def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
-    """Return TRL's trainer of one row for a copy of the model on meta."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import SFTTrainer
-
-    from finetune.bundled import model_path
-
-    class OnMeta(type(args)):  # type: ignore[misc]
-        # leaves the model on meta; TrainingArguments documents the override
-        place_model_on_device = False
-
-    args = copy.copy(args)
-    args.__class__ = OnMeta  # a new instance would run __post_init__ a second time
-    args.report_to, args.eval_strategy, args.do_eval = [], "no", False
-    row = Dataset.from_dict({"input_ids": [[0] * tokens]})
-    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))  # the row has tokens already
-    model_on_meta: Any = _build_named_on_meta(model, args) if isinstance(model, str) else meta_copy(model)
-    return SFTTrainer(model=model_on_meta, args=args, train_dataset=row, peft_config=peft_config, processing_class=tokenizer)
-
-
-def _build_named_on_meta(name: str, args: Any) -> Any:
-    from transformers import AutoConfig
-
-    init_kwargs = dict(args.model_init_kwargs or {})
-    if "quantization_config" in init_kwargs:
-        raise RecipeError(
-            f"{name} can't be forecast by name with a quantization_config",
-            "Load it and use finetune.fits(trainer), or: finetune plan MODEL",
-        )
-    dtype = init_kwargs.get("dtype", "float32")
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    vars(config).pop("auto_map", None)  # names the repository's code, which is not run
-    return build_on_meta(config, None, dtype=getattr(torch, str(dtype).removeprefix("torch.")), attention="sdpa")
 
 
 def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability | None) -> Simulation:
@@ -161,14 +109,14 @@ def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch
 class _Copies(dict[int, Any]):
     # memo of `copy.deepcopy`: copies by object id
 
-    def __init__(self, *, device: str = "cpu", keep_meta: bool = False) -> None:
+    def __init__(self, *, keep_meta: bool) -> None:
         super().__init__()
-        self._device, self._keep_meta = device, keep_meta
+        self._keep_meta = keep_meta
 
     def add(self, tensor: torch.Tensor) -> None:
         if id(tensor) in self:  # shared
             return
-        device = "meta" if tensor.is_meta and self._keep_meta else self._device
+        device = "meta" if tensor.is_meta and self._keep_meta else "cpu"
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         self[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
@@ -190,14 +138,6 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
     tracker.layer = None
     with tracker.tagging("weights"):
         return _copy_modules(model, copies)
-
-
-def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """Copy a model without its weights."""
-    copies = _Copies(device="meta")
-    for parameter in model.parameters():
-        copies.add(parameter)
-    return _copy_modules(model, copies)
 
 
 def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:

@@ -100,22 +100,6 @@ def test_a_step_that_fits_is_forecast_and_trained(tmp_path, capsys):
     assert "finetune: forecast fits: " in capsys.readouterr().err and plain.state.global_step == 1
 
 
-def test_a_forecast_needs_no_dataset_and_leaves_the_model_as_it_is(tmp_path):
-    model, args = small_model(), trainer(tmp_path).args
-    names = [name for name, _ in model.named_modules()]
-    short, long = (finetune.forecast(model, args, rows=2, tokens=tokens, gpu="rtx-4090") for tokens in (64, 128))
-    assert short.parts["weights"] == long.parts["weights"] and short.parts["activations"] < long.parts["activations"]
-    assert [name for name, _ in model.named_modules()] == names and not any(p.is_meta for p in model.parameters())
-    with pytest.raises(RecipeError, match="max_length is None"):
-        finetune.forecast(model, args)
-
-
-def test_a_model_is_forecast_by_its_name(tmp_path):
-    args, lora = trainer(tmp_path).args, LoraConfig(r=8, target_modules="all-linear")
-    forecast = finetune.forecast(str(model_path("tiny")), args, peft_config=lora, tokens=64, gpu="rtx-4090")
-    assert forecast.parts["adapters"] > 0 and forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
-
-
 def test_what_is_not_simulated_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="can't forecast a trainer's step with torch_compile, use_liger_kernel"):
         finetune.fits(trainer(tmp_path, torch_compile=True, use_liger_kernel=True), gpu="rtx-4090")
