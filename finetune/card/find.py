@@ -15,7 +15,6 @@ from finetune.card.device_selection import choose_device
 from finetune.card.host import host_card
 from finetune.card.measured import measured_context, with_measured_rates
 from finetune.card.nvidia import Device
-from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
@@ -23,11 +22,9 @@ from finetune.units import GIB, format_bytes
 UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_bytes=round(0.25 * GIB))
 MEMORY_TOLERANCE = 0.08  # a card whose memory differs from the catalogue's by more than this share is another variant
 _DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")  # index in nvidia-smi, or a UUID or its beginning
-#: Patterns in names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _IGNORED_WORDS = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
 _SPELLINGS = (("mobile", "laptop"), ("maxq", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
-_COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
@@ -133,16 +130,14 @@ def _name_of_device(device: Device) -> str | None:
 def _catalogue_card(gpu: str) -> Card:
     if name := _catalogue_name(gpu):
         return _from_entry(name)
-    count_match, single_gpu = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
-    count = int(count_match[1] or count_match[2]) if count_match and single_gpu else 1
-    if count > 1 and (name := _catalogue_name(single_gpu)):
-        raise NoCard(f"gpu: '{gpu}' is {count} GPUs", f"Name one and set the count: gpu={name} launch.num_processes={count}")
-    if unsupported := why_unsupported(gpu):
-        problem, fix = unsupported
-        raise NoCard(f"gpu: {gpu}: {problem}", fix)
-    similar = _similar_names(gpu)
-    fix = f"Did you mean {' or '.join(similar)}?" if similar else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
-    raise NoCard(f"gpu: '{gpu}' is not in the GPU catalogue", fix)
+    typed_key, names = _search_key(gpu), {_search_key(name): name for name in _entries()}
+    completions = [key for key in names if typed_key and key.startswith(typed_key)][:4]
+    similar = [names[key] for key in completions or difflib.get_close_matches(typed_key, names, n=3, cutoff=0.55)]
+    fix = (
+        f"Did you mean {' or '.join(similar)}?" if similar else f"Known: {', '.join(sorted(names.values()))}; or auto, or cpu."
+    )
+    problem = f"gpu: '{gpu}' is not in the GPU catalogue (NVIDIA GPUs with tensor cores)"
+    raise NoCard(problem, f"{fix} For several GPUs, also set launch.num_processes.")
 
 
 def _catalogue_name(typed: str) -> str | None:
@@ -156,19 +151,6 @@ def _catalogue_name(typed: str) -> str | None:
         name = names.get(_search_key(_SIZE.sub("", typed.lower())))
         return name if name and _entries()[name]["box_gb"] == int(size[1]) else None
     return None
-
-
-def _similar_names(typed: str) -> list[str]:
-    if size := _SIZE.fullmatch(typed.strip().lower()):
-        same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]
-        return sorted(same_memory, key=lambda name: (not name.startswith("rtx-"), name))[:4]
-    typed_key, names = _search_key(typed), {_search_key(name): name for name in _entries()}
-    if completions := [name for key, name in names.items() if typed_key and key.startswith(typed_key)]:
-        return completions[:4]
-    # a suffix that no card has: RTX 5070 Ti Ultra
-    if beginnings := [key for key in names if re.match(r"\d{4}", key) and typed_key.startswith(key)]:
-        return [names[max(beginnings, key=len)]]
-    return [names[key] for key in difflib.get_close_matches(typed_key, names, n=3, cutoff=0.55)]
 
 
 def _normalised(name: str) -> str:

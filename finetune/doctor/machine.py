@@ -12,7 +12,6 @@ from pathlib import Path
 from finetune.card import nvidia
 from finetune.card.find import find_card
 from finetune.card.nvidia import Device, DriverError
-from finetune.card.unsupported import why_unsupported
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.files import existing_parent, free_disk_bytes
@@ -39,14 +38,12 @@ def check_driver() -> Finding:
         reason = str(error).rstrip(".")
         if error.was_updated:
             return Finding("driver", "fail", f"the driver was updated while in use ({reason})", "Restart the machine.")
-        makers = _makers_of_cards() | ({"Apple"} if platform.system() == "Darwin" else set())
+        makers = _makers_of_cards()
         if "NVIDIA" in makers:
             what = f"there is an NVIDIA GPU, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
-        what = f"no NVIDIA GPU in this machine ({reason})"
-        if unsupported := next(filter(None, map(why_unsupported, sorted(makers))), None):
-            return Finding("driver", "warn", f"{what}; {unsupported[0]}", unsupported[1])
-        return Finding("driver", "warn", what, _NO_CARD_FIX)
+        others = f"; found {', '.join(sorted(makers))}" if makers else ""
+        return Finding("driver", "warn", f"no NVIDIA GPU in this machine ({reason}){others}", _NO_CARD_FIX)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 

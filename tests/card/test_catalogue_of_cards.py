@@ -38,18 +38,15 @@ def test_a_card_is_found_by_its_names(typed, meant):
     ("typed", "fix"),
     [
         ("rtx-4900", "rtx-4090"), ("a100", "a100-80gb"), ("rtx 3069", "rtx-3060"), ("h100", "h100-80gb"),
-        *(
-            (several, "Name one and set the count: gpu=rtx-3090 launch.num_processes=2")
-            for several in ("2x3090", "3090 x2", "2 x RTX 3090", "2x rtx-3090")
-        ),
-        ("RTX 5070 Ti Ultra", "Did you mean rtx-5070-ti?"), ("24GB", "rtx-3090"), ("24GB", "rtx-4090"),
-        ("potato", ", ".join(sorted(catalogue()))),
+        *((several, "rtx-3090") for several in ("2x3090", "3090 x2", "2 x RTX 3090", "2x rtx-3090")),
+        ("2x3090", "launch.num_processes"), ("RTX 5070 Ti Ultra", "Did you mean rtx-5070-ti"),
+        *((unlisted, ", ".join(sorted(catalogue()))) for unlisted in ("potato", "7900xtx", "24GB")),
     ],
 )  # fmt: skip
 def test_a_name_that_no_card_has_is_answered_with_those_that_were_meant(typed, fix):
     with pytest.raises(RecipeError, match=typed) as error:
         find_card(typed)
-    assert fix in error.value.fix and (typed != "24GB" or "rtx-3060" not in error.value.fix)
+    assert fix in error.value.fix and "NVIDIA GPUs with tensor cores" in str(error.value)
 
 
 def test_every_card_of_the_catalogue_is_whole_and_says_where_its_numbers_are_from():
@@ -100,22 +97,6 @@ def test_a_context_that_includes_other_programs_or_is_empty_is_not_recorded():
     for count in (2 * GIB, 0):
         record_measurement("rtx-4090", count)
         assert measured_context("rtx-4090") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "problem", "instead"),
-    [
-        ("gtx-1080", "no tensor cores", "adapters"), ("1080", "CUDA 13 no longer", "adapters"), ("980ti", "GTX 10", "adapters"),
-        ("1080 ti", "no tensor cores", "adapters"), ("Radeon RX 7900 XTX", "ROCm", "gpu=cpu"), ("m3-max", "no CUDA", "MLX"),
-        ("7900xtx", "ROCm", "gpu=cpu"), ("1660 super", "GTX 16", "gpu=auto"), ("tpu v3", "no CUDA", "gpu=cpu"),
-        ("colab", "not a GPU", "gpu=t4"), ("kaggle", "not a GPU", "gpu=t4"),
-        ("arc-a770", "XPU", "gpu=cpu"), ("jetson-orin", "shared", "gpu=cpu"),
-    ],
-)  # fmt: skip
-def test_an_unsupported_card_is_refused_with_the_reason_and_what_can_be_done(name, problem, instead):
-    with pytest.raises(RecipeError, match=problem) as error:
-        find_card(name)
-    assert instead in error.value.fix
 
 
 @pytest.mark.parametrize(("total_gib", "entry"), [(7.8, "rtx-4060-ti"), (15.6, "rtx-4060-ti-16gb"), (31.0, None)])
