@@ -120,7 +120,7 @@ def finetune(monkeypatch, capsys):
 LONGEST = (
     "test_pages_browser", "test_main_job", "test_docs_run", "test_tasks", "test_connections", "test_compile",
     "test_compiled_run", "test_survival", "test_two_processes", "test_run_browser", "test_as_on_windows", "test_two_machines",
-    "test_faults", "test_each_rank_reads_its_own_rows", "test_killed_sweep", "test_best_step",
+    "test_faults", "test_each_rank_loads_its_own_rows", "test_killed_sweep", "test_best_step",
 )  # fmt: skip
 
 

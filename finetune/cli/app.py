@@ -309,7 +309,7 @@ command(
     "doctor --measure"
 )
 command(
-    MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and quantised models on disk.",
+    MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and images on disk.",
     [argument("verb", "VERB", "list, or clear.", "list"), JSON],
     "Both are recreated on demand.", "cache clear"
 )

@@ -11,7 +11,7 @@ _PREPARE = "accelerate.accelerator.fsdp2_prepare_model"
 
 #: Read in accelerate 1.15.0.
 PRIVATE_NAMES = (
-    PrivateName(_PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
+    PrivateName(_PREPARE, "patch", "a model without weights is sharded first, then each rank sets its own rows",
                 "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards"),
     PrivateName("torch.nn.Module._original_forward", "attribute",
                 "a copied model's forward, without a closure over the original",

@@ -24,17 +24,17 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import Journal
 from finetune.evaluate.rows import run_encoder
 from finetune.files import read_object, sha256_of
+from finetune.model.build import build_base
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
-from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.card import limit_card
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.fingerprint import reads_quantised_file, require_own_adapter, require_same_base
+from finetune.run.fingerprint import require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
 
@@ -236,11 +236,11 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
 
     Raise CommandError for an unusable adapter, RecipeError for an adapter of another base.
     """
-    base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
+    base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True, offloads=True)
     disable_cpu_repacking(base, only_failing=True)
     grow_vocabulary(base, settings, tokenizer)  # the tokenizer gives the rows of new tokens their values
-    if adapter:  # compared now, because `load_base` may have downloaded the base model
-        require_same_base(adapter, settings, reread=not reads_quantised_file(settings))
+    if adapter:  # compared now, because `build_base` may have downloaded the base model
+        require_same_base(adapter, settings)
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
     trained = ((name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)

@@ -51,7 +51,7 @@ def merge(
 ) -> Path:
     """Write base + adapter to `target` (default RUN/merged) atomically. Raise CommandError, OutOfMemory or DiskFull."""
     target = target or run.path / "merged"
-    require_own_adapter(run, run.adapter, reread=True)
+    require_own_adapter(run, run.adapter)
     # merging into 4-bit weights would round the adapter away
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     with atomic_folder(target) as temporary:

@@ -20,13 +20,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import CommandError
 from finetune.files import read_safetensors_header, write_safetensors
-from finetune.layers.host_memory import DTYPE_NAMES, bytes_of
+from finetune.layers.host_memory import bytes_of
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.printable import Progress
 from finetune.system import sync_file
 
 #: Dtypes of tensors that can change, by their names in a file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class StoredOtherwiseError(Exception):
@@ -68,7 +71,7 @@ def _read(path: Path, begin: int, size_bytes: int) -> np.ndarray:
 def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
     """Return the entry that writes a tensor from memory."""
     shape, file = tuple(values.shape), "model.safetensors"  # the only file, unless files are split by size
-    return Tensor(name, DTYPE_NAMES[values.dtype], shape, values.nbytes, file, lambda: bytes_of(values.detach()))
+    return Tensor(name, _DTYPE_NAMES[values.dtype], shape, values.nbytes, file, lambda: bytes_of(values.detach()))
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:

@@ -15,12 +15,6 @@ from finetune.errors import RecipeError
 PAGE = 4096
 #: Each tensor of a layer's bytes begins at a multiple of this many bytes: CUDA kernels read aligned vectors.
 ALIGN = 256
-#: Dtypes by their names in a safetensors file.
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,7 +25,6 @@ from finetune.settings.compatibility import BUFFERS
 from finetune.system import read_at
 
 if TYPE_CHECKING:
-    from finetune.layers.quantised_store import Store
     from finetune.settings import Settings
 
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 class TensorSlot:
     """One tensor's place in a layer's bytes, and the attribute of `owner` that holds the tensor."""
 
-    #: Name in a file of the layer.
-    name: str
     owner: Any
     attribute: str
     dtype: torch.dtype
@@ -55,16 +52,16 @@ class TensorSlot:
 
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     """Return the slots of a layer's offloaded tensors. Raises RecipeError for int8 weights."""
-    tensors = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in _offloaded_tensors(layer)]
+    tensors = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in _offloaded_tensors(layer)]
     offsets, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
     return [
-        TensorSlot(name, owner, attribute, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
-        for (name, owner, attribute, tensor), offset in zip(tensors, offsets, strict=True)
+        TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
+        for (owner, attribute, tensor), offset in zip(tensors, offsets, strict=True)
     ]
 
 
-def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    for name, parameter in layer.named_parameters():
+def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    for parameter in layer.parameters():
         # norms and biases stay on the GPU
         if parameter.requires_grad or parameter.dim() < 2:
             continue
@@ -73,13 +70,13 @@ def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]
                 "layer_offloading does not work with int8 weights, because bitsandbytes copies them",
                 "Set load_in_8bit=false load_in_4bit=true, or layer_offloading=false.",
             )
-        yield name, parameter, "data"
+        yield parameter, "data"
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:
-            yield f"{name}:absmax", state, "absmax"
+            yield state, "absmax"
             if state.nested:
-                yield f"{name}:offset", state, "offset"
-                yield f"{name}:nested_absmax", state.state2, "absmax"
+                yield state, "offset"
+                yield state.state2, "absmax"
 
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
@@ -119,23 +116,12 @@ def _copy_layer(slots: list[TensorSlot], buffer: torch.Tensor) -> None:
         tensor_slot.view(buffer).copy_(tensor_slot.tensor)
 
 
-class FileSpan(NamedTuple):
-    """Bytes of an open file."""
-
-    file: IO[bytes]
-    file_offset: int
-    #: Offset in the layer's bytes.
-    layer_offset: int
-    nbytes: int
-
-
 class FileStorage:
     """Offloaded layers in a temporary file, which a thread reads into host memory."""
 
     def __init__(self) -> None:
         self._file_end = 0
-        self._spans: dict[int, list[FileSpan]] = {}
-        self._layer_bytes: dict[int, int] = {}
+        self._spans: dict[int, tuple[int, int]] = {}  # each layer's offset in the file and its bytes
         self._staging: list[torch.Tensor] = []
         self._last_copies: list[Any] = []  # from each staging buffer
         # one thread, so that reads stay in order; with enough free memory the page cache answers all reads after the first
@@ -149,7 +135,10 @@ class FileStorage:
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
         """Write a layer. Raises DiskFull."""
-        layer_bytes = self._prepare_staging(index, slots)
+        layer_bytes = layout_bytes(slots)
+        if not self._staging or len(self._staging[0]) < layer_bytes:
+            self._staging = [host_memory.host_buffer(layer_bytes, slots[0].tensor) for _ in range(BUFFERS)]
+            self._last_copies = [None] * BUFFERS
         staging = self._staging[0][:layer_bytes]
         _copy_layer(slots, staging)
         try:
@@ -161,15 +150,8 @@ class FileStorage:
                 f"the offloaded layers can't be written to {cache_dir()}: {error}",
                 "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
             ) from error
-        self._spans[index] = [FileSpan(self._file, self._file_end, 0, layer_bytes)]
+        self._spans[index] = self._file_end, layer_bytes
         self._file_end += layer_bytes
-
-    def _prepare_staging(self, index: int, slots: list[TensorSlot]) -> int:
-        layer_bytes = self._layer_bytes[index] = layout_bytes(slots)
-        if not self._staging or len(self._staging[0]) < layer_bytes:
-            self._staging = [host_memory.host_buffer(layer_bytes, slots[0].tensor) for _ in range(BUFFERS)]
-            self._last_copies = [None] * BUFFERS
-        return layer_bytes
 
     def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Future[Any]:
         # the mark: the computation issued so far may still read the buffer
@@ -181,15 +163,13 @@ class FileStorage:
     def _read(self, index: int, buffer: torch.Tensor, copies: InOrder, buffer_free: Any) -> Any:
         # the oldest staging buffer, whose last copy must end before it is overwritten
         self._staging.append(self._staging.pop(0))
-        last_copy, layer_bytes = self._last_copies.pop(0), self._layer_bytes[index]
+        last_copy, (file_offset, layer_bytes) = self._last_copies.pop(0), self._spans[index]
         staging = self._staging[-1][:layer_bytes]
         if last_copy is not None:
             copies.finish(last_copy)
-        for span in self._spans[index]:
-            target = staging[span.layer_offset : span.layer_offset + span.nbytes]
-            n_read = read_at(span.file.fileno(), span.file_offset, host_memory.bytes_of(target))
-            if n_read < span.nbytes:
-                raise OSError(f"the offloaded layers' file ends {span.nbytes - n_read:,} bytes too early")
+        n_read = read_at(self._file.fileno(), file_offset, host_memory.bytes_of(staging))
+        if n_read < layer_bytes:
+            raise OSError(f"the offloaded layers' file ends {layer_bytes - n_read:,} bytes too early")
         self._last_copies.append(copies.copy(buffer[:layer_bytes], staging, after=buffer_free))
         return self._last_copies[-1]
 
@@ -329,34 +309,11 @@ class LayerOffloading:
             raise RuntimeError("a part of an offloaded layer ran alone, without its weights: call the whole layer")
 
 
-class QuantisedFileStorage(FileStorage):
-    """Offloaded layers read from the files of a quantised model."""
-
-    def __init__(self, store: Store, paths: list[str]) -> None:
-        super().__init__()
-        self._store, self._paths = store, paths
-
-    def add(self, index: int, slots: list[TensorSlot]) -> None:
-        self._prepare_staging(index, slots)
-        # nothing is written: the tensors are in the layer's file already
-        stored = [self._store.tensors[f"{self._paths[index]}.{slot.name}"] for slot in slots]
-        self._spans[index] = [
-            FileSpan(tensor.file, tensor.file_offset, slot.layer_offset, tensor.nbytes)
-            for tensor, slot in zip(stored, slots, strict=True)
-        ]
-
-
-def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
+def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool) -> LayerOffloading:
     """Offload layers of a model that is not loaded yet."""
-    layers, count = decoder_layers(model), settings.offloaded_layers
     # a forecast (no `weights`) needs no file: the GPU allocates the same bytes
-    storage: HostStorage | FileStorage = HostStorage()
-    if settings.layer_offloading == "nvme" and store is not None:
-        paths = {module: path for path, module in model.named_modules()}
-        storage = QuantisedFileStorage(store, [paths[layers[number]] for number in offloaded_numbers(len(layers), count)])
-    elif settings.layer_offloading == "nvme" and weights:
-        storage = FileStorage()
-    return LayerOffloading(layers, storage, count)
+    storage = FileStorage() if settings.layer_offloading == "nvme" and weights else HostStorage()
+    return LayerOffloading(decoder_layers(model), storage, settings.offloaded_layers)
 
 
 def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:

@@ -38,7 +38,7 @@ LOADED_LATER_BYTES, PROCESS_ERROR = 29 * MIB, 0.05
 #: Program that imports what a run imports, takes a small step and prints its resident bytes.
 _PROGRAM = """
 import datasets, psutil, torch
-import finetune.model.quantised_cache, finetune.run.training, finetune.run.worker
+import finetune.model.build, finetune.run.training, finetune.run.worker
 layer = torch.nn.Linear(512, 512)
 layer(torch.ones(64, 512)).sum().backward()
 torch.optim.AdamW(layer.parameters()).step()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.memory import cache
 from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.settings import Settings
-from finetune.settings.compatibility import reads_own_rows, shards_weights
+from finetune.settings.compatibility import loads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
         peaks["eval"] = max(peaks["eval"], sharded.starting_bytes + model_bytes)
     # quantisation states of 4-bit weights are no parameters, so they are not sharded
     state_bytes = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
-    if reads_own_rows(settings):
+    if loads_own_rows(settings):
         peaks["load"] = sharded.loading_bytes + state_bytes
     else:
         peaks["load"] = max(run.peaks["load"], sharded.loading_bytes)
@@ -108,7 +108,7 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
 # Where the moment of a peak is uncertain, the higher figure counts. tests/standin/test_ranks_peaks.py compares these rules with
 # torch's allocator on stand-in GPUs; none was measured on real GPUs.
 def _fsdp(units: Units, settings: Settings) -> Sharded:
-    cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
+    cards, own_rows = settings.launch.num_processes, loads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
     # parameters and are not sharded (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param).
     shards = _by_unit(units, lambda parameter: _bytes_by_row(parameter, cards))
@@ -117,16 +117,17 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing_bytes = 2 * max(cards * trained for _, trained in shards.values())
     starting_bytes, gathered_bytes = _gathered_by_fsdp(units, cards)
-    # 4-bit weights are read row by row when the model is sharded (finetune/model/quantised_cache.py); before, the first start
-    # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps the unsharded
-    # parameters until all are sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
+    # Of 4-bit weights a rank loads its own rows (finetune/model/own_rows.py), beside one 16-bit matrix and its codes at a time.
+    # Otherwise each rank loads the full model. accelerate keeps the unsharded parameters until all are sharded
+    # (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
     unsharded_bytes = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())
     quantising_bytes = _quantising_bytes(parameters) if own_rows else 0
     trained_bytes = sum(trained for _, trained in shards.values())
     gathered_bytes += reducing_bytes
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
-        loading_bytes = max(unsharded_bytes + sum(map(sum, shards.values())), quantising_bytes)
+        frozen_bytes = sum(frozen for frozen, _ in shards.values())
+        loading_bytes = frozen_bytes + max(unsharded_bytes + trained_bytes, quantising_bytes)
         full_trained_bytes = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
         optimizer_share = min(1.0, trained_bytes / max(1, full_trained_bytes))
         return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, starting_bytes=starting_bytes)

@@ -47,8 +47,8 @@ def check_weights(folder: Path) -> None:
         raise ModelError(problems, DOWNLOAD_AGAIN)
 
 
-def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
-    """Return a hash of the weight files, or None if they are not on this disk. Raises ModelError for a damaged file."""
+def weights_fingerprint(settings: Settings) -> str | None:
+    """Return a hash of the weight files, or None if they are not on this disk. Raises ModelError for an unreadable file."""
     config = model_file(settings, CONFIG)
     if config is None:
         return None
@@ -56,7 +56,7 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
     names = weight_files(folder)
     try:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-            digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
+            digests = list(pool.map(lambda name: _hash(folder / name), names))
     except OSError as error:
         raise ModelError(f"{error.filename} can't be read: {error.strerror}", DOWNLOAD_AGAIN) from None
     hashes = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
@@ -81,23 +81,18 @@ def generation_fingerprint(settings: Settings) -> str | None:
     return sha256_of(path) if path and path.is_file() else None
 
 
-def _hash(path: Path, reread: bool) -> str:
+def _hash(path: Path) -> str:
     path = path.resolve()
     # the hub's cache names a weight file after its SHA-256
-    is_in_hub_cache = bool(_DIGEST.fullmatch(path.name))
-    if is_in_hub_cache and not reread:
+    if _DIGEST.fullmatch(path.name):
         return path.name
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
-    # for unchanged size, time and inode; damage by a failing disk is found only with `reread`
-    if not reread and (cached := read_json_as(cache_file, str, "sha256")):
+    # for unchanged size, time and inode; damage by a failing disk is not found
+    if cached := read_json_as(cache_file, str, "sha256"):
         return cached
     digest = sha256_in_subprocess(path)
-    if is_in_hub_cache:
-        if digest != path.name:
-            raise ModelError(f"{path} is damaged: its content differs from the hub's file", f"Delete it. {DOWNLOAD_AGAIN}")
-        return digest
     with contextlib.suppress(OSError):  # a cache that can't be written costs only time
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(cache_file, with_checksum(json.dumps({"sha256": digest})))

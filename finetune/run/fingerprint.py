@@ -23,7 +23,6 @@ from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import fact_differences
 from finetune.settings import Settings
-from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
 _HASHES = {"data", "base", "base_config", "origin"}
@@ -38,22 +37,16 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     with contextlib.suppress(FileNotFoundError):  # merging a finished adapter does not need the rows
         facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
     if base:
-        # the quantised file is verified when opened; else the base model's files are read again
-        facts |= _base_facts(plan.settings, reread=not reads_quantised_file(plan.settings))
+        facts |= _base_facts(plan.settings)
     if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
         facts["origin"] = sha256_of(origin)
     return facts
 
 
-def reads_quantised_file(settings: Settings) -> bool:
-    """Return whether the base model's layers come from the quantised file in the cache."""
-    return settings.layer_offloading is not False and bool(base_format_of(settings).quantised_file)
-
-
-def _base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
+def _base_facts(settings: Settings) -> dict[str, str]:
     # empty without local files
     hashes = {
-        "base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings),
+        "base": weights_fingerprint(settings), "base_config": configuration_fingerprint(settings),
         "base_generation": generation_fingerprint(settings),
     }  # fmt: skip
     return {name: value for name, value in hashes.items() if value is not None}
@@ -66,7 +59,7 @@ def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name in names}
 
 
-def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, reread: bool = False) -> None:
+def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True) -> None:
     """Raise CommandError unless `folder` has an intact adapter of this run and, with `base`, of its base model."""
     if not folder.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
@@ -83,15 +76,15 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     if differences := fact_differences(sealed, deciding_facts(seal_facts(plan, run, base=False))):
         raise CommandError([f"{folder} belongs to another run: {line}" for line in differences[:5]], fix)
     if base:
-        require_same_base(folder, plan.settings, reread=reread)
+        require_same_base(folder, plan.settings)
 
 
-def require_same_base(folder: Path, settings: Settings, *, reread: bool = False) -> None:
+def require_same_base(folder: Path, settings: Settings) -> None:
     """Raise CommandError when the adapter in `folder` was trained on another base model."""
     sealed = _sealed_facts(folder)
     if not {"base", "base_config"} & set(sealed):  # the training machine had no local files to hash
         return
-    if differences := fact_differences(sealed, _base_facts(settings, reread=reread)):
+    if differences := fact_differences(sealed, _base_facts(settings)):
         raise CommandError(
             [f"the adapter in {folder} can't be used with {settings.model_name_or_path}: {line}" for line in differences],
             "An adapter only fits the base model that it was trained on: restore that model's files.",

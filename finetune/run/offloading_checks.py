@@ -29,12 +29,9 @@ def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | No
     if copies is None or copies.place == "cpu" or plan.card.is_cpu:
         return plan
     folder = folder or cache_dir()
-    # files of an earlier run are reused or replaced
-    reused_bytes = sum(path.stat().st_size for path in folder.glob("quantised/*.quantised/*"))
-    available_bytes = free_disk_bytes(folder) + reused_bytes
-    if copies.weight_bytes > available_bytes:
+    if copies.weight_bytes > (free_bytes := free_disk_bytes(folder)):
         needed = f"the file of {copies.layers} layers needs {format_bytes(copies.weight_bytes)}"
-        problem = f"{folder} has {format_bytes(available_bytes)} free, {needed}"
+        problem = f"{folder} has {format_bytes(free_bytes)} free, {needed}"
         raise DiskFull(problem, f"Free some space, or {_OTHER_DRIVE}.")
     read_bytes_s = measure_read_rate(folder)
     if read_bytes_s is None:

@@ -37,7 +37,6 @@ from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
 from finetune.model.generate import greedy_answers
 from finetune.model.padding import without_mask
-from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.planner.plan import Plan
 from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
@@ -259,7 +258,6 @@ class RunTrainer(SFTTrainer):
         # also raises the error of the previous checkpoint's sealing
         with self.measured_phase("save"), self._checkpoint_errors(step):
             self.finish_sealing()
-            require_unchanged_file(model)
             if self.is_local_process_zero():
                 shutil.rmtree(partial, ignore_errors=True)
             ranks.barrier()

@@ -40,7 +40,7 @@ from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
-from finetune.settings.compatibility import reads_own_rows, shards_weights
+from finetune.settings.compatibility import loads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.system import ignore_hangup, receive_line, redirect_output, take_lock
 from finetune.units import format_bytes
@@ -157,9 +157,10 @@ class Worker:
         from finetune.data.tokenizer import read_tokenizer
         from finetune.memory.depth import fewest_layers
         from finetune.model.adapters import attach_adapters, prepare_for_training
+        from finetune.model.build import build_base
         from finetune.model.library_warnings import quiet_libraries
+        from finetune.model.own_rows import load_own_rows
         from finetune.model.padding import needs_padding_mask
-        from finetune.model.quantised_cache import load_base
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
@@ -179,7 +180,10 @@ class Worker:
             keep_fsdp_wrap_policy()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local_rank)
-        base = load_base(settings, config, device, self.events.warn, sharded=reads_own_rows(settings))
+        if loads_own_rows(settings):
+            base = load_own_rows(settings, config, device, self.rank.number)
+        else:
+            base = build_base(settings, config, device=device, weights=True, offloads=True)
         tokenizer = read_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
@@ -286,9 +290,6 @@ class Worker:
                 self.events.warn(message)
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
-        from finetune.model.quantised_cache import require_unchanged_file
-
-        require_unchanged_file(trainer.model)  # type: ignore[arg-type]
         result = save_result(trainer, self.run)
         if result is None:
             return ""

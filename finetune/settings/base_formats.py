@@ -36,8 +36,6 @@ class BaseFormat:
     experts: bool = False
     #: Whether FSDP and DeepSpeed can shard the weights.
     shards: bool = True
-    #: Whether quantised layers are kept in a file for later starts.
-    quantised_file: bool = False
     #: Why layers in this format can't be offloaded.
     not_offloaded: str = ""
     #: Factor on step time: how much faster the format must be to be chosen.
@@ -66,7 +64,7 @@ INT8 = BaseFormat(
 #: Dequantising takes 17.3 ms for 8B on a 4090.
 NF4 = BaseFormat(
     "NF4", "4-bit NF4", 4, 0.5 + 1 / 64 + 4 / (64 * 256), setting="load_in_4bit", method="QLoRA (NF4)", experts=True,
-    quantised_file=True, price=1.10, dequantise_bytes=2.52,
+    price=1.10, dequantise_bytes=2.52,
 )  # fmt: skip
 
 QUANTISED = (NF4, INT8)

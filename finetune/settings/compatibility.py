@@ -38,8 +38,8 @@ def shards_weights(launch: LaunchRecipe) -> bool:
     return launch.strategy == "fsdp" or is_zero3(launch)
 
 
-def reads_own_rows(settings: Settings) -> bool:
-    """Tell whether each rank reads only its own rows of the weights: FSDP with 4-bit weights."""
+def loads_own_rows(settings: Settings) -> bool:
+    """Tell whether each rank loads only its own rows of the weights: FSDP with 4-bit weights."""
     # DoRA's magnitudes are computed from whole weights
     return settings.launch.strategy == "fsdp" and base_format_of(settings).bits == 4 and not settings.use_dora
 

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import trainer
 
 from finetune.compat.transformers import keep_fsdp_wrap_policy
-from finetune.layers.quantised_files import size_bytes
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import load_base
+from finetune.model.own_rows import load_own_rows
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe
@@ -56,7 +55,7 @@ class PeakMemory:
 def settings_for(model):
     launch = ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"]
     # small adapters: the memory is that of the weights
-    recipe = load_recipe("tiny-cpu", [*launch, f"model_name_or_path={model}", "lora_r=4"])
+    recipe = load_recipe("tiny-cpu", [*launch, f"model_name_or_path={model}", "lora_r=1"])
     return resolved(
         recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16", activation_checkpointing=True,
         activation_checkpointing_every_n_layers=1, layer_offloading=False, lean_layers=False, torch_compile=False,
@@ -103,17 +102,17 @@ def loss_and_norm(model):
 dist.init_process_group("gloo")
 settings = settings_for("tiny")
 with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))  # imports and pools
-settings, messages = settings_for(sys.argv[1]), []
+settings = settings_for(sys.argv[1])
 with PeakMemory() as peak:
-    model = sharded(with_adapters(load_base(settings, load_config(settings), "cpu", messages.append, sharded=True)))
+    model = sharded(with_adapters(load_own_rows(settings, load_config(settings), "cpu", dist.get_rank())))
 parameters = list(model.parameters())
 loss, norm = loss_and_norm(model)
 values = {
-    "loss": loss, "norm": norm, "peak_bytes": peak.bytes, "model_bytes": size_bytes(), "messages": messages,
+    "loss": loss, "norm": norm, "peak_bytes": peak.bytes,
     "parameters": len(parameters), "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
 }  # fmt: skip
-if messages:  # of the process that has quantised the weights
-    whole = with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))
-    values["full_loss"], values["full_norm"] = loss_and_norm(whole)
+whole = with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))
+values["full_loss"], values["full_norm"] = loss_and_norm(whole)
+values["model_bytes"] = sum(parameter.nbytes for parameter in whole.parameters() if not parameter.requires_grad)
 (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(values))
 dist.destroy_process_group()

@@ -66,10 +66,13 @@ def test_of_4_bit_weights_each_card_loads_its_own_rows_beside_the_whole_adapters
     assert dora.peaks["load"] == on_cards(2, strategy="fsdp", offload=offload).peaks["load"]
 
 
-def test_the_first_start_has_one_matrix_in_16_bit_on_a_card():
+@pytest.mark.parametrize(("offload", "kept_bytes"), [("none", MIB + 2 * 32 * KIB), ("cpu", 0)])
+def test_loading_has_one_matrix_in_16_bit_on_a_card_beside_the_ranks_rows(offload, kept_bytes):
     codes = Parameter(2**20, 2, 2, False)  # a column of four codes to an element
-    rank = on_cards(2, {"layers.0": (codes,), "embedding": TABLE, "head": TABLE}, four_bit=True, strategy="fsdp", offload="cpu")
-    assert rank.peaks["load"] == (2 + 8) * MIB + hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
+    model = {"layers.0": (codes,), "embedding": TABLE, "head": TABLE}
+    rank = on_cards(2, model, four_bit=True, strategy="fsdp", offload=offload)
+    state_bytes = hand_run().parts["weights"] - codes.size_bytes - 2 * 64 * KIB
+    assert rank.peaks["load"] == kept_bytes + (2 + 8) * MIB + state_bytes
 
 
 def test_rows_that_do_not_divide_are_padded_on_every_card():

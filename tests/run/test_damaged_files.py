@@ -11,8 +11,6 @@ from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
 from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
-from finetune.layers import quantised_files
-from finetune.layers.quantised_store import Damaged, Store
 from finetune.manifest import MANIFEST, changes_in
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
@@ -62,10 +60,6 @@ def test_a_file_of_any_content_is_named_or_left_out(run, name):
             continue
         with pytest.raises(FinetuneError, match=expected):
             reader(run)
-        if is_header:
-            (run.path / MANIFEST).write_text("{}")
-            with pytest.raises(Damaged, match=name):
-                Store(run.path)
 
 
 @pytest.fixture
@@ -98,17 +92,6 @@ def test_events_that_are_no_file_are_none_and_named_at_a_start(run, make):
     assert read_events(run.events) == [] and read_state(run).state == "queued"
     with pytest.raises(FinetuneError, match=r"events\.jsonl is .*; the run needs a regular file there"):
         control.start(run)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_has_the_name_of_a_quantised_file_is_damaged_and_is_cleared(tmp_path, monkeypatch, make):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    quantised_files.folder().mkdir()
-    make(path := quantised_files.folder() / "model-1234.quantised")
-    with pytest.raises(Damaged):
-        Store(path)
-    quantised_files.clear()
-    assert not path.exists()
 
 
 def test_infinity_where_a_whole_number_is_read_is_named(run):

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from child_faults import in_step, killed_before_seal
+from child_faults import killed_before_seal
 from conftest import adapter_hash, copy_of, fresh_copy
 
 from finetune.evaluate.answerer import Answerer
 from finetune.events import Evaluation, Sample, Step, read_events
 from finetune.run.seal import newest_verified
-from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
 RECOMPUTED = ["activation_checkpointing=true", "activation_checkpointing_every_n_layers=1"]
@@ -72,20 +71,3 @@ def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
         question = answerer.prompt_ids([{"role": "user", "content": "Where is my parcel?"}])
         answers.append(answerer.answer([question], max_new_tokens=8, with_special_tokens=False))
     assert answers[0] == answers[1]
-
-
-def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_saved(make_run, train, tmp_path, monkeypatch):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    run = make_run("load_in_4bit=true", "save_steps=4", *RECOMPUTED[:2], *FILE)
-
-    def overwrite(_, loss):
-        (path,) = (tmp_path / "quantised").glob("*.quantised/layers.0.safetensors")
-        with path.open("r+b") as file:
-            file.seek(path.stat().st_size // 2)
-            file.write(b"\xaa" * 1000)
-        return loss
-
-    assert train(run, in_step(3, overwrite)) == 1
-    assert "has changed since it was sealed, while the run read it" in read_state(run).message
-    assert newest_verified(run.checkpoints)[0] is None
-    train.whole(run)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.card import find_card
 from finetune.model.adapters import attach_adapters
-from finetune.model.quantised_cache import load_base
+from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
@@ -34,10 +34,11 @@ for shape in json.loads(sys.argv[2]):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = attach_adapters(load_base(plan.settings, load_config(plan.settings), 0, print), plan.settings)
+    base = build_base(plan.settings, load_config(plan.settings), device=0, weights=True)
+    model = attach_adapters(base, plan.settings)
     measured = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
     print("sizes", plan.forecast.peaks["load"], plan.forecast.reserved_peaks["load"], *measured)
-    del model
+    del base, model
 """
 WIDE = {"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SQUARE = {"hidden_size": 1536, "intermediate_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128}

@@ -6,20 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny_training
 import torch
 from lean_models import fill_adapters
 from tiny_training import adapted, autocast, batch, optimizer_of, save_tiny_base, settings_for, trained
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.layer_offloading import QuantisedFileStorage, layout_bytes, offloaded_numbers, offloading_of, tensor_layout
+from finetune.layers.layer_offloading import layout_bytes, offloaded_numbers, offloading_of, tensor_layout
 from finetune.layers.offload import InOrder
-from finetune.layers.quantised_files import complete_models, folder
-from finetune.layers.quantised_store import Store
-from finetune.model import quantised_cache
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import load_base
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.model.transformers_config import load_config
 from finetune.settings.compatibility import BUFFERS
@@ -238,45 +233,3 @@ def test_int8_weights_are_refused(saved):
 @pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
 def test_offloaded_layers_are_spread_evenly(layers, count, numbers):
     assert offloaded_numbers(layers, count) == numbers
-
-
-@pytest.fixture
-def messages(monkeypatch):
-    """Messages of loading the base as runs do."""
-    messages = []
-    monkeypatch.setattr(
-        tiny_training, "build_base", lambda settings, config, **_: load_base(settings, config, "cpu", messages.append)
-    )
-    return messages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", ["cpu", "nvme"])
-def test_4_bit_layers_come_from_the_file_of_quantised_weights_at_the_first_start_and_the_second(
-    saved, resident, messages, storage
-):
-    settings = recomputed(saved(), **KINDS["nf4"])
-    expected = resident(settings)
-    assert messages == [] and complete_models() == []
-    for _ in ("first", "second"):
-        assert equal_traces(trace_of(built(offloaded(settings, storage, 2), Late()), settings), expected)
-    assert len(messages) == len(complete_models()) == 1
-
-
-def test_with_nvme_a_layer_is_read_from_its_file(saved, messages):
-    offloading = offloading_of(built(offloaded(recomputed(saved(), **KINDS["nf4"], use_dora=True), "nvme", 2)))
-    assert type(offloading._storage) is QuantisedFileStorage
-    assert not (folder().parent / "layers").exists()
-    store = Store(*complete_models())
-    for index, path in enumerate(offloading._storage._paths):
-        offloading.ensure_on_device(index)
-        for slot in offloading._layouts[index]:
-            assert torch.equal(slot.view(offloading.buffers[index]), store.rows(f"{path}.{slot.name}"))
-
-
-def test_without_disk_space_for_the_file_layers_come_from_the_checkpoint(saved, resident, messages, monkeypatch):
-    settings = recomputed(saved(), **KINDS["nf4"])
-    expected = resident(settings)
-    monkeypatch.setattr(quantised_cache, "free_disk_bytes", lambda path: 0)
-    assert equal_traces(trace_of(built(offloaded(settings, "cpu", 2), Late()), settings), expected)
-    assert complete_models() == [] and "0 B are free" in messages[0] and "Every start will quantise" in messages[0]
