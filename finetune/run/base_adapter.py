@@ -69,7 +69,9 @@ def facts_of(folder: Path) -> BaseAdapterFacts:
     """Return the facts of the adapter in a folder."""
     manifest = read_object(folder / MANIFEST) or {}
     base = manifest.get("facts", {}).get("base")
-    return BaseAdapterFacts(str(_run_of(folder) or folder), manifest.get("step"), manifest.get("eval_loss"), base)
+    run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    name = str(run if (run / "plan.json").is_file() else folder)
+    return BaseAdapterFacts(name, manifest.get("step"), manifest.get("eval_loss"), base)
 
 
 def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
@@ -106,8 +108,3 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
         layers = ", ".join(mismatched[:3])
         problem = f"the adapter in {run.base_adapter} and target_modules name different layers: {layers}"
         raise RecipeError(problem, "Leave out target_modules: the adapter sets them.")
-
-
-def _run_of(folder: Path) -> Path | None:
-    run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
-    return run if (run / "plan.json").is_file() else None
