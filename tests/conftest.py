@@ -118,7 +118,7 @@ def finetune(monkeypatch, capsys):
 
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
 LONGEST = (
-    "test_pages_browser", "test_main_job", "test_docs_run", "test_tasks", "test_connections", "test_compile",
+    "test_pages_browser", "test_main_job", "test_docs_run", "test_connections", "test_compile",
     "test_compiled_run", "test_survival", "test_two_processes", "test_run_browser", "test_as_on_windows", "test_two_machines",
     "test_faults", "test_each_rank_loads_its_own_rows", "test_killed_sweep", "test_best_step",
 )  # fmt: skip

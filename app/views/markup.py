@@ -19,7 +19,7 @@ from ..language import mark, tr, tr_n
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command, up to the end of its line or bracket; shown unchanged.
-_COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
+_COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip) [a-z]+ [^\n)）]*)")
 #: Values of `finetune eval --score` by the page's label.
 SCORES = {
     mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
