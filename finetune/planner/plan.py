@@ -221,8 +221,8 @@ class LayerCopies:
     memory) or `nvme` (a file).
 
     `pinned_bytes`: pinned host memory of a step. `moved_bytes_per_step` are copied to the GPU at `copied_bytes_per_s`: assumed
-    for the GPU's link, and for a drive until a run has measured the drive. Arithmetic and copies of a pass overlap; the GPU
-    waits for `waiting_s`. Seconds: None where the GPU's rates are unknown.
+    for the GPU's link and for a drive. Arithmetic and copies of a pass overlap; the GPU waits for `waiting_s`. Seconds: None
+    where the GPU's rates are unknown.
     """
 
     place: str
@@ -237,14 +237,6 @@ class LayerCopies:
     backward_computing_s: float | None = None
     backward_copying_s: float | None = None
     waiting_s: float | None = None
-
-    def at(self, bytes_per_s: float) -> LayerCopies:
-        copies = replace(self, copied_bytes_per_s=bytes_per_s)
-        if self.forward_computing_s is None or self.backward_computing_s is None:
-            return copies
-        copying_s = self.moved_bytes_per_step / 2 / bytes_per_s  # the forward and the backward pass each move half
-        waiting_s = max(0.0, copying_s - self.forward_computing_s) + max(0.0, copying_s - self.backward_computing_s)
-        return replace(copies, forward_copying_s=copying_s, backward_copying_s=copying_s, waiting_s=waiting_s)
 
     @property
     def computing_s(self) -> float | None:

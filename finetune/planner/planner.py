@@ -225,7 +225,8 @@ class _Planner:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
         notes: list[str] = []
         if strategy.offload_target == "nvme":
-            notes.append(f"assumes a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s; a run measures the drive first")
+            slow = "a hard disk or a network drive takes many times longer (FINETUNE_CACHE sets the folder)"
+            notes.append(f"assumes a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s; {slow}")
         if self.history.rows:
             notes.append(self.history.summary(self.card.name))
         if attempt.evaluated.forecast.at_limit:

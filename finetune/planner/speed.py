@@ -153,7 +153,7 @@ FP32_SHARE = 0.6
 EVALUATION_SHARE = 1 / 3
 #: Assumed where the GPU's rates are unknown, only to order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
-#: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
+#: Assumed read rate of a drive: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
 ASSUMED_DRIVE = 3e9
 #: Assumed for a CPU, which does not compute while it launches (the bundled model in fp32 on one core: 0.2 ms per token and
 #: 16 ms per micro-batch).
@@ -348,11 +348,15 @@ def _layer_copies(job: Job, strategy: Strategy, micro_batches: int, layers_s: fl
     if strategy.offload_target == "nvme":
         rate = min(rate, job.drive_bytes_s)
     computing_s = micro_batches * layers_s * fetched / strategy.offloaded
+    forward_s, backward_s = computing_s / passes, computing_s * (1 - 1 / passes)
+    moved_bytes = 2 * micro_batches * fetched * layer_bytes
+    copying_s = moved_bytes / 2 / rate  # the forward and the backward pass each move half
     return LayerCopies(
         place=str(strategy.offload_target), layers=strategy.offloaded, of_layers=job.shape.layers, pinned_bytes=0,
-        weight_bytes=strategy.offloaded * layer_bytes, moved_bytes_per_step=2 * micro_batches * fetched * layer_bytes,
-        copied_bytes_per_s=rate, forward_computing_s=computing_s / passes, backward_computing_s=computing_s * (1 - 1 / passes),
-    ).at(rate)  # fmt: skip
+        weight_bytes=strategy.offloaded * layer_bytes, moved_bytes_per_step=moved_bytes, copied_bytes_per_s=rate,
+        forward_computing_s=forward_s, forward_copying_s=copying_s, backward_computing_s=backward_s,
+        backward_copying_s=copying_s, waiting_s=max(0.0, copying_s - forward_s) + max(0.0, copying_s - backward_s),
+    )  # fmt: skip
 
 
 def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:

@@ -76,7 +76,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         raise DataError(problem, f"Add examples, or set effective_batch_size={max(1, examples)}.")
     if plan.verdict == Verdict.NO_FIT and not force:
         raise DoesNotFit(*_shortfall_and_fixes(plan))
-    plan = check_layer_offloading(plan, force=force)
+    check_layer_offloading(plan)
     if not card.is_cpu and (problem := triton_problem()):
         plan = plan.with_note(f"{problem}: the run computes the loss without Triton's kernels, which is slower")
     encoder = selected.encoded.encoder
