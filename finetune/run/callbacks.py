@@ -108,7 +108,7 @@ class RunCallback(TrainerCallback):
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest) -> None:
         self._events, self._memory, self._stop = events, memory, stop
         self._step_began_s = 0.0
-        self._steps, self._skipped_steps, self.collapsed_steps = 0, 0, 0
+        self._steps, self._skipped_steps, self._collapsed_steps = 0, 0, 0
         self._first_samples: list[Memory] = []
         self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
@@ -243,7 +243,7 @@ class RunCallback(TrainerCallback):
     def _check_collapse(self, step: int, counts: dict[str, Any]) -> None:
         # preference losses only push rejected answers below chosen ones: both can become unlikely
         collapse = self.trainer.method.collapse(counts)
-        self.collapsed_steps = self.collapsed_steps + 1 if collapse else 0
-        if self.collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
+        self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
+        if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
             self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."

@@ -127,7 +127,7 @@ class Worker:
         finally:
             trainer.finish_sealing()
         if callback.diverged:
-            raise Diverged(callback.diverged, self._divergence_advice(trainer.model, callback.collapsed_steps))
+            raise Diverged(callback.diverged, self._divergence_advice())
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"paused at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -297,28 +297,12 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _divergence_advice(self, model: Any, collapsed_steps: int) -> str:
-        if names := _non_finite_base_parameters(model):
-            return f"The base model has non-finite values in {', '.join(names[:3])}: download it again."
+    def _divergence_advice(self) -> str:
         intact, _ = newest_verified(self.run.checkpoints)
         newest = f"The last good checkpoint is {intact.path.name}." if intact else "There is no checkpoint yet."
-        rate = self.plan.settings.learning_rate
-        may_overflow = self.plan.settings.dtype == "float16" and not collapsed_steps
-        float16 = "float16, which holds at most 65,504 (try dtype=float32); " if may_overflow else ""
-        return f"{newest} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or bad examples."
-
-
-def _non_finite_base_parameters(model: Any) -> list[str]:
-    import torch
-
-    def is_finite(parameter: Any) -> bool:
-        state = getattr(parameter, "quant_state", None)  # 4-bit codes are always finite: check the scales
-        scales = [state.absmax, state.offset, getattr(state.state2, "absmax", None)] if state is not None else [parameter]
-        floats = [values for values in scales if values is not None and values.is_floating_point()]
-        return all(values.sum(dtype=torch.float64).isfinite() for values in floats)
-
-    frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return [name for name, parameter in frozen if not is_finite(parameter)]
+        rate = f"learning_rate={self.plan.settings.learning_rate / 4:.2g}"
+        changes = f"dtype=float32, or {rate}" if self.plan.settings.dtype == "float16" else rate  # float16 ends at 65,504
+        return f"{newest} Try {changes}. If this was one of the first steps, check the base model's files and the examples."
 
 
 def _why_resume_is_inexact(plan: Plan, sealed: dict[str, Any]) -> list[str]:

@@ -41,12 +41,12 @@ def test_a_diverged_run_says_why_at_which_step_and_offers_half_the_rate(follow):
 
 
 def test_a_run_that_diverged_in_float16_is_offered_other_settings_before_a_lower_rate(follow, monkeypatch):
-    live = follow(*steps(1, 20), State(state="diverged", message="loss is nan at step 20. Usual causes: float16"))
+    live = follow(*steps(1, 20), State(state="diverged", message="loss is nan at step 20. Try dtype=float32"))
     plan = live.plan()
     half = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"dtype": "float16"}))
     monkeypatch.setattr(live, "plan", lambda: half)
     card = failure(live, live.state())
-    assert "float16" in card and "New run with other settings" in card and "rate" not in card
+    assert "float32" in card and "New run with other settings" in card and "rate" not in card
 
 
 def test_out_of_memory_has_the_message_and_the_plans_expectation(follow):
