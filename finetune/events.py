@@ -194,7 +194,6 @@ class ForecastCheck(Event, kind="forecast"):
     step: Annotated[Int64OrNone, "optimizer steps done"] = None
     predicted_allocated_bytes: Annotated[Int64OrNone, "forecast peak of allocated memory"] = None
     measured_allocated_bytes: Annotated[Int64OrNone, "measured peak of allocated memory"] = None
-    allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
     predicted_peak_bytes: Annotated[Int64OrNone, "forecast peak of the whole GPU, on a CPU of the process"] = None
     predicted_low_bytes: Annotated[Int64OrNone, "lower end of the forecast peak"] = None
     predicted_high_bytes: Annotated[Int64OrNone, "upper end of the forecast peak"] = None
@@ -203,9 +202,6 @@ class ForecastCheck(Event, kind="forecast"):
     predicted_reserved_bytes: Annotated[
         Int64OrNone, "forecast peak of reserved memory in training, by the replayed allocator"
     ] = None
-    reserved_error: Annotated[float | None, "measured / forecast - 1 of reserved memory"] = None
-    predicted_segments: Annotated[Int64OrNone, "forecast number of segments in training; null where expandable"] = None
-    measured_segments: Annotated[Int64OrNone, "measured number of segments; null where expandable"] = None
     predicted_context_bytes: Annotated[Int64OrNone, "forecast CUDA context; null on a CPU"] = None
     measured_context_bytes: Annotated[Int64OrNone, "median CUDA context; null if the driver lists no memory by process"] = None
     predicted_other_processes_bytes: Annotated[Int64OrNone, "in use on the GPU when the run was planned; null on a CPU"] = None

@@ -23,7 +23,7 @@ MOST_RUNS = 20
 #: Bounds of the speed factor: a factor beyond them has another cause, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Each has a column of the forecast and one of the measurement.
-_FIGURES = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
+_FIGURES = ("allocated_bytes", "reserved_bytes", "context_bytes", "other_processes_bytes", "card_used_bytes")
 #: Seconds of a whole run: an interrupted run has only `workload_s`, which is the speed model's.
 _WHOLE_RUN_COLUMNS = ("workload_s", "train_s", "load_s")
 #: Columns that may leave this machine: no name of a model, file or person.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from finetune.card.measured import record_measurement
 from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
-from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import record_run, seconds_spent
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_seconds
@@ -17,24 +16,20 @@ _WARM_UP_STEPS = 2
 
 
 def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, step: int) -> ForecastCheck:
-    """Return forecast and measured bytes with relative errors; None for unmeasured values."""
+    """Return forecast and measured bytes; None for unmeasured values."""
     forecast, card = plan.forecast, plan.card
-    training = forecast.of_phase("train") if forecast else PhaseForecast()
-    predicted_allocated = forecast.allocated_bytes if forecast else None
     predicted_peak = forecast.peak_bytes if forecast else None
-    allocated, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
     used_by_others = None if card.is_cpu else card.total_bytes - card.free_bytes
     # median: a program that starts between the driver's two answers would count as context
     contexts = [size for sample in samples if (size := sample.context_bytes) and size > 0]
     return ForecastCheck(
-        at=at, step=step, predicted_allocated_bytes=predicted_allocated, measured_allocated_bytes=allocated,
-        allocated_error=_relative_error(allocated, predicted_allocated), predicted_peak_bytes=predicted_peak,
+        at=at, step=step, predicted_allocated_bytes=forecast.allocated_bytes if forecast else None,
+        measured_allocated_bytes=_highest(samples, "peak_allocated_bytes"), predicted_peak_bytes=predicted_peak,
         predicted_low_bytes=forecast.peak_low_bytes if forecast else None,
         predicted_high_bytes=forecast.peak_high_bytes if forecast else None,
         measured_card_bytes=_highest(samples, "process_peak_rss_bytes" if card.is_cpu else "own_card_bytes"),
-        measured_reserved_bytes=reserved, predicted_reserved_bytes=training.reserved_bytes,
-        reserved_error=_relative_error(reserved, training.reserved_bytes),
-        predicted_segments=training.segments, measured_segments=_highest(samples, "peak_segments"),
+        measured_reserved_bytes=_highest(samples, "peak_reserved_bytes"),
+        predicted_reserved_bytes=forecast.of_phase("train").reserved_bytes if forecast else None,
         predicted_context_bytes=card.context_bytes or None,
         measured_context_bytes=int(statistics.median(contexts)) if contexts else None,
         predicted_other_processes_bytes=used_by_others,
@@ -48,19 +43,15 @@ def _highest(samples: Sequence[Memory], name: str) -> int | None:
     return max((size for sample in samples if (size := getattr(sample, name)) is not None), default=None)
 
 
-def _relative_error(measured: int | None, predicted: int | None) -> float | None:
-    return measured / predicted - 1 if measured and predicted else None
-
-
 def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     """Return a warning when the run allocated far more than forecast."""
-    error = check.allocated_error
+    measured, predicted = check.measured_allocated_bytes, check.predicted_allocated_bytes
     # the budget limits the allocator, so the run still fits it; NO_FIT: started with --force
-    if error is None or error <= MARGIN or plan.verdict == Verdict.NO_FIT:
+    if not measured or not predicted or measured <= (1 + MARGIN) * predicted or plan.verdict == Verdict.NO_FIT:
         return None
     return (
-        f"the first steps allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "
-        f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%}); it still fits the budget of "
+        f"the first steps allocated {format_bytes(measured)}, but the forecast was "
+        f"{format_bytes(predicted)} ({measured / predicted - 1:+.0%}); it still fits the budget of "
         f"{format_bytes(plan.usable_bytes)}. This is a bug in the forecast: please report it with plan.json."
     )
 
