@@ -136,13 +136,5 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
     continued = "" if result.step else ", the adapter that training continued from"
     text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}{continued}"
     if result.eval_loss is not None and result.last_eval_loss is not None:
-        rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
-        text += f"; since then held-out loss rose {_rise_text(rise)}"
+        text += f"; held-out loss {result.eval_loss:.4g} there and {result.last_eval_loss:.4g} at the last step"
     return text
-
-
-def _rise_text(rise: float) -> str:
-    if rise >= 2:
-        return f"to {rise + 1:.3g} times its value there" if math.isfinite(rise) else "from zero"
-    digits = int(rise < 0.01)
-    return f"by {100 * rise:.{digits}f} %"

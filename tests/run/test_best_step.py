@@ -64,7 +64,8 @@ def test_the_best_step_is_the_result_and_the_last_is_kept_as_a_checkpoint(overfi
     sealed = manifest(overfitted.adapter)
     assert (sealed["step"], sealed["eval_loss"]) == (best, losses[best])
     message = read_state(overfitted).message
-    assert f"best at step {best} of 24" in message and "rose" in message
+    assert f"best at step {best} of 24" in message
+    assert f"held-out loss {losses[best]:.4g} there and {losses[24]:.4g} at the last step" in message
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-24"}
 
 
