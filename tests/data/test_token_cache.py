@@ -188,6 +188,6 @@ def test_the_cache_is_listed_and_cleared(write, capsys):
 
     prepare(recipe(write("rows.jsonl", ROWS)), build_tokenizer(), max_length=None)
     use_cache("list", as_json=True)
-    assert json.loads(capsys.readouterr().out)["bytes"] > 10_000
+    assert json.loads(capsys.readouterr().out)["caches"]["tokenised rows"]["bytes"] > 10_000
     use_cache("clear", as_json=True)
     assert not shards()
