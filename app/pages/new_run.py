@@ -138,9 +138,6 @@ class NewRun:
                 draft.write(find_recipe(name).read_text(encoding="utf-8"), keep=("model_name_or_path", "dataset"))
             case {"columns": {**roles}}:
                 self._set_columns({str(name): str(role) for name, role in roles.items()})
-            case {"correct": number}:
-                rows = self._refused_rows()[int(number)].rows
-                draft.change(dataset__path=data_views.correct_roles(self.context.workspace, rows))
             case {"row": index}:
                 text = write_recipe(draft.read().recipe)
                 return {"row": data_views.marked_row(self.context.planner.call("row", recipe=text, index=int(index)))}

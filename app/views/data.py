@@ -1,28 +1,23 @@
-"""Data panel: counts, refused rows and their correction, one row with trained tokens marked, row lengths."""
+"""Data panel: counts, refused rows, one row with trained tokens marked, row lengths."""
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import RecipeError
 from finetune.settings import AUTO, Recipe
 from finetune.settings.schema import DEFAULT_SHARE
 
 from ..language import tr, tr_n
-from ..workspace import Workspace
 from .charts import histogram
 from .markup import Safe, inert, render
 
 _MARKED_CHARACTERS = 6000
-_WRONG_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
-_JSON_LINES = (".jsonl", ".ndjson")  # files with one row per line
+_LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")  # files with one row per line
 _LINE_CHARACTERS = 4000
 
 
@@ -35,15 +30,12 @@ class Problem:
 
     @property
     def reason(self) -> str:
+        reasons = {row["reason"] for row in self.rows}
+        if len(reasons) == 1:
+            return reasons.pop()
         # without the field, which the page shows apart
         field = re.sub(r"\[\d+\]", "[]", self.rows[0]["field"] or "")
         return self.kind.removeprefix(field).strip()
-
-    @property
-    def correction(self) -> tuple[str, str] | None:
-        # wrong and intended role of the first row, if every row has a wrong role
-        matches = [_WRONG_ROLE.search(row["reason"]) for row in self.rows]
-        return (matches[0][1], matches[0][2]) if matches[0] and all(matches) else None
 
 
 def problems_of(answer: dict[str, Any]) -> list[Problem]:
@@ -57,38 +49,13 @@ def problems_of(answer: dict[str, Any]) -> list[Problem]:
 def source_text(root: Path, row: dict[str, Any]) -> str:
     """Return a row's line in its file; empty if rows are not lines."""
     path = root / row["file"]
-    if path.suffix not in (*_JSON_LINES, ".csv", ".tsv"):
+    if path.suffix not in _LINE_FILES:
         return ""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return next(islice(file, row["row"] - 1, row["row"]), "")[:_LINE_CHARACTERS].strip()
     except OSError:
         return ""
-
-
-def correct_roles(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
-    """Write a copy with corrected roles; return its path. Raises RecipeError."""
-    paths = {workspace.root / row["file"] for row in rows}
-    if len(paths) != 1 or next(iter(paths)).suffix not in _JSON_LINES:
-        raise RecipeError("only JSONL files can be corrected here", "Correct the rows in the file.")
-    path = paths.pop()
-    line_numbers = {row["row"] for row in rows}
-    intended_roles = {match[1]: match[2] for row in rows if (match := _WRONG_ROLE.search(row["reason"]))}
-    target = workspace.folder("uploads") / f"{path.stem[:60]}-corrected-{secrets.token_hex(3)}.jsonl"
-    with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
-        for number, line in enumerate(source, 1):
-            copy.write(_corrected(line, intended_roles) if number in line_numbers else line)
-    return workspace.path_in_recipe(target)
-
-
-def _corrected(line: str, intended_roles: dict[str, str]) -> str:
-    row = json.loads(line)
-    for messages in row.values():
-        for message in messages if isinstance(messages, list) else []:
-            for key in ("role", "from"):
-                if isinstance(message, dict) and message.get(key) in intended_roles:
-                    message[key] = intended_roles[message[key]]
-    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def look(answer: dict[str, Any], recipe: Recipe, columns: Safe) -> Safe:

@@ -1,4 +1,4 @@
-"""Problems of the data by kind, corrected in a copy of the file, and listed; models are checked while somebody looks."""
+"""Problems of the data are listed by kind; models are checked while somebody looks."""
 
 import json
 
@@ -6,12 +6,11 @@ import pytest
 
 from app.pages.new_run import NewRun
 from app.planning.catalogue import Model
-from app.views.data import correct_roles, problems_of, source_text
+from app.views.data import problems_of, source_text
 from app.views.markup import render
 from app.worker import SupersededError
 from app.workspace import Workspace
 from finetune.data.report import Refused
-from finetune.errors import RecipeError
 
 ROWS = [
     {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]} for role in ("usr", "user", "usr")
@@ -32,32 +31,23 @@ def answer(refused=REFUSED):
     return {"report": {"rows_refused": rows, "warnings": []}, "kinds": [row.kind for row in refused]}
 
 
-def test_problems_are_counted_by_kind_and_offer_what_was_meant():
+def test_problems_are_counted_by_kind_and_say_what_was_meant(workspace):
     first, second = problems_of(answer())
-    assert (len(first.rows), first.correction, second.correction) == (2, ("usr", "user"), None)
+    assert len(first.rows) == 2
     html = render("data_problems", problems=[first, second], total=3, are_left_out=False, warnings=[])
-    assert "<b>2</b><span>role &#x27;usr&#x27;: did you mean user?" in html
+    assert "<b>2</b><span>unknown role &#x27;usr&#x27;; did you mean user?" in html
     assert "Leave all 3 out" in html and html.count(">Walk<") == 2
-
-
-def test_roles_are_corrected_in_a_copy_and_other_rows_stay_as_they_are(workspace):
-    kind = problems_of(answer())[0]
-    lines = (workspace.root / correct_roles(workspace, kind.rows)).read_text().splitlines()
-    assert [json.loads(line)["messages"][0]["role"] for line in lines] == ["user"] * 3
-    assert lines[1] == json.dumps(ROWS[1]) == source_text(workspace.root, {"file": "a.jsonl", "row": 2})
-    assert '"usr"' in (workspace.root / "a.jsonl").read_text()
-    with pytest.raises(RecipeError):
-        correct_roles(workspace, [{"file": "a.csv", "row": 1, "reason": ROLE}])
+    assert source_text(workspace.root, first.rows[1]) == json.dumps(ROWS[2])
 
 
 def test_buttons_of_the_data_panel_change_the_draft(workspace, context):
     context.planner.call = lambda method, **_: {"is_guess": False, "roles": {}} if method == "columns" else answer()
     page, draft = NewRun(context), context.draft
     chosen = [{"set": "dataset.test_split_size", "text": "0.05"}, {"set": "chat_template", "text": "plain"}]
-    for action in ({"data": "a.jsonl"}, {"override": "dataset.on_bad_rows=skip"}, *chosen, {"correct": 0}):
+    for action in ({"data": "a.jsonl"}, {"override": "dataset.on_bad_rows=skip"}, *chosen):
         assert page.change(action)["parts"]["refused"] == "", action
     dataset = draft.read().recipe.dataset
-    assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
+    assert dataset.path == "a.jsonl" and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
     assert draft.read().recipe.chat_template == "plain"
 
 

@@ -115,7 +115,7 @@ def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
         ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
         ({"upload": "/etc/passwd"}, "was not uploaded here"), ({}, "Not done"),
         ({"walk": 9}, "Not done"),
-        ({"correct": "x"}, "Not done"), ({"set": "dataset.test_split_size", "text": "some"}, "test_split_size"),
+        ({"row": "x"}, "Not done"), ({"set": "dataset.test_split_size", "text": "some"}, "test_split_size"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason):

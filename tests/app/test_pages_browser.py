@@ -305,7 +305,7 @@ def test_what_is_typed_while_an_edit_is_on_its_way_is_kept_when_the_page_is_left
     assert settled(page)[1] == 32 == drafted(served)[1]
 
 
-def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
+def test_problems_of_the_data_are_walked_and_left_out(served, visit):
     rows = [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()]
     rows[3]["messages"][0]["role"] = "usr"
     rows[5]["messages"][1]["content"] = ""
@@ -315,10 +315,8 @@ def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
     page.click("[data-panel=data]")
     page.click("#nr-panel li:has-text('the answer is empty') >> text=Walk")
     page.wait_for_selector("#nr-panel >> text=typed.jsonl, row 6")
-    page.click("text=Correct")
-    page.wait_for_selector("#nr-panel >> text=809 rows to train on, 90 held out")
-    page.click("text=Leave 1 out")
-    page.wait_for_selector("#nr-panel >> text=1 is left out")
+    page.click("text=Leave all 2 out")
+    page.wait_for_selector("#nr-panel >> text=All 2 are left out")
     page.click("[data-close]")
     page.wait_for_selector("#nr-start:enabled")
 
