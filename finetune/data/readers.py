@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
 import gzip
 import io
@@ -17,18 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
-from finetune.data.checks import SPLITS, TOKENISED, Values, type_phrase
+from finetune.data.checks import SPLITS, Values, type_phrase
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
 from finetune.files import IS_LFS_POINTER, LFS_FIX, MAX_JSON_DEPTH, is_lfs_pointer, is_too_deep
 
 #: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory of reading.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
-_MAX_VALUES = 1_000_000  # most values in a Parquet row, counting each element of a list, and in a batch of rows
-_BATCH_BYTES, _BATCH_ROWS = 64 * 2**20, 256  # limits of a batch of Parquet rows: rows with images have megabytes each
-_MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000  # most columns of a .csv file, and most blank lines in sequence
-#: Most bytes that a table may decompress to: a multiple of its size, plus a constant. Text compresses 20 to 50 times.
-_MAX_COMPRESSION, _ALLOWED_BYTES = 1000, 256 * 2**20
+_BATCH_ROWS = 16  # of a Parquet file: rows with images have megabytes each
 COMPRESSED = (".gz", ".zst")  # extensions that may follow the file type's, as in rows.jsonl.gz
 #: Keys of a JSON object that may hold the list of rows.
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
@@ -48,7 +43,7 @@ class Row:
     values: Values
 
 
-def read_file(path: Path, name: str, split: str | None = None, *, requires_splits: bool = False) -> Iterator[Row | Refused]:
+def read_file(path: Path, name: str, split: str | None = None) -> Iterator[Row | Refused]:
     """Yield the rows of a file, compressed or not. Raise DataError for an empty, incomplete or wrong file."""
     count = 0
     try:
@@ -56,9 +51,9 @@ def read_file(path: Path, name: str, split: str | None = None, *, requires_split
             raise DataError(f"{name}: {IS_LFS_POINTER}", f"Fetch the file from its folder:  {LFS_FIX}")
         if file_type(path) not in TABLES:
             _check_text(path, name)
-        reader = READERS[file_type(path)]
-        # a split is a key of a .json file, or a value of the column `split`
-        rows = reader(path, name) if split is None else _rows_of_split(split, path, name, requires_splits)
+        rows = READERS[file_type(path)](path, name)
+        if split is not None:
+            rows = _rows_of_split(rows, split, name)
         for count, row in enumerate(rows, 1):  # noqa: B007 - `count` is read after the loop
             yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -68,24 +63,14 @@ def read_file(path: Path, name: str, split: str | None = None, *, requires_split
         raise DataError(f"{name}: has no rows", 'Write one row per line, for example {"prompt": "2+2=", "completion": "4"}')
 
 
-def _rows_of_split(split: str, path: Path, name: str, requires_splits: bool) -> Iterator[Row | Refused]:
-    content = _json_content(path, name) if file_type(path) == ".json" and not _is_json_lines(path) else None
-    lists = _lists_in(content, SPLITS) if isinstance(content, dict) else {}
-    if len(lists) > 1:
-        if split not in lists:
-            raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(lists)}", "Name one of them.")
-        yield from _numbered_rows(lists[split], name)
-        return
-    del content, lists  # frees their memory: the reader loads the file again
-    for row in READERS[file_type(path)](path, name):
+def _rows_of_split(rows: Iterable[Row | Refused], split: str, name: str) -> Iterator[Row | Refused]:
+    for row in rows:
         if isinstance(row, Refused):
             yield row
         elif "split" not in row.values:
-            if requires_splits:  # a file without splits is read whole for any split
-                problem = "dataset.eval_split needs a hub dataset, a folder of save_to_disk or rows with a column 'split'"
-                fix = "Use dataset.eval_path, or hold rows out with dataset.test_split_size."
-                raise RecipeError(f"{problem}; {name} has no splits", fix)
-            yield row
+            problem = "dataset.split and dataset.eval_split need a hub dataset, a folder of splits or a column 'split'"
+            fix = "Leave the split out. To hold rows out, set dataset.eval_path or dataset.test_split_size."
+            raise RecipeError(f"{problem}; {name} has no splits", fix)
         elif row.values["split"] == split:
             yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
 
@@ -126,39 +111,39 @@ def _check_text(path: Path, name: str) -> None:
 
 def _read_json(path: Path, name: str) -> Iterator[Row | Refused]:
     # JSON Lines, an array of rows, one row, or {"data": [rows]}: the content decides, not the extension
-    if _is_json_lines(path):
-        with _open(path) as file:
-            for number, line in _numbered_lines(file, name):
-                # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
-                yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
-    elif (content := _json_content(path, name)) is not None:
-        yield from _numbered_rows(_list_of_rows(content, name), name)
-
-
-def _is_json_lines(path: Path) -> bool:
     with _open(path) as file:
-        lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in iter(lambda: file.readline(LINE_LIMIT), b""))
-        content_lines = filter(None, itertools.islice(lines, _MAX_BLANK_LINES))
-        first, second = next(content_lines, b""), next(content_lines, b"")
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(first.decode("utf-8", "surrogateescape"))
-        if second:
-            return True
-    # one line, or an unreadable first line, which is then refused as a row
-    return file_type(path) in (".jsonl", ".ndjson") and not first.startswith(b"[")
+        is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if not is_array and file_type(path) != ".json":
+        yield from _read_json_lines(path, name)
+        return
+    text = _limited_text(path, name)
+    try:
+        content = _parse_json(text) if text.strip() else []
+    except (ValueError, RecursionError) as error:
+        position = ""
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data":  # several values: a row on each line
+                yield from _read_json_lines(path, name)
+                return
+            position = f"line {error.lineno}, column {error.colno}: "
+        problem = f"{name}: {position}{_json_problem(error)}"
+        raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
+    yield from _numbered_rows(_list_of_rows(content, name), name)
+
+
+def _read_json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
+    with _open(path) as file:
+        for number, line in _numbered_lines(file, name):
+            # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
+            yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
 
 
 def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
-    n_blank = 0
-    for number in itertools.count(1):
-        line = file.readline(LINE_LIMIT + 1)
-        if not line:
-            return
+    number = 0
+    while line := file.readline(LINE_LIMIT + 1):
+        number += 1
         if len(line) > LINE_LIMIT:
             raise DataError(f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", fix)
-        n_blank = 0 if line.strip() else n_blank + 1
-        if n_blank > _MAX_BLANK_LINES:
-            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check its source.")
         yield line
 
 
@@ -221,22 +206,14 @@ def _numbered_rows(items: list[Any], name: str) -> Iterator[Row | Refused]:
     return (_row_or_refused(item, name, number) for number, item in enumerate(items, 1))
 
 
-def _json_content(path: Path, name: str) -> Any:
+def _limited_text(path: Path, name: str) -> str:
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
     if len(data) > JSON_LIMIT:
         problem = f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value"
-        raise DataError(problem, f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl")
-    text = data.decode("utf-8-sig", "surrogateescape")
-    if not text.strip():
-        return None
-    try:
-        content = _parse_json(text)
-    except (ValueError, RecursionError) as error:
-        position = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
-        problem = f"{name}: {position}{_json_problem(error)}"
-        raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
-    return [content] if content is None else content  # `null` is refused as a row; None means a blank file
+        fix = f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl  (rows on lines: only rename it)"
+        raise DataError(problem, fix)
+    return data.decode("utf-8-sig", "surrogateescape")
 
 
 def _list_of_rows(content: Any, name: str) -> list[Any]:
@@ -248,21 +225,10 @@ def _list_of_rows(content: Any, name: str) -> list[Any]:
     splits = [*_lists_in(content, SPLITS)]
     if len(splits) > 1:
         problem = f"{name}: has the splits {', '.join(splits)} in one file"
-        fix = f"Hold out the second:  dataset.eval_split={splits[1]}  or train on the first alone:  dataset.split={splits[0]}"
-        raise DataError(problem, fix)
+        raise DataError(problem, f"Make a file of each:  jq -c '.{splits[0]}[]' {shlex.quote(name)} > {splits[0]}.jsonl")
     lists = [*_lists_in(content, _ROW_LIST_KEYS).values()]
     if len(lists) == 1:
         return lists[0]
-    if "input_ids" in content:
-        raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
-    # as pandas writes columns: {"prompt": {"0": "2+2="}} or {"prompt": ["2+2="]}
-    are_columns = [
-        isinstance(column, dict) or (isinstance(column, list) and not any(isinstance(item, dict) for item in column))
-        for column in content.values()
-    ]
-    if are_columns and all(are_columns):
-        problem = f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows"
-        raise DataError(problem, 'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)')
     return [content]
 
 
@@ -301,8 +267,6 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
-    if len(cells) > _MAX_COLUMNS:
-        raise DataError(f"{name}: line 1: the header has {len(cells):,} columns", "Keep the columns with prompts and answers.")
     column_names = [cell.strip() for cell in cells]
     duplicates = sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1)
     if duplicates:
@@ -317,11 +281,11 @@ def _read_text(path: Path, name: str) -> Iterator[Row | Refused]:
             yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
 
 
-def _parquet_batches(path: Path, name: str) -> Iterator[Any]:
+def _parquet_batches(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_batch_rows(file.metadata, name))
+        yield from file.iter_batches(batch_size=_BATCH_ROWS)
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
@@ -342,15 +306,12 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 def _read_table(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
-    file_bytes, is_parquet = path.stat().st_size, file_type(path) == ".parquet"
-    if not file_bytes:
+    is_parquet = file_type(path) == ".parquet"
+    if not path.stat().st_size:
         raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
-    number, decompressed_bytes = 0, 0
+    number = 0
     try:
-        for batch in _parquet_batches(path, name) if is_parquet else _arrow_batches(path):
-            decompressed_bytes += batch.nbytes
-            if decompressed_bytes > _MAX_COMPRESSION * file_bytes + _ALLOWED_BYTES:
-                raise DataError(f"{name}: its content is more than {_MAX_COMPRESSION:,} times its size", "Check its source.")
+        for batch in _parquet_batches(path) if is_parquet else _arrow_batches(path):
             for index in range(batch.num_rows):
                 number += 1
                 yield _table_row(batch.slice(index, 1), name, number)
@@ -358,17 +319,6 @@ def _read_table(path: Path, name: str) -> Iterator[Row | Refused]:
         reason = printable(str(error).split("\n")[0][:200], 200)
         problem = f"{name}: can't be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}"
         raise DataError(problem, "Check that it was downloaded completely.") from None
-
-
-def _batch_rows(metadata: Any, name: str) -> int:
-    # how many rows of a Parquet file to read together
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    columns = ((group, group.column(index)) for group in groups for index in range(group.num_columns))
-    row_values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
-    if row_values > _MAX_VALUES:  # rows of a small compressed file could fill the memory
-        raise DataError(f"{name}: its rows have {row_values:,.0f} values each", "Check its source: no text row is that long.")
-    row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(_BATCH_ROWS, int(_MAX_VALUES / max(1, row_values)), int(_BATCH_BYTES / max(1, row_bytes))))
 
 
 def _table_row(one_row_batch: Any, name: str, number: int) -> Row | Refused:

@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 import shlex
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,7 +98,8 @@ class DataFiles:
             problem = f"some files are named for a split, but not these: {self.listing(unclear)}"
             if not files:
                 problem = f"no file is named for training; it has {self.listing(list(self.splits))}"
-            raise DataError(f"{self.name}: {problem}", self._explicit_paths(files or unclear or list(self.splits)))
+            fix = "Put the files into folders named train, validation and test, or name them (dataset.path, dataset.eval_path)."
+            raise DataError(f"{self.name}: {problem}", fix)
         return files
 
     def listing(self, files: list[Path]) -> str:
@@ -107,17 +107,6 @@ class DataFiles:
         root = os.path.commonpath([file.parent for file in self.splits])
         names = [printable(file.relative_to(root).as_posix()) for file in files[:_MAX_LISTED]]
         return ", ".join(names) + (f", ... ({len(files)} in all)" if len(files) > _MAX_LISTED else "")
-
-    def _explicit_paths(self, training: list[Path]) -> str:
-        held_out = [file for file in self.with_split(VALIDATION) if file not in training]
-        if len(training) + len(held_out) > _MAX_LISTED:
-            return "Put the files into folders named train, validation and test, or name them:  'dataset.path=[FILE, FILE]'"
-        arguments = []
-        for setting, files in (("path", training), ("eval_path", held_out)):
-            if files:
-                value = str(files[0]) if len(files) == 1 else f"[{', '.join(map(str, files))}]"
-                arguments.append(shlex.quote(f"dataset.{setting}={value}"))
-        return f"Name the files to train on and to hold out:  {'  '.join(arguments)}"
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -169,7 +158,6 @@ class Source:
     split: str | None = None  # the split to read; None for a whole file
     config: str | None = None
     revision: str | None = None
-    requires_splits: bool = False  # refuse a local file without splits
 
     @cached_property
     def info(self) -> FileInfo:
@@ -192,7 +180,7 @@ class Source:
     def rows(self) -> Iterator[Row | Refused]:
         """Yield each row, or why it is unreadable. Raise DataError for an unreadable source."""
         if self.path is not None:
-            return read_file(self.path, self.name, self.split, requires_splits=self.requires_splits)
+            return read_file(self.path, self.name, self.split)
         return read_hub(self.name, self.config, self.split or TRAIN, self.revision)
 
 
@@ -205,7 +193,7 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     if dataset.eval_path:
         return train, find_sources(dataset.eval_path, dataset, purpose="eval")
     if dataset.eval_split:
-        return train, find_sources(dataset.path, dataset, split=dataset.eval_split, requires_splits=True)
+        return train, find_sources(dataset.path, dataset, split=dataset.eval_split)
     if dataset.test_split_size:
         return train, []
     if isinstance(dataset.path, str) and (bundled := _bundled_paths(dataset.path)):
@@ -241,14 +229,13 @@ def split_notes(dataset: DatasetRecipe, train: list[Source], held_out: list[Sour
 
 def find_sources(
     paths: str | list[str], dataset: DatasetRecipe, *, purpose: str = TRAIN, split: str | None = None,
-    requires_splits: bool = False,
 ) -> list[Source]:  # fmt: skip
     """Find and check the sources of `paths`; `purpose` is train or eval. Raise DataError with every problem."""
     sources, problems, fixes = [], [], []
     for path in [paths] if isinstance(paths, str) else paths:
         try:
             hub_source = Source(path, split=split or dataset.split, config=dataset.name, revision=dataset.revision)
-            sources += _local_sources(path, purpose, split, requires_splits) or [hub_source]
+            sources += _local_sources(path, purpose, split) or [hub_source]
         except DataError as error:
             problems += error.problems
             if error.fix not in fixes:
@@ -263,7 +250,7 @@ def _split_folders(paths: str | list[str]) -> list[DataFiles]:
     return [files for files in folders if files is not None and files.is_split]
 
 
-def _local_sources(path_text: str, purpose: str, split: str | None, requires_splits: bool) -> list[Source]:
+def _local_sources(path_text: str, purpose: str, split: str | None) -> list[Source]:
     if arrow_files := _saved_arrow_files(path_text, split):
         return list(map(_file_source, arrow_files))
     files = DataFiles.find(path_text)
@@ -274,7 +261,7 @@ def _local_sources(path_text: str, purpose: str, split: str | None, requires_spl
     else:  # eval_path may name a folder with all splits, or with held-out files alone
         held_out = files.with_split(VALIDATION) or files.with_split(TEST) or files.splits
         local_sources = list(map(_file_source, files.training_files() if purpose == TRAIN else held_out))
-    return [replace(source, split=split, requires_splits=requires_splits) for source in local_sources]
+    return [replace(source, split=split) for source in local_sources]
 
 
 def _is_saved_dataset(folder: Path) -> bool:
@@ -325,54 +312,35 @@ def is_local(text: str) -> bool:
 
 def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
     name, path = printable(path_text, 200), expanded(path_text)
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = 0
-    except (OSError, ValueError) as error:
-        problem = f"{name}: can't be opened: {getattr(error, 'strerror', None) or error}"
-        raise DataError(problem, "Check the path given as dataset.path.") from None
-    if stat.S_ISREG(mode):
+    # unlike Path.is_file, os.path.isfile raises nothing for names that no file can have
+    if os.path.isfile(path):  # noqa: PTH113
         return [_file_source(path, name)]
     if bundled := _bundled_paths(path_text):
         return [Source(path_text, bundled[purpose])]
-    if not mode:
-        require_path_or_id(path_text)
-        if _looks_local(path, path_text):
-            raise DataError(f"{name}: there is no such file", _path_hint(path))
-        return []  # a hub id
-    if not stat.S_ISDIR(mode):
-        raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
-    try:
-        names = sorted(entry.name for entry in path.iterdir())
-        content = f"it has {', '.join(map(printable, names[:_MAX_LISTED])) or 'nothing'}"
-    except OSError as error:
-        content = f"(the directory can't be listed: {error.strerror})"
-    problem = f"{name}: is a directory without data files"
-    raise DataError(problem, f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {content}")
+    if os.path.isdir(path):  # noqa: PTH112
+        raise DataError(f"{name}: is a directory without data files", f"Name a folder with {', '.join(FOLDER_TYPES)}.")
+    refuse_url(path_text)
+    if hub.HUB_ID.fullmatch(path_text) and path.suffix.lower() not in (*READERS, *_UNSUPPORTED_SUFFIXES):
+        return []
+    folder = path.parent
+    siblings = os.listdir(folder) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
+    similar = [printable(str(folder / sibling), 200) for sibling in difflib.get_close_matches(path.name, siblings)]
+    hint = f"Did you mean {', '.join(similar)}? " if similar else ""
+    raise DataError(f"{name}: there is no such file", f"{hint}Paths start from {Path.cwd()}")
 
 
-def require_path_or_id(path_text: str) -> None:
-    """Raise DataError for text that is neither a path nor a hub id."""
-    name = printable(path_text, 200)
+def refuse_url(path_text: str) -> None:
+    """Raise DataError for a URL."""
     if _URL_SCHEME.match(path_text):
-        raise DataError(f"{name}: is a URL, which is not supported", "Download it, and give the file's path.")
-    # the file may be on another machine, so only the text is checked
-    if not (_looks_local(Path(path_text), path_text) or hub.HUB_ID.fullmatch(path_text)):
-        problem = f"{name}: is neither a file nor the id of a hub dataset"
-        raise DataError(problem, "Write a file's path, or an id like owner/name.")
+        raise DataError(f"{printable(path_text, 200)}: is a URL", "Download it, and give the file's path.")
 
 
 def _file_source(path: Path, name: str = "") -> Source:
     name = name or printable(str(path), 200)
-    if path.suffix.lower() == ".zip":
-        setting = shlex.quote(f"dataset.path={path.stem}")
-        fix = f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(path.stem)}  and use  {setting}"
-        raise DataError(f"{name}: is a zip file, which is not supported", fix)
     if file_type(path) not in READERS or (file_type(path) in TABLES and path.suffix.lower() in COMPRESSED):
         ending = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
         problem = f"{name}: {ending}, which is not supported"
-        raise DataError(problem, f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.")
+        raise DataError(problem, f"Unpack archives. Supported: {', '.join(READERS)}, and .gz or .zst after one of them.")
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
     return Source(name, path)
@@ -384,28 +352,6 @@ def _bundled_paths(text: str) -> dict[str, Path] | None:
     from finetune.bundled import dataset_paths
 
     return dataset_paths(text)
-
-
-def _looks_local(path: Path, path_text: str) -> bool:
-    return (
-        path.suffix.lower() in (*READERS, *_UNSUPPORTED_SUFFIXES)
-        or any(character in path_text for character in "*?[\\")
-        or path_text.startswith((".", "/", "~"))
-        or path_text.count("/") > 1  # a hub id has at most one
-        or ("/" in path_text and path.parent.is_dir())
-    )
-
-
-def _path_hint(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"There is no folder {printable(str(folder), 200)} either; paths start from {Path.cwd()}"
-    siblings = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in READERS)
-    similar = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.5)
-    if similar:
-        return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
-    label = "this folder" if str(folder) == "." else printable(str(folder), 200)
-    return f"In {label} there is {', '.join(map(printable, siblings[:_MAX_LISTED])) or 'no data file'}."
 
 
 def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:

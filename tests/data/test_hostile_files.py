@@ -1,6 +1,5 @@
 """Files that are broken, wrong or malicious: one screen that names the file and the fix, never a traceback."""
 
-import gzip
 import json
 import os
 import random
@@ -15,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data import read_examples, recipe, talk
 
-from finetune.data.readers import read_file
 from finetune.data.sources import DataFiles, Source, read_hub, sources_of
 from finetune.errors import DataError
 from hostile_data import column_cases, field_cases, problems, split_cases
@@ -81,11 +79,9 @@ def test_a_json_array_in_one_line_is_read_and_its_giant_row_refused(write):
 def test_links_that_lead_in_a_circle_pipes_and_impossible_names_are_errors(tmp_path):
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
-    assert "symbolic links" in problem(str(tmp_path / "a.jsonl"))
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "not a regular file" in problem(str(tmp_path / "pipe.jsonl"))
-    for name in ("rows\0.jsonl", "r" * 5000 + ".jsonl"):
-        with pytest.raises(DataError, match="can't be opened"):
+    for name in (str(tmp_path / "a.jsonl"), str(tmp_path / "pipe.jsonl"), "rows\0.jsonl", "r" * 5000 + ".jsonl"):
+        with pytest.raises(DataError, match="there is no such file"):
             sources_of(recipe(name).dataset)
 
 
@@ -198,40 +194,6 @@ def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path)
             if damaged:
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         _check_rows_or_data_error(write("damaged.parquet", bytes(damaged)))
-
-
-def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):
-    path = tmp_path / "bomb.parquet"
-    parquet.write_table(pa.table({"text": pa.array([["a"] * 2_000_000])}), path, compression="zstd")
-    assert path.stat().st_size < 2_000
-    with pytest.raises(DataError, match="its rows have 2,000,000 values each"):
-        list(read_file(path, "bomb.parquet"))
-
-
-def test_a_small_table_that_unpacks_to_gigabytes_is_refused_early(tmp_path):
-    path, texts = tmp_path / "bomb.parquet", pa.table({"text": pa.array(["a" * 350_000] * 25)})
-    with parquet.ParquetWriter(path, texts.schema, compression="zstd") as writer:
-        for _ in range(40):
-            writer.write_table(texts)
-    with pytest.raises(DataError, match="more than 1,000 times its size"):
-        list(read_file(path, "bomb.parquet"))
-
-
-@pytest.mark.parametrize(
-    ("name", "head"), [("rows.jsonl.gz", b'{"prompt": "a", "completion": "b"}\n'), ("rows.csv.gz", b"prompt,completion\na,b\n")]
-)
-def test_a_file_of_blank_lines_is_refused_when_there_are_too_many(tmp_path, name, head):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(head + b"\n" * 1_200_000))
-    with pytest.raises(DataError, match="more than 1,000,000 blank lines in a row"):
-        list(read_file(path, name))
-
-
-def test_a_table_of_a_hundred_thousand_columns_is_refused_by_its_header(tmp_path):
-    path = tmp_path / "wide.csv"
-    path.write_text(",".join(f"c{number}" for number in range(100_000)) + "\n")
-    with pytest.raises(DataError, match="the header has 100,000 columns"):
-        list(read_file(path, "wide.csv"))
 
 
 @pytest.mark.parametrize("pattern", ["/**/*.jsonl", "~/**/*.jsonl"])

@@ -1,4 +1,4 @@
-"""Rows to train on and to hold out by the names of files, in folders of `save_to_disk`, and in one file.
+"""Rows to train on and to hold out by the names of files, and in folders of `save_to_disk`.
 
 Files of a folder or pattern that are named train, validation or test are read as that; test rows are never trained on.
 """
@@ -8,7 +8,7 @@ import json
 import random
 
 import pytest
-from small_data import advised, read_examples, recipe, talk
+from small_data import read_examples, recipe, talk
 
 from finetune.errors import DataError
 
@@ -53,21 +53,11 @@ def test_a_folder_is_read_by_the_names_of_its_files(folder, pattern, held_out):
     assert files_read(path, eval_path=f"{path}/{test}") == ([train], [test])
 
 
-@pytest.mark.parametrize(
-    ("files", "trained", "held_out"),
-    [
-        (["rows.jsonl", "rows_eval.jsonl"], ["rows.jsonl"], ["rows_eval.jsonl"]),
-        (["train.jsonl", "more.jsonl", "dev.jsonl"], ["more.jsonl", "train.jsonl"], ["dev.jsonl"]),
-        (["test.jsonl"], ["test.jsonl"], []),
-        (["train_test.jsonl", "train.jsonl"], ["train.jsonl"], []),
-    ],
-)
-def test_names_that_do_not_say_it_are_asked_about_and_the_answer_works(folder, files, trained, held_out):
-    path = folder(files)
-    with pytest.raises(DataError) as error:
-        files_read(path)
-    [settings] = advised(error.value.fix)
-    assert files_read(settings.pop("path"), **settings) == (trained, held_out)
+@pytest.mark.parametrize("files", ["rows rows_eval", "train more dev", "test", "train_test train"])
+def test_names_that_do_not_say_it_are_asked_about(folder, files):
+    with pytest.raises(DataError, match=r"some files are named for a split|no file is named for training") as error:
+        files_read(folder([f"{name}.jsonl" for name in files.split()]))
+    assert "dataset.eval_path" in error.value.fix
 
 
 def test_no_mixture_of_names_trains_on_held_out_or_test_rows(folder, tmp_path):
@@ -145,16 +135,20 @@ def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
         prompts_of_splits(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("kind", ["saved dictionary", "JSON"])
-def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_chosen(tmp_path, write, kind):
+def test_a_json_file_of_several_splits_is_refused(write):
+    path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
+    for settings in ({}, {"split": "train"}, {"eval_split": "test"}):
+        with pytest.raises(DataError, match="the splits train, test") as error:
+            prompts_of_splits(path, **settings)
+        assert "jq -c '.train[]'" in error.value.fix
+
+
+def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_chosen(tmp_path):
     from datasets import Dataset, DatasetDict
 
     path = tmp_path / "saved"
-    if kind == "JSON":
-        path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
-    else:
-        DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(path)
-        (path / "dataset_dict.json").write_text('{"splits": ["train", 1, "test", "train"]}')
+    DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(path)
+    (path / "dataset_dict.json").write_text('{"splits": ["train", 1, "test", "train"]}')
     with pytest.raises(DataError, match="the splits train, test") as error:
         prompts_of_splits(path)
     assert "dataset.eval_split=test" in error.value.fix
