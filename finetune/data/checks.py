@@ -13,12 +13,6 @@ BLANK_TEXTS = ("", "[]", "{}", "null", "None")  # texts that stand for no value
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
-#: Problem and fix of rows of tokens.
-TOKENISED = (
-    "the rows are already tokenised (input_ids) for one model; finetune tokenises text itself",
-    "Set dataset.path to the file of texts that they were made from.",
-)
-
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
     """A row that can't be trained on; `field` is the path inside the row, None for the whole row."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_text
+from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_json, valid_text
+from finetune.data.column_semantics import REASONING, meaning_of
 from finetune.data.pictures.placement import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
@@ -31,8 +34,6 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: Keys that say whether a message is trained on, from Axolotl, ms-swift, OpenAI and others.
 _FLAG_KEYS, _WEIGHT_KEYS = ("train", "trainable", "training", "loss"), ("weight", "loss_weight")
 _FLAG_SPELLINGS = {False: (0, "0", "0.0", "false"), True: (1, "1", "1.0", "true")}
-#: Keys of a turn that holds a question and its answer.
-_PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("question", "answer"), ("prompt", "response"))
 _MESSAGE_KEYS = (*_COPIED_KEYS, *THOUGHT_KEYS, *_FLAG_KEYS, *_WEIGHT_KEYS, "tool_calls", "function_call")
 
 
@@ -92,12 +93,27 @@ class Example:
         return None if last.get("tool_calls") and not last["content"].strip() else last["content"]
 
 
+def used_fields(fields: Values, ignored: Collection[str], as_json: Collection[str] = ()) -> Values:
+    """Return a row's or message's fields without ignored ones, with values of JSON columns as text. Raise BadRow."""
+    if "reasoning_content" in ignored:  # reasoning is ignored under any name
+        ignored = {*ignored, *(name for name in fields if meaning_of(name) == REASONING)}
+    used = {name: value for name, value in fields.items() if name not in ignored}
+    for name in used.keys() & {*as_json}:
+        if not isinstance(used[name], str) and not is_missing(used[name]):
+            used[name] = json.dumps(valid_json(used[name], name), ensure_ascii=False)
+    return used
+
+
 class MessageReader:
     """Read a row's messages, and collect the fields that are not read."""
 
-    def __init__(self, columns: Columns | None = None) -> None:
+    def __init__(
+        self, columns: Columns | None = None, ignored: Collection[str] = (), json_columns: Collection[str] = ()
+    ) -> None:
         columns = columns or {}
         self._keys = columns.get("role", "role"), columns.get("content", "content")
+        # fields that every message needs stay, if a column of the same name is ignored
+        self._ignored, self._json_columns = {*ignored} - {"role", "content", "from", "value"}, json_columns
         self.unread: list[Values] = []  # for each message
 
     def read(self, value: Any, field: str) -> list[Message]:
@@ -108,13 +124,14 @@ class MessageReader:
         if not value:
             raise BadRow(field, "is empty")
         messages: list[Message] = []
-        for turn in value:
-            keys_by_role = _keys_by_role(turn)
-            sources = [{"role": role, "content": turn[key]} for role, key in keys_by_role.items()]
-            for source in sources or [turn]:
-                messages.append(_message(source, f"{field}[{len(messages)}]", self._keys))
-            read_keys = {*_MESSAGE_KEYS, *_role_and_content_keys(turn, self._keys), *keys_by_role.values()}
-            self.unread.append({name: value for name, value in turn.items() if name not in read_keys})
+        for index, turn in enumerate(value):
+            path = f"{field}[{index}]"
+            if not isinstance(turn, dict):
+                raise BadRow(path, f"is {type_phrase(turn)}, not a message with role and content")
+            used = used_fields(turn, self._ignored, self._json_columns)
+            messages.append(_message(used, path, self._keys))
+            read_keys = {*_MESSAGE_KEYS, *_role_and_content_keys(used, self._keys)}
+            self.unread.append({name: item for name, item in used.items() if name not in read_keys})
         return messages
 
 
@@ -167,18 +184,7 @@ def _role_and_content_keys(message: Values, keys: tuple[str, str]) -> tuple[str,
     return role, content
 
 
-def _keys_by_role(turn: Any) -> dict[str, str]:
-    # a turn without a role may be a question and its answer: `{human, assistant}`, `{input, output}`
-    if not isinstance(turn, dict) or "role" in turn or "from" in turn:
-        return {}
-    keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), ())
-    system = {"system": "system"} if keys and turn.get("system") else {}
-    return system | dict(zip(("user", "assistant"), keys, strict=False))
-
-
-def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
-    if not isinstance(source, dict):
-        raise BadRow(path, f"is {type_phrase(source)}, not a message with role and content")
+def _message(source: Values, path: str, keys: tuple[str, str]) -> Message:
     role_key, content_key = _role_and_content_keys(source, keys)
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":
@@ -237,8 +243,6 @@ def _content(source: Values, path: str, key: str, message: Message) -> str:
         if "tool_calls" in message:
             return ""
         raise BadRow(path, f"is {type_phrase(value)}")
-    if isinstance(value, dict) and {*value} - {"type"} == {"text"}:
-        value = [value]
     if isinstance(value, list):
         pictures: list[PictureReference | int | None] = []
         value = "".join(_part_text(part, f"{path}[{index}]", pictures) for index, part in enumerate(value))
@@ -253,8 +257,7 @@ def _content(source: Values, path: str, key: str, message: Message) -> str:
 
 def _part_text(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    # Bedrock's parts have no type
-    if kind in ("text", "input_text", "output_text") or (isinstance(part, dict) and {*part} == {"text"}):
+    if kind in ("text", "input_text", "output_text"):
         return valid_text(part.get("text"), f"{path}.text")
     if kind in PICTURE_PARTS:
         # the index of an image in the row's column

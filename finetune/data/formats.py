@@ -36,9 +36,6 @@ def _from_messages(row: Values, reader: MessageReader, field: str = "messages") 
 
 
 def _add_system(row: Values, messages: list[Message]) -> list[Message]:
-    if isinstance(row.get("system"), list):  # Bedrock's content parts
-        [message] = MessageReader().read([{"role": "system", "content": row["system"]}], "system")
-        row = {**row, "system": message["content"]}
     system = optional_text(row, "system")
     if not system.strip():
         return messages

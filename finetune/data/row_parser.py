@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import re
-import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.data.checks import TOKENISED, BadRow, Values, is_blank, is_missing, parse_if_text, valid_json
+from finetune.data.checks import BadRow, Values, is_blank
 from finetune.data.column_advice import suggested_columns
 from finetune.data.column_semantics import FIELD, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
-from finetune.data.conversation import Columns, Example, MessageReader
+from finetune.data.conversation import Columns, Example, MessageReader, used_fields
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, columns_with_values, parse
 from finetune.data.pictures.placement import PictureReference, PictureUse, picture_use, place_pictures, take_pictures
 from finetune.data.pictures.source import FileStat, PictureReader
@@ -88,12 +85,13 @@ class RowParser:
         return ParsedBatch(with_pictures, refused, unused, reader.files)
 
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
-        values = _apply_columns(row.values, self.dataset.ignore_columns, self.dataset.json_columns)
+        ignored, as_json = self.dataset.ignore_columns, self.dataset.json_columns
+        values = used_fields(row.values, ignored, as_json)
         renamed, row_pictures = take_pictures(_rename_columns(values, self.columns), self.pictures.columns)
         unread = {name: value for name, value in renamed.items() if name not in FORMATS[self.row_format].columns}
         # columns with the name of a field that the recipe maps to another column
         unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
-        reader = MessageReader(self.columns)
+        reader = MessageReader(self.columns, ignored, as_json)
         example = parse(renamed, self.row_format, row.file, row.number, reader)
         references: list[PictureReference] = []
         if row_pictures is not None or self.pictures.are_usual or any("pictures" in message for message in example.messages):
@@ -116,7 +114,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     if dataset.format not in METHOD_FORMATS:
         _refuse_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
-    rows = [_apply_columns(values, ignored) for values in rows]
+    rows = [used_fields(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
         columns = {**columns, "label": "kto_tag"}  # LLaMA-Factory's name
     names = {*columns, *header}
@@ -237,41 +235,11 @@ def _check_columns(rows: list[Values], file: str, format_name: str, columns: Col
         raise DataError(problem, _FORMATS_HINT)
 
 
-#: Fields that every message needs: they are not dropped with a column of the same name.
-_MESSAGE_FIELDS = {"role", "content", "from", "value"}
-
-
-def _apply_columns(row: Values, ignored: Collection[str], as_json: Collection[str] = (), *, in_message: bool = False) -> Values:
-    # drop ignored columns and message fields, and write values of JSON columns as text
-    # ignoring `reasoning_content` ignores reasoning under any name
-    if "reasoning_content" in ignored:
-        ignored = {*ignored, "reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
-    if not ignored and not as_json:
-        return row
-    applied = {name: value for name, value in row.items() if name not in ignored}
-    for name, value in applied.items():
-        if name in as_json:
-            if not isinstance(value, str) and not is_missing(value):
-                applied[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
-            continue
-        # messages may be JSON in a text column; only those with an ignored field are parsed
-        if isinstance(value, str) and value.lstrip().startswith("[") and any(field in value for field in ignored):
-            with contextlib.suppress(BadRow):  # plain text that begins with a bracket
-                value = parse_if_text(value, name)
-        if isinstance(value, list):
-            # parts of a message's content keep their fields
-            dropped = set() if in_message else {*ignored} - _MESSAGE_FIELDS
-            applied[name] = [
-                _apply_columns(item, dropped, as_json, in_message=True) if isinstance(item, dict) else item for item in value
-            ]
-    return applied
-
-
 def _refuse_other_data(rows: list[Values], file: str, mapped_columns: set[str]) -> None:
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - mapped_columns
-    for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
-        if filled_columns.issuperset(columns):
-            raise DataError(f"{file}: {problem}", fix.replace("FILE", shlex.quote(file)))
+    if "input_ids" in filled_columns:
+        problem = "the rows are already tokenised (input_ids) for one model; finetune tokenises text itself"
+        raise DataError(f"{file}: {problem}", "Set dataset.path to the file of texts that they were made from.")
     for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
         if filled_columns.issuperset((chosen, rejected)):
             problem = f"this is preference data ({chosen}/{rejected}) for DPO; method sft trains on one answer per prompt"
@@ -306,20 +274,6 @@ def transcript_error(file: str, column: str) -> DataError:
         "so the user's turns would be trained on, too",
         'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
     )
-
-
-#: Columns of data without examples -> problem and fix; FILE is replaced.
-_NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {
-    ("turns", "category"): (
-        "these are evaluation questions (MT-Bench: turns, category) without answers to train on",
-        "Set dataset.path to a file with answers.",
-    ),
-    ("instruction", "instances"): (
-        "these are seed tasks (self-instruct: instruction, instances); the answers are inside instances",
-        "Make a row for each:  jq -c '.instruction as $i | .instances[] | {instruction: $i, input, output}' FILE > rows.jsonl",
-    ),
-    ("input_ids",): TOKENISED,
-}
 
 
 def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:

@@ -1,8 +1,6 @@
 """What an error says to type is typed, on the file that caused it: the rows are then read, and as they are meant."""
 
 import shlex
-import shutil
-import subprocess
 
 import pytest
 from small_data import advised, read_examples, recipe
@@ -60,16 +58,6 @@ def test_a_conversation_in_one_text_is_called_a_transcript_and_never_advised(wri
     for name in others:
         with pytest.raises(DataError, match=f"'{last}' is a transcript"):
             read_examples(recipe(path, columns={"instruction": name, "output": last}).dataset)
-
-
-@pytest.mark.skipif(shutil.which("jq") is None, reason="the advice calls jq")
-def test_the_command_for_seed_tasks_makes_rows(write, tmp_path):
-    instances = [{"input": "oak", "output": "table"}, {"input": "", "output": "chair"}]
-    path = write("seeds.jsonl", [{"id": "seed_0", "instruction": "Name it", "instances": instances}])
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    subprocess.run(error.value.fix.partition("  ")[2], shell=True, check=True, cwd=tmp_path)
-    assert len(read_examples(recipe(str(tmp_path / "rows.jsonl")).dataset).train.examples) == 2
 
 
 def test_names_that_yaml_or_a_shell_would_change_are_quoted():
