@@ -139,7 +139,7 @@ def plan_json() -> str:
 
     parts = (
         plan.Plan, Forecast, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
-        plan.ResourceCheck, plan.LayerCopies, plan.RunTime,
+        plan.ResourceCheck, plan.LayerCopies,
     )  # fmt: skip
     shown = ""
     for part in parts:

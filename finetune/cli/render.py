@@ -168,9 +168,7 @@ def _largest_parts(plan: Plan, forecast: Forecast) -> str:
 
 def _time_text(plan: Plan, forecast: Forecast) -> str:
     steps, tokens, rate = plan.total_steps, plan.settings.max_length, forecast.tokens_per_s
-    if plan.run_time and steps:
-        time = plan.run_time.summary
-    elif rate and forecast.step_s:
+    if rate and forecast.step_s:
         seconds = forecast.step_s * steps if steps else 1000 * tokens / rate
         work = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
         time = f"about {format_seconds(seconds)} for {work} ({rate:,.0f} tokens/s)"

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Choices, as_overrides, verdict_of
-from finetune.planner.speed import Job, knows_rates, layer_copies_of
+from finetune.planner.speed import Job, layer_copies_of
 from finetune.planner.strategy import Strategy
 from finetune.settings import Recipe
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED
@@ -147,9 +147,10 @@ def _explain_micro_batch(compare: Comparison) -> str:
     return f"{compare.against(micro=larger)} vs {larger} rows"
 
 
-def alternatives(search: Search, chosen: EvaluatedStrategy, time_factor: float, choices: Choices) -> tuple[Alternative, ...]:
+def alternatives(
+    search: Search, chosen: EvaluatedStrategy, time_factor: float | None, choices: Choices
+) -> tuple[Alternative, ...]:
     """Return every forecast strategy, the chosen first, by step time."""
-    times_known = knows_rates(search.job.card)
     chosen_overrides = _overrides_of(chosen, chosen, search.job, choices)
     rows = []
     # the chosen forecast may be of compiled layers, while the search's is not
@@ -160,8 +161,8 @@ def alternatives(search: Search, chosen: EvaluatedStrategy, time_factor: float, 
         row = Alternative(
             plan=describe(candidate.strategy, search.job), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
-            step_s=timing.step_s * time_factor if times_known else None,
-            tokens_per_s=timing.tokens_per_s / time_factor if times_known else None,
+            step_s=timing.step_s * time_factor if time_factor else None,
+            tokens_per_s=timing.tokens_per_s / time_factor if time_factor else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes, candidate.strategy.offload_target),
             overrides=as_overrides(overrides), differs=as_overrides(differing),
         )  # fmt: skip

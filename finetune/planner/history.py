@@ -1,4 +1,4 @@
-"""Cached measurements of earlier runs, and the time and cost that they predict."""
+"""Cached measurements of earlier runs, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from finetune.card import nvidia
 from finetune.checksum import with_checksum
 from finetune.events import ENDED_STATES, Event, ForecastCheck, RunWarning, Start, State
 from finetune.files import cache_dir, parse_checked, write_text
-from finetune.planner.plan import Plan, RunTime
+from finetune.planner.plan import Plan
 from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
 #: Runs stored per GPU, the newest.
 MOST_RUNS = 20
-#: Bounds of the speed factor: a factor beyond them has another cause, such as a shared GPU.
-LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Each has a column of the forecast and one of the measurement.
 _FIGURES = ("allocated_bytes", "reserved_bytes", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Seconds of a whole run: an interrupted run has only `workload_s`, which is the speed model's.
-_WHOLE_RUN_COLUMNS = ("workload_s", "train_s", "load_s")
 #: Columns that may leave this machine: no name of a model, file or person.
 _SHARED_COLUMNS = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
@@ -49,17 +45,7 @@ class History:
     def speed_factor(self) -> float | None:
         """Median of measured / modelled step time; None if never measured."""
         factors = _ratios(self.timed, "measured_step_s", "modelled_step_s")
-        return min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
-
-    def run_time(self, workload_s: float | None, model: str) -> RunTime | None:
-        """Return the expected time of a run, None before the first uninterrupted run."""
-        whole_runs = [row for row in self.timed if all(map(row.get, _WHOLE_RUN_COLUMNS))]
-        # other models' runs are better than none: time scales with the workload
-        runs = [row for row in whole_runs if row.get("model") == model] or whole_runs
-        if not workload_s or not runs:
-            return None
-        factor = statistics.median(_ratios(runs, "train_s", "workload_s"))
-        return RunTime(statistics.median(row["load_s"] for row in runs), workload_s * factor, len(runs))
+        return statistics.median(factors) if factors else None
 
     def summary(self, card_name: str) -> str:
         notes = [f"{len(self.rows)} earlier run{'s' * (len(self.rows) != 1)} on {card_name}"]
@@ -76,11 +62,8 @@ def _ratios(rows: Sequence[dict[str, Any]], measured_column: str, expected_colum
     return [row[measured_column] / row[expected_column] for row in rows if all(map(row.get, columns))]
 
 
-def record_run(
-    plan: Plan, check: ForecastCheck, *, step_s: float | None, train_s: float | None = None, load_s: float | None = None
-) -> None:
+def record_run(plan: Plan, check: ForecastCheck, *, step_s: float | None) -> None:
     """Record a run's measurements and its plan's figures. Raises OSError."""
-    # `train_s` and `load_s`: only of a run without interruption
     settings, driver = plan.settings, None
     with contextlib.suppress(nvidia.DriverError):
         driver = nvidia.driver_versions()[0]
@@ -95,7 +78,7 @@ def record_run(
         **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _FIGURES},
         "forecast_process_bytes": check.predicted_peak_bytes if plan.card.is_cpu else None,
         "measured_process_bytes": check.measured_peak_bytes,
-        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "rates_measured_at": plan.card.rates_measured_at,
+        "rates_measured_at": plan.card.rates_measured_at,
     }  # fmt: skip
     earlier_rows = _read_rows()
     of_this_card = [earlier for earlier in earlier_rows if earlier["card"] == plan.card.name]
@@ -130,7 +113,7 @@ def _read_rows() -> list[dict[str, Any]]:
 
 
 def _is_valid_cell(column: str, value: Any) -> bool:
-    is_figure = column.startswith(("measured_", "forecast_", "modelled_")) or column in _WHOLE_RUN_COLUMNS
+    is_figure = column.startswith(("measured_", "forecast_", "modelled_"))
     return not is_figure or value is None or (type(value) in (int, float) and 0 <= value < 1e30)
 
 

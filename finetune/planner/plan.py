@@ -263,28 +263,14 @@ class LayerCopies:
 
 
 @dataclass(frozen=True)
-class RunTime:
-    """Medians of `runs` earlier runs on this machine, scaled by workload."""
-
-    load_s: float
-    train_s: float
-    runs: int
-
-    @property
-    def summary(self) -> str:
-        return f"{format_seconds(self.load_s + self.train_s)}, by {self.runs} earlier run{'s' * (self.runs != 1)} here"
-
-
-@dataclass(frozen=True)
 class Plan:
     """Settings, reasons, forecast and verdict. The same inputs give the same plan.
 
     `budget_bytes`: GPU memory that the run may use. `headroom_bytes`: budget less the forecast's upper end, negative if the
-    plan does not fit. `modelled_step_s`: step time before correction by earlier runs. `checks`: host memory and disk.
-    `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
-    offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: by
-    earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model;
-    `model_type` and `parameters` describe the base model.
+    plan does not fit. `modelled_step_s`: step time before correction by earlier runs, in arbitrary units if the GPU's rates are
+    unknown. `checks`: host memory and disk. `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
+    offloading. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model; `model_type` and
+    `parameters` describe the base model.
     """
 
     settings: Settings
@@ -302,8 +288,6 @@ class Plan:
     checks: tuple[ResourceCheck, ...] = ()
     data_problem: DataProblem | None = None
     layer_copies: LayerCopies | None = None
-    workload_s: float | None = None
-    run_time: RunTime | None = None
     cost: float | None = None
     base_folder: str | None = None
     model_type: str | None = None

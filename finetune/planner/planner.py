@@ -23,7 +23,7 @@ from finetune.planner.history import cost_of, read_history
 from finetune.planner.plan import Choices, DataStatistics, Plan, Suggestion, Verdict, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, shape_of
-from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of, workload_s
+from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import suggest
 from finetune.printable import Progress
@@ -33,6 +33,8 @@ from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
 from finetune.units import format_bytes
 
+#: Bounds of measured / modelled time where the GPU's rates are known: beyond them the cause is another, such as a shared GPU.
+LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: The note on a plan that is tight by a replay of the allocator.
 AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing cached blocks, which stalls the GPU each time"
 
@@ -194,32 +196,35 @@ class _Planner:
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
-        time_factor, steps = self.history.speed_factor or 1.0, defaults.total_steps(choices, chosen.strategy.micro, self.data)
+        time_factor, steps = self._time_factor(), defaults.total_steps(choices, chosen.strategy.micro, self.data)
         if not attempt.compiled:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")  # an earlier reason stays
         why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
         choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen)
         choices = defaults.choose_cadence(choices, steps, self.data)
-        settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
+        settings, timing = choices.settings(), search.timing(chosen.strategy)
         forecast = dataclasses.replace(
-            chosen.forecast, step_s=timing.step_s * time_factor if rates_known else None,
-            tokens_per_s=timing.tokens_per_s / time_factor if rates_known else None,
+            chosen.forecast, step_s=timing.step_s * time_factor if time_factor else None,
+            tokens_per_s=timing.tokens_per_s / time_factor if time_factor else None,
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )  # fmt: skip
-        workload = workload_s(timing.step_s, steps, settings, self.data)
-        run_time = self.history.run_time(workload, settings.model_name_or_path)
-        modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
+        train_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
-            budget_bytes=self.budget_bytes, headroom_bytes=self.budget_bytes - forecast.peak_high_bytes, run_time=run_time,
-            modelled_step_s=timing.step_s if rates_known else None, workload_s=workload,
+            budget_bytes=self.budget_bytes, headroom_bytes=self.budget_bytes - forecast.peak_high_bytes,
+            modelled_step_s=timing.step_s,
             checks=resources.check_resources(settings, forecast, self.card),
             layer_copies=layer_copies_of(timing, forecast, self.card),
             model_type=self.shape.family, parameters=self.shape.parameters,
-            cost=cost_of(run_time.load_s + run_time.train_s if run_time else modelled_s, settings.price_per_hour),
+            cost=cost_of(train_s, settings.price_per_hour),
             suggestions=() if attempt.verdict.fits else self._suggestions(attempt, settings, forecast),
         )  # fmt: skip
+
+    def _time_factor(self) -> float | None:
+        # of modelled times; None if neither rates nor an earlier run tell
+        factor = self.history.speed_factor
+        return min(max(factor or 1.0, LEAST_FACTOR), MOST_FACTOR) if knows_rates(self.card) else factor
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
     from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
-    from finetune.settings import Settings
 
 # Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its
 # published rates that a GPU reaches. `benchmarks/speed_accuracy.py` compares the model with 60 published measurements
@@ -149,8 +148,6 @@ LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
 SELECTIVE_DISPATCH = 1.7
 #: Share of a GPU's fp32 rate that a step's large products reach (benchmarks/speed_accuracy.py).
 FP32_SHARE = 0.6
-#: Time of an evaluation's forward pass relative to a training step over the same tokens.
-EVALUATION_SHARE = 1 / 3
 #: Assumed where the GPU's rates are unknown, only to order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 #: Assumed read rate of a drive: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
@@ -374,15 +371,3 @@ def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pci
     optimizer, parameters, tensors = OPTIMIZERS[optim], rank * shape.adapter_per_rank, 2 * shape.adapters
     moving_s = optimizer.memory_bytes * parameters / bandwidth + optimizer.pcie_bytes * parameters / pcie
     return moving_s + optimizer.tensor_s * tensors + optimizer.cpu_s * parameters
-
-
-def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
-    """Return the modelled seconds of all steps and evaluations."""
-    if not total_steps:
-        return None
-    if not (data and data.total_tokens and data.eval_rows and settings.eval_steps):
-        return step_s * total_steps
-    evaluations = math.ceil(total_steps / settings.eval_steps)
-    step_tokens = data.total_tokens / data.rows * settings.effective_batch_size
-    evaluation_steps = EVALUATION_SHARE * data.eval_total_tokens / step_tokens  # training steps that take as long
-    return step_s * (total_steps + evaluations * evaluation_steps)

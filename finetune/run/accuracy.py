@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from finetune.card.measured import record_measurement
-from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
+from finetune.events import Evaluation, Event, ForecastCheck, Memory, Step, newest
 from finetune.planner.history import record_run, seconds_spent
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_seconds
@@ -73,19 +73,9 @@ def outcome(events: Sequence[Event]) -> tuple[str, bool]:
     return f"{'. '.join(sentences)}.", bool(outside)
 
 
-def load_and_train_s(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Return the seconds of loading and of training; None for a resumed run or unknown times."""
-    starts = [event for event in events if isinstance(event, Start)]
-    starting = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
-    if len(starts) != 1 or starts[0].step or not (starting and starting.time_s and starts[0].time_s and events[-1].time_s):
-        return None
-    return starts[0].time_s - starting.time_s, events[-1].time_s - starts[0].time_s
-
-
-def record_measurements(plan: Plan, check: ForecastCheck, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
-    """Record times, memory and CUDA context for later plans. `whole_run`: from `load_and_train_s`. Raises OSError."""
+def record_measurements(plan: Plan, check: ForecastCheck, steps: list[Step]) -> None:
+    """Record times, memory and CUDA context for later plans. Raises OSError."""
     warm_steps_s = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
-    load_s, train_s = whole_run or (None, None)
-    record_run(plan, check, step_s=statistics.median(warm_steps_s) if warm_steps_s else None, load_s=load_s, train_s=train_s)
+    record_run(plan, check, step_s=statistics.median(warm_steps_s) if warm_steps_s else None)
     if check.measured_context_bytes:
         record_measurement(plan.card.name, check.measured_context_bytes)

@@ -29,7 +29,7 @@ from finetune.model.hybrid import kernel_fallback_notes
 from finetune.planner.plan import Plan, plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
-from finetune.run.accuracy import compare_with_forecast, load_and_train_s, record_measurements
+from finetune.run.accuracy import compare_with_forecast, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
@@ -138,13 +138,13 @@ class Worker:
         message = self._save_result(trainer, callback.stopped_early)
         if self.rank.is_local_rank_0:
             since_s = adjusted_since_s(self.run)  # earlier steps used other memory settings
-            all_events = events.read_events(self.run.events)
-            steps = [event for event in all_events if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
+            all_steps = (event for event in events.read_events(self.run.events) if isinstance(event, events.Step))
+            steps = [step for step in all_steps if (step.time_s or 0) >= since_s]
             if steps:
                 check = compare_with_forecast(self.plan, steps, at="end", step=steps[-1].step)
                 self.events.emit(check)
                 with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-                    record_measurements(self.plan, check, steps, load_and_train_s(all_events))
+                    record_measurements(self.plan, check, steps)
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
 

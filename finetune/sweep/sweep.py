@@ -178,7 +178,8 @@ def create_sweep(
     base = plan.settings.output_dir + ("-sweep" if recipe_of({}).output_dir == AUTO else "")
     candidates = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
     path = next(path for path in candidates if not path.exists())
-    run_s = plan.run_time.load_s + plan.run_time.train_s if plan.run_time else None
+    step_s = plan.forecast.step_s if plan.forecast else None
+    run_s = step_s * plan.total_steps if step_s and plan.total_steps else None
     left_out: list[dict[str, Any]] = []
     fitting: list[tuple[Trial, Any]] = []
     for arm in grid(swept):

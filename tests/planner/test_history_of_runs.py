@@ -1,4 +1,4 @@
-"""Measurements of runs correct the next plan on the same card, and its run time."""
+"""Measurements of runs correct the next plan on the same card."""
 
 import csv
 import json
@@ -10,7 +10,6 @@ from finetune.card import find_card
 from finetune.events import ForecastCheck, Start, State, Step
 from finetune.files import cache_dir
 from finetune.planner.history import MOST_RUNS, History, cost_of, read_history, record_run, seconds_spent
-from finetune.planner.plan import RunTime
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.run.accuracy import compare_with_forecast
@@ -20,8 +19,8 @@ RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
 pytestmark = pytest.mark.usefixtures("arithmetic")
 
 
-def planned(recipe=RECIPE):
-    return make_plan(recipe, find_card("rtx-4090"), None)
+def planned(recipe=RECIPE, gpu="rtx-4090"):
+    return make_plan(recipe, find_card(gpu), None)
 
 
 def measured(plan, **peaks):
@@ -36,6 +35,14 @@ def test_measured_steps_correct_the_next_plans_times():
     assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
     assert second.modelled_step_s == first.modelled_step_s
     assert any("3 earlier runs" in note for note in second.forecast.notes)
+
+
+def test_the_first_run_on_a_cpu_makes_its_step_time_known():
+    first = planned(gpu="cpu")
+    assert first.forecast.step_s is None and first.forecast.tokens_per_s is None
+    record_run(first, ForecastCheck(), step_s=50 * first.modelled_step_s)
+    second = planned(gpu="cpu")
+    assert second.forecast.step_s == pytest.approx(50 * second.modelled_step_s) and second.alternatives[0].step_s
 
 
 def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval():
@@ -96,23 +103,6 @@ def test_without_a_run_on_a_gpu_there_is_nothing_to_share(finetune):
     record_run(replace(planned(), card=find_card("cpu")), ForecastCheck(), step_s=1.0)
     code, shown = finetune("doctor", "--share")
     assert code == 1 and "No run on a GPU is recorded" in shown and "finetune run tiny-cpu gpu=auto" in shown
-
-
-@pytest.mark.parametrize(
-    ("workload_s", "model", "train_s", "expected"),
-    [
-        (10.0, "m", {}, None),
-        (None, "m", {"m": [1.0]}, None),
-        (20.0, "m", {"m": [3.0]}, RunTime(5.0, 6.0, 1)),  # loading does not scale with the workload
-        (10.0, "m", {"m": [1.0, 1.0, 4.0], "other": [9.0]}, RunTime(5.0, 1.0, 3)),
-        (10.0, "third", {"m": [1.0]}, RunTime(5.0, 1.0, 1)),  # other models' runs, where there are none of the same
-    ],
-)
-def test_a_runs_time_is_the_median_of_earlier_runs_scaled_by_the_workload(workload_s, model, train_s, expected):
-    rows = [
-        {"model": name, "workload_s": 10.0, "train_s": seconds, "load_s": 5.0} for name in train_s for seconds in train_s[name]
-    ]
-    assert History(rows, rows).run_time(workload_s, model) == expected
 
 
 def test_a_run_costs_its_attempts_and_not_the_time_between():
