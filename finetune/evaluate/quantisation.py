@@ -2,33 +2,110 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import math
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.evaluate.paired import difference
-from finetune.files import write_json
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
-from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Rows, chosen_rows, cost_path, held_out_rows
 from finetune.planner.shape import shape_of
 from finetune.printable import Progress
 from finetune.privacy import keep_private
 from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_json_as, to_json
+from finetune.serialise import to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
 from finetune.system import redirect_output
 
+if TYPE_CHECKING:
+    from finetune.data.splits import LimitedSplit
+
 #: Weights that take a larger share of the usable memory leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
+#: Most held-out sequences to measure, evenly spaced: losses are paired, so few suffice.
+MOST_ROWS = 1_000
+#: Columns `input_ids` and `labels` (-100: not trained), each with a list per sequence.
+Rows = dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class FormatLoss:
+    """Mean loss per trained token, in nats, with base weights in this format."""
+
+    label: str
+    loss: float
+    #: Loss minus the plain format's, with its 95 % interval; None for the plain format, or fewer than two rows.
+    cost: float | None = None
+    cost_low: float | None = None
+    cost_high: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """E.g. `NF4 costs 0.012 of loss (0.008 to 0.016)`."""
+        if self.cost is None or self.cost_low is None or self.cost_high is None:
+            return f"{self.label} has a loss of {self.loss:.4f}"
+        # four decimals, or more if a small cost would have fewer than two significant digits
+        digits = max(4, 1 - math.floor(math.log10(abs(self.cost)))) if self.cost else 4
+        interval = f"95 % interval {self.cost_low:.{digits}f} to {self.cost_high:.{digits}f}"
+        if self.cost_low <= 0 <= self.cost_high:
+            return f"{self.label} can't be told from it ({self.cost:+.{digits}f} of loss, {interval})"
+        if self.cost < 0:
+            return f"{self.label} lowers the loss by {-self.cost:.{digits}f} ({interval})"
+        return f"{self.label} costs {self.cost:.{digits}f} of loss ({interval})"
+
+
+@dataclass(frozen=True)
+class QuantisationCost:
+    """Losses of a model on the same rows by format, the plain format first."""
+
+    model: str
+    rows: int
+    #: Trained tokens of the rows.
+    tokens: int
+    #: Without int8 where int8 neither fits nor can be offloaded.
+    formats: tuple[FormatLoss, ...]
+    #: The model has a run's adapter.
+    tuned: bool = False
+
+    @property
+    def sentence(self) -> str:
+        plain, *quantised = self.formats
+        model = "the tuned model" if self.tuned else "the base model"
+        clauses = [f"on {self.rows:,} held-out rows {model} has a loss of {plain.loss:.4f} in {plain.label}"]
+        clauses += [entry.summary for entry in quantised]
+        if INT8.label not in (entry.label for entry in quantised):
+            clauses.append("int8 was not measured: it does not fit, and its layers can't be offloaded")
+        return "; ".join(clauses)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**to_json(self), "sentence": self.sentence}
+
+
+def held_out_rows(splits: Sequence[LimitedSplit]) -> Rows:
+    """Return the held-out rows to measure, of preference pairs the chosen answers."""
+    return chosen_rows(splits[1].table() if len(splits) > 1 else None)
+
+
+def chosen_rows(table: Any) -> Rows:
+    """Return at most MOST_ROWS rows of an Arrow table, evenly spaced; none without a table."""
+    columns = ["input_ids", "labels"]
+    if table is None:
+        return {column: [] for column in columns}
+    indices = np.linspace(0, len(table) - 1, min(len(table), MOST_ROWS)).round().astype(np.int64)
+    return table.select(columns).take(indices).to_pydict()
 
 
 def measure_recipe(recipe: Recipe, progress: Progress, *, force: bool) -> QuantisationCost:
@@ -93,10 +170,7 @@ def _send_cost(sender: Connection, cards: tuple[str, ...], plan: Plan, rows: Row
 
 
 def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) -> QuantisationCost:
-    """Return the loss in the plain format, int8 and NF4, from the cache if measured before.
-
-    Raise CommandError for a checkpoint that is stored quantised.
-    """
+    """Return the loss in the plain format, int8 and NF4. Raise CommandError for a checkpoint that is stored quantised."""
     import torch
 
     settings, name, on_cpu = plan.settings, plan.settings.model_name_or_path, plan.card.is_cpu
@@ -107,9 +181,6 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
             f"{name} is already stored in {stored[0].label}, so the cost of quantising can't be measured",
             "Give the original 16-bit model.",
         )
-    path = cost_path(settings, rows, on_cpu=on_cpu, adapter=adapter)
-    if cost := read_json_as(path, QuantisationCost):
-        return cost
     token_counts = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
     formats: list[FormatLoss] = []
     plain_losses: list[float] = []
@@ -129,11 +200,7 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
         gap = difference(plain_losses, row_losses, token_counts) if formats else None
         loss = sum(loss * count for loss, count in zip(row_losses, token_counts, strict=True)) / sum(token_counts)
         formats.append(FormatLoss(base_format.label, loss, *((gap.value, gap.low, gap.high) if gap else ())))
-    cost = QuantisationCost(name, len(token_counts), sum(token_counts), tuple(formats), adapter is not None)
-    with contextlib.suppress(OSError):  # without a cache it is measured again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, to_json(cost))
-    return cost
+    return QuantisationCost(name, len(token_counts), sum(token_counts), tuple(formats), adapter is not None)
 
 
 def _row_losses(settings: Settings, rows: Rows, adapter: Path | None, device: str, progress: Progress) -> list[float]:

@@ -18,7 +18,6 @@ from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config, vocabulary_size
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan, plan_if_fits
-from finetune.planner.quantisation_cost import with_measured_cost
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from finetune.card.card import Card
     from finetune.data.preparation import EncodedRows, SelectedRows
-    from finetune.data.splits import LimitedSplit
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan
     from finetune.printable import Progress
@@ -64,8 +62,6 @@ class RowsRead:
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
-    #: Training and held-out rows.
-    splits: Sequence[LimitedSplit] = ()
     #: First and end of the embedding rows of new tokens.
     trained_embedding_rows: Sequence[int] = ()
 
@@ -105,8 +101,7 @@ def plan_recipe(
     def plan_for(recipe: Recipe, rows: RowsRead, reasons: dict[str, str]) -> Plan:
         plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare)
         plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)  # a summary shows the last notes first
-        plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
-        return with_measured_cost(plan, rows.splits)
+        return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
 
     plan, statistics = plan_for(recipe, rows, reasons), rows.statistics
     if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
@@ -195,7 +190,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         problem = DataProblem(tuple(error.problems), error.fix)
     statistics = statistics_of(selected) if len(selected.splits[0].lengths) else None
     token_rows = selected.encoded.trained_embedding_rows
-    return RowsRead(statistics, problem, tuple(selected.notes), selected.splits, token_rows)
+    return RowsRead(statistics, problem, tuple(selected.notes), token_rows)
 
 
 def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:

@@ -57,7 +57,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         selected.raise_problems()
         progress("planning")
         token_rows = selected.encoded.trained_embedding_rows
-        return RowsRead(statistics_of(selected), splits=selected.splits, trained_embedding_rows=token_rows)
+        return RowsRead(statistics_of(selected), trained_embedding_rows=token_rows)
 
     plan = plan_recipe(recipe, card, read)
     settings = plan.settings
