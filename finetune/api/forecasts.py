@@ -28,7 +28,7 @@ class Fit:
     gpu: str
     verdict: Verdict
     budget_bytes: int  # free memory of the GPU
-    forecast: Forecast  # bytes by part, phase and layer; lower end, likely value and upper end of the GPU's peak
+    forecast: Forecast  # bytes by part and phase; lower end, likely value and upper end of the GPU's peak
 
     def __bool__(self) -> bool:
         return self.verdict.fits

@@ -85,22 +85,13 @@ class LimitedSplit:
 
     def largest_pictures(self, processor: PictureProcessor) -> Sizes:
         """Return the image sizes of the row with most pixel values."""
-        sizes = self._picture_sizes
+        stored_sizes = self.stored.picture_sizes
+        sizes = stored_sizes[self.used[stored_sizes[:, 0]]]
         value_counts = processor.values_by_row(sizes, len(self.stored))
         if not value_counts.any():
             return ()
         rows_sizes = sizes[sizes[:, 0] == value_counts.argmax(), 1:].tolist()
         return tuple(processor.size(width, height) for width, height in rows_sizes)
-
-    @property
-    def most_pixels(self) -> int:
-        """Return the pixels of the largest image, before `max_pixels`."""
-        return int(self._picture_sizes[:, 1:].prod(axis=1).max(initial=0))
-
-    @property
-    def _picture_sizes(self) -> np.ndarray:
-        sizes = self.stored.picture_sizes
-        return sizes[self.used[sizes[:, 0]]]
 
     @property
     def total_tokens(self) -> int:

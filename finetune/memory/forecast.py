@@ -47,22 +47,17 @@ class Forecast:
     peak_high_bytes: int
     parts: dict[str, int]
     peaks: dict[str, int]
-    per_layer_bytes: dict[str, int] = field(default_factory=dict)
+    layers: int = 0
     step_s: float | None = None
     tokens_per_s: float | None = None
     host_bytes: int = 0
     disk_bytes: int = 0
     method: str = "dry run"  # `dry run, full depth (8 layers)` or `dry run, 4 of 32 layers, repeated`
-    versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     reserved_peaks: dict[str, int] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
     at_limit: bool = False
     pinned_bytes: int = 0
-
-    @property
-    def layers(self) -> int:
-        return sum(name.startswith("layers.") for name in self.per_layer_bytes)
 
     def of_phase(self, phase: str) -> PhaseForecast:
         """Return the peaks of a phase by its name in the events: load, train, evaluate or save."""

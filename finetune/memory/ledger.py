@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -62,14 +62,13 @@ class DryRun:
     parts: dict[str, int]
     #: Peak bytes of each phase.
     peaks: dict[str, int]
-    #: Bytes at the training peak of `layers.0`, ..., and `outside the layers`.
-    per_layer_bytes: dict[str, int]
+    #: Number of decoder layers.
+    layers: int
     #: Pinned or managed host memory of activations, optimizer states and offloaded layers.
     host_bytes: int
     #: Number of parameters of the base model.
     parameters: int
     method: str
-    versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     #: Bytes of offloaded layers, in host memory or in a file.
     offloaded_bytes: int = 0
@@ -228,13 +227,10 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     workspace_bytes = 2 * cublas_workspace_bytes(capability)
     train_peak = _highest_peak(simulation, _TRAIN_PHASES)
     parts = Counter({part: 0 for part in PARTS})
-    layers: Counter[int | None] = Counter()
-    for (part, layer), size in train_peak.items():
+    for (part, _), size in train_peak.items():
         parts[part] += size
-        layers[layer] += size
     parts["workspace"] += workspace_bytes
-    per_layer_bytes = {f"layers.{layer}": layers[layer] for layer in sorted(layer for layer in layers if layer is not None)}
-    per_layer_bytes["outside the layers"] = layers[None] + workspace_bytes
+    layers = {layer for _, layer in train_peak if layer is not None}
     load_peak = _highest_peak(simulation, ("load", "adapters", "casts"))
     peaks = {"load": load_peak.total(), "train": train_peak.total() + workspace_bytes}
     for phase in ("eval", "save"):
@@ -244,9 +240,9 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     lean_note = LEAN + "; ".join(f"{count} of {lean_layers.total()} with {summary}" for summary, count in lean_layers.items())
     offloaded = [size for (part, _), size in simulation.host.items() if part == OFFLOADED]
     return DryRun(
-        parts=dict(parts), peaks=peaks, per_layer_bytes=per_layer_bytes,
+        parts=dict(parts), peaks=peaks, layers=len(layers),
         host_bytes=simulation.host.total(), parameters=parameters, method=method,
-        versions=cache.library_versions(), notes=(lean_note, *simulation.notes) if lean_layers else simulation.notes,
+        notes=(lean_note, *simulation.notes) if lean_layers else simulation.notes,
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip
 

@@ -91,16 +91,12 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
         peaks["load"] = sharded.loading_bytes + state_bytes
     else:
         peaks["load"] = max(run.peaks["load"], sharded.loading_bytes)
-    layers = {
-        name: size - sum(removed.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
-    }
-    layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
     local_ranks = launch.num_processes // launch.num_machines
     name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
     offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
     note = f"memory on each of {launch.num_processes} GPUs under {name}{offload} is by rule, not measured on several GPUs"
     return dataclasses.replace(
-        run, parts=parts, per_layer_bytes=layers, peaks=peaks,
+        run, parts=parts, peaks=peaks,
         host_bytes=local_ranks * (run.host_bytes + sharded.host_bytes), notes=(*run.notes, note),
     )  # fmt: skip
 

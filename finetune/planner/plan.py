@@ -87,7 +87,6 @@ class DataStatistics:
     pictures: Sizes = ()  # width and height, of the row with most pixels, after max_pixels
     eval_pictures: Sizes = ()  # of the held-out row with most pixels
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
-    most_pixels: int = 0  # of the largest image of all rows, before max_pixels
 
     @property
     def longest(self) -> int | None:

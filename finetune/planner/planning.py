@@ -237,10 +237,7 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     processor = selected.encoded.encoder.picture_processor
     largest, *held_out = (split.largest_pictures(processor) for split in selected.splits)
     tokens = tuple(processor.token_count(*size) for size in largest)
-    return {
-        "pictures": largest, "eval_pictures": held_out[0] if held_out else (), "picture_tokens": tokens,
-        "most_pixels": max(split.most_pixels for split in selected.splits),
-    }  # fmt: skip
+    return {"pictures": largest, "eval_pictures": held_out[0] if held_out else (), "picture_tokens": tokens}
 
 
 def statistics_of_lengths(

@@ -121,8 +121,7 @@ def test_the_ledger_of_a_real_model_sums_to_the_peak_of_training(launch):
     recipe = settings(launch={"num_processes": 2, **launch})
     forecast = make_forecast(config_values(), recipe, CARD, rows=RowShape(64))
     assert sum(forecast.parts.values()) == forecast.allocated_bytes == forecast.peaks["train"]
-    assert sum(forecast.per_layer_bytes.values()) == forecast.allocated_bytes
-    assert min(forecast.parts.values()) >= 0 and min(forecast.per_layer_bytes.values()) >= 0
+    assert min(forecast.parts.values()) >= 0
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
     assert any("not measured on several GPUs" in note for note in forecast.notes)
 

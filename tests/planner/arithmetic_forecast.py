@@ -50,6 +50,5 @@ class ArithmeticForecaster:
             allocated_bytes=allocated, reserved_bytes=reserved, peak_bytes=reserved + context,
             peak_low_bytes=allocated + context - card.context_uncertainty_bytes,
             peak_high_bytes=round(1.1 * allocated) + context + card.context_uncertainty_bytes, parts=parts, peaks=peaks,
-            per_layer_bytes={f"layers.{number}": round(layer) for number in range(shape.layers)},
-            host_bytes=2 * GIB, disk_bytes=GIB, method="arithmetic",
+            layers=shape.layers, host_bytes=2 * GIB, disk_bytes=GIB, method="arithmetic",
         )  # fmt: skip

@@ -36,8 +36,6 @@ def planned(forecast_by):
 
         def __call__(self, config, settings, card, *, rows, **_):
             forecast = super().__call__(config, settings, card, rows=rows)
-            layers = [f"layers.{number}" for number in range(shape_of(config, settings).layers)]
-            forecast = dataclasses.replace(forecast, per_layer_bytes=dict.fromkeys([*layers, "outside the layers"], 0))
             if settings.layer_offloading is False:
                 return forecast
             layer = shape_of(config, settings).layer_bytes(base_format_of(settings))

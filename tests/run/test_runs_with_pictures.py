@@ -14,7 +14,7 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer
 from finetune.export.gguf import export_gguf
 from finetune.export.merge import merge
-from finetune.planner.planning import encode_rows, statistics_of
+from finetune.planner.planning import encode_rows
 from finetune.recipe import recipe_from
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
@@ -95,13 +95,6 @@ def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
     lengths = [max(encode_rows(recipe(model, tmp_path, max_pixels=size)).select(recipe(model, tmp_path), None).lengths)
                for size in (None, 4096)]  # fmt: skip
     assert lengths[1] < lengths[0]
-
-
-def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_one(model, tmp_path):
-    for sizes, held_out_sizes, most in (([(300, 100), (400, 100)], [(60, 40)], 40_000), ([(60, 40)], [(300, 200)], 60_000)):
-        rows, held_out = save_picture_rows(tmp_path, sizes), save_picture_rows(tmp_path, held_out_sizes, "held_out")
-        settings = recipe(model, tmp_path, dataset={"path": rows, "eval_path": held_out})
-        assert statistics_of(encode_rows(settings).select(settings, None)).most_pixels == most
 
 
 @pytest.mark.slow
