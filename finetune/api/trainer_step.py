@@ -56,7 +56,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
             trainer_copy = _copy_for_dry_run(trainer, model)
             _simulate_step(trainer_copy, model, tracker, batch, on_cpu=capability is None)
         del model, trainer_copy
-    return Simulation(tracker.peaks, tracker.host, (), (), tracker.recording)
+    return Simulation(tracker.peaks, tracker.host, (), tracker.recording)
 
 
 def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[Any, ...], _named: dict[str, Any]) -> Any:

@@ -123,8 +123,6 @@ def state_text(state: str, style: str = "") -> Text:
 
 def print_summary(plan: Plan) -> int:
     """Print a plan in short, and return the number of lines."""
-    from finetune.memory.forecast import LEAN  # imported here: printing an error doesn't need it
-
     card, forecast = plan.card, plan.forecast
     gpu = f"{escape(card.name)}, {format_bytes(card.free_bytes)} free"
     head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] on {gpu}"]
@@ -142,7 +140,7 @@ def print_summary(plan: Plan) -> int:
             body += wrap(_time_text(plan, forecast), out.width)
         notes: list[str] = []
         for note in reversed(forecast.notes):  # the last notes are about the rows, and matter most
-            wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
+            wrapped = wrap(note, out.width)
             if len(wrapped) + len(notes) <= _MOST_NOTE_LINES:
                 notes = wrapped + notes
         body += notes

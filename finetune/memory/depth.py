@@ -86,8 +86,7 @@ def simulate_deep(
             growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
             peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
             host = _with_more_layers(shallow.host, depth, depth.middle.stop, shallow.host, -depth.period)
-            lean = tuple(shallow.lean[depth.shallow_index(layer)] for layer in range(depth.full)) if shallow.lean else ()
-            deep = dataclasses.replace(shallow, peaks=peaks, host=_with_more_states(host, growth), depth=depth, lean=lean)
+            deep = dataclasses.replace(shallow, peaks=peaks, host=_with_more_states(host, growth), depth=depth)
             return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
 

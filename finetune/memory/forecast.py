@@ -17,8 +17,6 @@ EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
 #: Start of the note that says why compiled layers can't be forecast.
 UNCOMPILABLE = "activations saved by compiled layers can't be forecast"
-#: Start of the note that counts the layers with fewer saved activations.
-LEAN = "lean layers: "
 
 
 @dataclass(frozen=True)

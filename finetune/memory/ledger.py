@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.memory import cache
 from finetune.memory.allocator_replay import MicroBatchEvents, Replay, micro_batch_widths, replay, replay_widths
 from finetune.memory.caching_allocator import OutOfMemory
-from finetune.memory.forecast import LEAN, PARTS, Batch
+from finetune.memory.forecast import PARTS, Batch
 from finetune.memory.trace import NotRepeated
 from finetune.settings import resolved
 from finetune.settings.compatibility import is_zero3, padding_multiple
@@ -236,13 +236,11 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     for phase in ("eval", "save"):
         sizes = [peak.total() for (name, _), peak in simulation.peaks.items() if name == phase]
         peaks[phase] = max(sizes) + workspace_bytes if sizes else 0
-    lean_layers = Counter(simulation.lean)
-    lean_note = LEAN + "; ".join(f"{count} of {lean_layers.total()} with {summary}" for summary, count in lean_layers.items())
     offloaded = [size for (part, _), size in simulation.host.items() if part == OFFLOADED]
     return DryRun(
         parts=dict(parts), peaks=peaks, layers=len(layers),
         host_bytes=simulation.host.total(), parameters=parameters, method=method,
-        notes=(lean_note, *simulation.notes) if lean_layers else simulation.notes,
+        notes=simulation.notes,
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
             shared[_SHARED] = max(own[_SHARED], ckpt_peak[_SHARED])
             layer_sizes = _layer_sizes(ckpt_peak, every, multiples=True) | _layer_sizes(plain_peak, every, multiples=False)
             peaks[(phase, layer)] = Counter(shared | layer_sizes)
-    return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
+    return Simulation(peaks, recomputed.host, recomputed.notes)
 
 
 def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collection[int]) -> Simulation:
@@ -60,7 +60,7 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
             if part == "weights" and layer is not None and layer not in numbers:
                 peaks[key][(part, layer)] = size
     host = Counter({tag: size for tag, size in offloaded.host.items() if tag[0] != OFFLOADED or tag[1] in numbers})
-    return Simulation(peaks, host, offloaded.notes, offloaded.lean)
+    return Simulation(peaks, host, offloaded.notes)
 
 
 def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:

@@ -18,7 +18,6 @@ from finetune.compat.trl import narrow_tiles
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.layer_offloading import offloading_of
-from finetune.layers.lean_layers import lean_summary
 from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions
@@ -34,10 +33,10 @@ from finetune.methods import method_of
 from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.hybrid import kernel_fallback_notes, layers_kept_in_16_bit
+from finetune.model.hybrid import kernel_fallback_notes
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
-from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
+from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
@@ -74,35 +73,12 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offloading.wrap_checkpoints()
             with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
-        kernel_notes = kernel_fallback_notes(text_config(config).model_type, capability)
-        notes = (*_notes(model, settings, batch), *split_layers.notes, *kernel_notes)
-        lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
+        notes = (*split_layers.notes, *kernel_fallback_notes(text_config(config).model_type, capability))
+        if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
+            size = f"{batch.tokens} x {batch.tokens}"
+            notes = (f"padded rows of this model need a {size} attention mask each, counted as activations", *notes)
         del model, split_layers  # so that `step_tracker` collects them when it ends
-    return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
-
-
-def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
-    if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
-        size = f"{batch.tokens} x {batch.tokens}"
-        yield f"padded rows of this model need a {size} attention mask each, counted as activations"
-    if not requested_formats(settings):
-        return
-    base: Any = model.get_base_model()  # type: ignore[operator]
-    head, config = base.get_output_embeddings(), text_config(base.config)
-    head_modules = set(head.modules()) if head is not None else set()  # PEFT wraps a head with new tokens
-    shared_names, unquantised_classes = layers_kept_in_16_bit(config.model_type), set()
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or "lora_" in name or module in head_modules:
-            continue
-        is_quantised = type(module).__module__.split(".")[0] == "bitsandbytes" or not module.weight.is_floating_point()
-        if not is_quantised and name.rpartition(".")[2] not in shared_names:
-            unquantised_classes.add(type(module).__name__)
-    if shared_names:
-        yield f"these layers stay 16-bit because other modules read or change their weights: {', '.join(shared_names)}"
-    if reason := why_experts_stay_16_bit(model, config, settings):
-        yield f"the experts stay 16-bit: {reason}"
-    if unquantised_classes:
-        yield f"these layers stay 16-bit because bitsandbytes can't quantise them: {', '.join(sorted(unquantised_classes))}"
+    return Simulation(tracker.peaks, tracker.host, notes, tracker.recording)
 
 
 def _run(

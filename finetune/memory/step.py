@@ -39,8 +39,6 @@ class Simulation:
     #: Peak of host memory.
     host: Peak
     notes: tuple[str, ...] = ()
-    #: Summary of each decoder layer's lean modules; empty without lean layers.
-    lean: tuple[str, ...] = ()
     #: Events of the layers that ran, before repetition to `depth`; None for two mixed simulations.
     recording: Recording | None = field(default=None, compare=False)
     depth: Depth | None = field(default=None, compare=False)

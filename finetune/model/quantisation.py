@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
-from finetune.layers.experts import MOST_ELEMENTS, fused_experts, has_experts, pack_experts
+from finetune.layers.experts import has_experts, pack_experts
 from finetune.model.hybrid import layers_kept_in_16_bit
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
@@ -55,18 +55,6 @@ def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
     # a checkpoint that bitsandbytes stored has separate experts; FSDP2 and ZeRO-3 shard floating-point parameters only
     is_excluded = stored.get("quant_method") == BITSANDBYTES or shards_weights(settings.launch)
     return packing_quantiser(pack_experts) if base_format_of(settings).experts and not is_excluded else None
-
-
-def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
-    """Return why a mixture's experts stay 16-bit in a quantised model, or None. `config`: the language model's."""
-    experts = fused_experts(model, config)
-    if not experts:
-        return None
-    if not base_format_of(settings).experts or shards_weights(settings.launch):
-        return "they are quantised by load_in_4bit only, and not where the weights are sharded"
-    if (largest := max(weight.numel() for weight in experts)) > MOST_ELEMENTS:
-        return f"a layer's are one tensor of {largest:,} values, and bitsandbytes quantises at most {MOST_ELEMENTS:,}"
-    return f"bitsandbytes can't quantise them as {config.model_type} stores and computes them"
 
 
 def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_experts: bool) -> Any:

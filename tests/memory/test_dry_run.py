@@ -137,14 +137,6 @@ def test_a_run_on_the_cpu_has_no_cuda_workspace_in_any_format():
     assert packed.parts["activations"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "other"), [("falcon", True), ("mixtral", False), ("qwen3_moe", False), ("gpt_oss", False)])
-def test_layers_that_stay_16_bit_are_named(kind, other):
-    notes = run(kind, layers=4).notes
-    assert any("FalconLinear" in note for note in notes) == other
-    assert not any("experts stay 16-bit" in note for note in notes)
-
-
 def test_attention_dropout_takes_nothing_on_a_card():
     peaks = [
         LargestStep(config_values(num_hidden_layers=2, attention_dropout=p), settings(), RowShape(128)).dry_run().peaks
@@ -285,21 +277,3 @@ def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
     saved = sum(size for (part, layer), size in by_tag.items() if layer == 1 and part in ("activations", "workspace"))
     assert 0.9 * MOST[name] < saved / 2048 / values["hidden_size"] <= MOST[name]
     assert by_tag.get(("workspace", 1), 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "lean_note"),
-    [
-        ("llama", "lean layers: 8 of 8 with 1 RoPE, 4 linear layers, 1 MLP, 2 norms"),
-        pytest.param(
-            "falcon",
-            "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):
-    dry = LargestStep(config_values(kind), settings(kind, lean_layers=True), RowShape(64)).dry_run()
-    assert lean_note in dry.notes and "repeated" in dry.method
-    ordinary = LargestStep(config_values(kind), settings(kind), RowShape(64)).dry_run()
-    assert not any("lean" in note for note in ordinary.notes)

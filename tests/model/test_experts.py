@@ -19,10 +19,8 @@ import finetune.layers.routed_experts as routed_experts
 from finetune.layers.checkpointing import base_of
 from finetune.layers.lean_layers import lean_summary
 from finetune.model.adapters import attach_adapters, trainable_parameters
-from finetune.model.build import build_on_meta
-from finetune.model.quantisation import quantization_config, why_experts_stay_16_bit
+from finetune.model.quantisation import quantization_config
 from finetune.model.techniques import apply_techniques
-from finetune.model.transformers_config import config_from
 
 #: A few experts of each form; and the routing of Qwen3-30B-A3B and gpt-oss-20b, at small widths.
 FEW = {
@@ -310,28 +308,6 @@ def test_frozen_rows_get_no_gradient_but_adapters_do(folders):
     out = experts(torch.randn(8, 64), torch.randint(0, 128, (8, 8)), torch.rand(8, 8))
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in experts.parameters() if parameter.requires_grad)
-
-
-MAMBA = {"num_attention_heads": 1, "num_heads": 4, "head_dim": 32, "n_groups": 1}
-LARGE = {"num_attention_heads": 4, "num_experts": 64, "moe_intermediate_size": 2**15, "hidden_size": 1024, "head_dim": 32}
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "bits", "reason"),
-    [
-        ("mamba2", MAMBA, 4, None),
-        ("qwen3_moe", {**LARGE, "moe_intermediate_size": 128}, 8, "by load_in_4bit only"),
-        ("qwen3_moe", LARGE, 4, "one tensor of 4,294,967,296 values, and bitsandbytes quantises at most 2,147,483,647"),
-        ("llama4_text", {"num_attention_heads": 4, "num_local_experts": 4}, 4, "as llama4_text stores and computes them"),
-    ],
-)
-def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason):
-    values = {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256, **sizes}
-    recipe = plain_settings(**{f"load_in_{bits}bit": True})
-    config = config_from(values, recipe)
-    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None)
-    stated = why_experts_stay_16_bit(model, config, recipe)
-    assert stated is None if reason is None else reason in stated
 
 
 @pytest.mark.parametrize(
