@@ -11,8 +11,6 @@ from finetune.errors import NoCard
 from finetune.units import format_bytes
 
 _NO_CARD_FIX = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
-#: GPUs are equal above this share of the most free memory, and of the highest speed: clocks of one model differ slightly.
-SIMILAR = 0.9
 
 
 def cards_here() -> list[tuple[str, str]]:
@@ -23,7 +21,8 @@ def cards_here() -> list[tuple[str, str]]:
 def choose_device(
     gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = ""
 ) -> tuple[Device, str, tuple[str, str]]:
-    """Return the fastest GPU among the emptiest, the reason, and torch's problem with its fix. Raises NoCard."""
+    """Return the GPU with most free memory, the reason, and torch's problem with its fix. Raises NoCard."""
+    wanted_gpu = f"this recipe is for {_with_article(name)}; " if name else f"gpu: {gpu}, but "
     try:
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()
@@ -31,34 +30,23 @@ def choose_device(
         fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD_FIX}" if in_container() else _NO_CARD_FIX
         if error.was_updated:
             fix = f"The driver was updated: restart the machine. {_NO_CARD_FIX}"
-        wanted_gpu = f"this recipe is for {_with_article(name)}; " if name else f"gpu: {gpu}, but "
         raise NoCard(f"{wanted_gpu}this machine has no usable NVIDIA GPU ({driver_message(error)})", fix) from None
     allowed = visible(devices)
     # `wanted` comes from the recipe's `gpu`; CUDA_VISIBLE_DEVICES may hide a GPU that would match
     candidates = [device for device in allowed if wanted is None or wanted(device)]
-    if not devices and lost_cards:
-        reasons = " or ".join(f"GPU {card.index} ({card.why})" for card in lost_cards)
-        raise NoCard(f"gpu: {gpu}, but no GPU is usable: {reasons}", f"{lost_cards[0].fix} {_NO_CARD_FIX}")
-    if not devices:
-        raise NoCard(f"gpu: {gpu}, but the driver sees no GPU", _NO_CARD_FIX)
     if not candidates:
-        descriptions = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
-        descriptions += [f"{card.index}, which can't be used ({card.why})" for card in lost_cards]
-        machine_cards = ", ".join(descriptions)
-        hidden = [device for device in devices if wanted and wanted(device)]
-        if allowed and not hidden:
-            if name:
-                present = ", ".join(f"{_with_article(card.name)} ({format_bytes(card.total_bytes)})" for card in allowed)
-                raise NoCard(f"this recipe is for {_with_article(name)}; this machine has {present}", "")
-            fix = "Set gpu=auto, or the index of one of these GPUs."
-            raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
-        hidden_cards = f"GPU {hidden[0].index}" if hidden else "every GPU"
-        setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
-        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"GPUs of this machine: {machine_cards}.")
-    least_free_bytes = SIMILAR * max(device.free_bytes for device in candidates)
-    emptiest = [device for device in candidates if device.free_bytes >= least_free_bytes]
-    fastest = max(device.speed for device in emptiest)
-    chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
+        hidden = f", hidden by {nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
+        gpus = [
+            f"{device.index} ({device.name}, {format_bytes(device.total_bytes)}{'' if device in allowed else hidden})"
+            for device in devices
+        ]
+        gpus += [f"{card.index}, which can't be used ({card.why})" for card in lost_cards]
+        plan_only = f"To plan only: finetune plan RECIPE --gpu {name or 'rtx-4090'}."
+        fix = f"Set gpu=auto, or the index of one of these GPUs. {plan_only}" if allowed else _NO_CARD_FIX
+        if lost_cards and not devices:
+            fix = f"{lost_cards[0].fix} {fix}"
+        raise NoCard(f"{wanted_gpu}this machine has {', '.join(gpus) or 'no GPU'}", fix)
+    chosen = max(candidates, key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
         used = allowed[:processes]  # a run uses the first GPUs, and its plan must fit on each

@@ -15,7 +15,7 @@ from finetune.card.device_selection import choose_device
 from finetune.card.host import host_card
 from finetune.card.measured import measured_context, with_measured_rates
 from finetune.card.nvidia import Device
-from finetune.errors import CardError, CommandError, NoCard, RecipeError
+from finetune.errors import CardError, CommandError, NoCard
 from finetune.units import GIB, format_bytes
 
 #: Assumed CUDA context of a card neither measured nor in the catalogue.
@@ -39,15 +39,8 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
         card = _catalogue_card(gpu)
         # `here`, for training: a named card must be in this machine, and torch must be able to use the card
         if here:
-            try:
-                device_name = _entries()[card.name]["device"]
-                choice = choose_device(card.name, lambda device: _name_of_device(device) == card.name, processes, device_name)
-            except RecipeError as error:
-                if error.fix:
-                    raise
-                fix = f"Add gpu=auto to train on this machine's GPU. To plan only: finetune plan RECIPE --gpu {card.name}"
-                raise NoCard(error.problems, fix) from None
-            card = _measured_card(*choice)
+            name, device_name = card.name, _entries()[card.name]["device"]
+            card = _measured_card(*choose_device(name, lambda device: _name_of_device(device) == name, processes, device_name))
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:  # it is set to plan for another machine

@@ -47,7 +47,6 @@ class Device:
     holders: tuple[str, ...]  # processes that use its memory, as text
     index: str = "0"  # as in nvidia-smi
     uuid: str = ""
-    speed: int = 0  # cores x MHz, to compare GPUs; 0 if unknown
     driver: str = ""
     power_limit_w: float | None = None  # None if unreadable
 
@@ -246,8 +245,6 @@ def _read_device(handle: Any, index: str) -> Device:
     lanes = _value_or_none(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     # one way at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s per lane, each later generation twice as much
     pcie_bytes_s = 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
-    cores = _value_or_none(pynvml.nvmlDeviceGetNumGpuCores, handle)
-    megahertz = _value_or_none(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
     power_limit_w = None
     with contextlib.suppress(pynvml.NVMLError):  # not every GPU reports a limit
         power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
@@ -255,8 +252,7 @@ def _read_device(handle: Any, index: str) -> Device:
         name=pynvml.nvmlDeviceGetName(handle), total_bytes=total, free_bytes=free,
         capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
         pcie_bytes_s=pcie_bytes_s, holders=_processes_using(device, total - free), index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(handle), speed=(cores or 0) * (megahertz or 0),
-        driver=pynvml.nvmlSystemGetDriverVersion(), power_limit_w=power_limit_w,
+        uuid=pynvml.nvmlDeviceGetUUID(handle), driver=pynvml.nvmlSystemGetDriverVersion(), power_limit_w=power_limit_w,
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def test_more_processes_than_cards_are_a_problem(machine):
 def test_training_on_a_named_card_takes_that_one_of_several(machine):
     machine("3060-and-4090")
     assert find_card("rtx-3060", here=True).name == "NVIDIA GeForce RTX 3060"
-    with pytest.raises(RecipeError, match=r"for an RTX 5090; this machine has an RTX 3060 \(11.8 GiB\), an RTX 4090"):
+    with pytest.raises(RecipeError, match=r"for an RTX 5090; this machine has 0 \(NVIDIA GeForce RTX 3060, 11.8 GiB\), 1"):
         find_card("rtx-5090", here=True)
 
 
@@ -132,15 +132,15 @@ def test_torch_without_cuda_is_reported_by_the_plan_and_refused_by_a_run(machine
 @pytest.mark.parametrize(
     ("name", "more", "shown", "gpu", "problem", "fix"),
     [
-        ("two-3090", [], "", "auto", "hides every GPU", "0 (NVIDIA GeForce RTX 3090, 23.7 GiB), 1 ("),
+        ("two-3090", [], "", "auto", r"0 \(NVIDIA GeForce RTX 3090, 23.7 GiB, hidden by .*\), 1", "gpu=cpu"),
         ("two-3090", [], None, "2", r"gpu: 2, but this machine has 0 \(NVIDIA GeForce RTX 3090", "gpu=auto"),
-        ("two-3090", [], OTHER, "0", "hides GPU 0", "GPUs of this machine"),
+        ("two-3090", [], OTHER, "0", r"has 0 \(.*, hidden by CUDA_VISIBLE_DEVICES='GPU-3091", "gpu=auto"),
         ("lost-card", [], None, "0", r"this machine has 1 \(.*\), 0, which can't be used \(gpu is lost\)", "gpu=auto"),
         (
-            "t4", ["mig = 1"], None, "auto", r"no GPU is usable: GPU 0 \(split by MIG, which is not supported\)",
+            "t4", ["mig = 1"], None, "auto", r"has 0, which can't be used \(split by MIG, which is not supported\)",
             "sudo nvidia-smi -i 0 -mig 0",
         ),
-        ("t4", ["lost_after = 3"], None, "auto", r"no GPU is usable: GPU 0 \(gpu is lost\)", "Restart the machine"),
+        ("t4", ["lost_after = 3"], None, "auto", r"has 0, which can't be used \(gpu is lost\)", "Restart the machine"),
         ("t4", ["start = 18"], None, "auto", "version mismatch", "restart the machine"),
     ],
 )  # fmt: skip
