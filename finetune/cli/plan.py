@@ -7,10 +7,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import partial
-from textwrap import wrap
 
 from rich.markup import escape
 from rich.padding import Padding
+from rich.table import Table
 
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
@@ -25,8 +25,6 @@ from finetune.settings.base_formats import base_format_of
 from finetune.settings.vision import Sizes
 from finetune.units import format_bytes
 
-_MOST_LINES = 25  # lines of a plan on a terminal of 80 columns
-_WHY_HINT = "[dim]All settings, other plans, reasons and notes: add --why[/]\n"
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
 _MOST_PICTURES = 64  # of a row, in a plan without data
 _CHECKPOINTING = {False: "off", True: "every layer", "selective": "all but attention", "offload": "inputs offloaded"}
@@ -48,10 +46,6 @@ def show_plan(
     if images is not None and has_data:
         raise CommandError("--images is for a plan without data, and this recipe has a dataset", "Leave out --images.")
 
-    def with_data_note(plan: Plan) -> Plan:
-        note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
-        return plan if has_data else plan.with_note(note)
-
     with show_progress(quiet=as_json) as progress:
         assumed_rows = without_rows if images is None else rows_with_pictures(_picture_sizes(images))
         rows = partial(read_rows, encode=lambda recipe: encode_rows(recipe, progress)) if has_data else assumed_rows
@@ -68,24 +62,27 @@ def show_plan(
             plan, overrides = answer.plan, [*overrides, *answer.overrides]
         else:
             plan = plan_recipe(recipe, card, rows, progress=progress, compare=why or as_json)
-    plan = with_data_note(plan)
+    if not has_data:
+        plan = plan.with_note(f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE")
     if as_json:
         values = {**vars(answer), "plan": plan.as_json()} if largest else plan.as_json()
         print_json({**values, "quantisation": cost.as_json()} if measure else values)
         return plan.exit_code
     if why:
         _print_details(plan)
-    line_count = print_summary(plan)
+    print_summary(plan)
     if largest:
         out.print(f"\n[bold]{escape(answer.sentence)}[/]", *(f"with {row.plan}" for row in plan.alternatives if row.chosen))
     else:
-        _print_choices(plan, _MOST_LINES - line_count - 3)
+        _print_choices(plan)
     if measure:
         out.print(f"\n{escape(cost.sentence)}")
-    options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]
-    overrides = [*overrides, f"gpu={gpu}"] if gpu else overrides
-    todo = next_command(plan, [source, *options] if source else options, overrides, has_data=has_data)
-    out.print(f"\n{'' if why else _WHY_HINT}{escape(todo)}", soft_wrap=True)
+    out.print("" if why else "\n[dim]All settings, other plans and reasons: add --why[/]")
+    options = {"--model": model, "--data": data if has_data else "FILE"}
+    typed = [source] if source else []
+    typed += [f"{name} {shlex.quote(value)}" for name, value in options.items() if value]
+    if todo := next_command(plan, typed, [*overrides, f"gpu={gpu}"] if gpu else overrides):
+        out.print(escape(todo), soft_wrap=True)
     return plan.exit_code
 
 
@@ -102,36 +99,29 @@ def _picture_sizes(text: str) -> Sizes:
     return ((width, height),) * count
 
 
-def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, has_data: bool) -> str:
-    """Return the command to type next. `arguments`: recipe, model and data as typed."""
-    if plan.data_problem:
-        return "First correct the data: see above"
-    if plan.card.problem:
-        return f"torch can't use this GPU. {plan.card.problem_fix}"
+def next_command(plan: Plan, arguments: list[str], overrides: list[str]) -> str:
+    """Return the command to type next, empty if a fix is printed. `arguments`: recipe, model and data as typed."""
+    sufficient = _sufficient_suggestions(plan)
+    if plan.data_problem or plan.card.problem or (plan.verdict == Verdict.NO_FIT and not sufficient):
+        return ""
     verb, where = "run", ""
     if plan.verdict == Verdict.NO_FIT:
-        if not (sufficient := _sufficient_suggestions(plan)):
-            return ""
         verb, overrides = "plan", [*overrides, *sufficient[0].override.split()]
     elif plan.card.source == "catalogue":  # this GPU is in another machine, where gpu=auto chooses it
         where, overrides = " on that machine", [*overrides, "gpu=auto"]
     # the last override of a setting counts
     by_setting = {override.partition("=")[0]: shlex.quote(override) for override in overrides}
-    data_option = [] if has_data else ["--data FILE"]
-    return " ".join([f"Next{where}: finetune {verb}", *arguments, *by_setting.values(), *data_option])
+    return " ".join([f"Next{where}: finetune {verb}", *arguments, *by_setting.values()])
 
 
-def _print_choices(plan: Plan, most_lines: int) -> None:
-    lines, width = [""], max(20, out.width - 36)
+def _print_choices(plan: Plan) -> None:
+    shown = table("setting", "value", "reason")
     for name, value, setting in _choices(plan.settings):
-        reason, *more = _shortened(plan.reasons.get(setting) or AS_SET, value, width)
-        lines.append(f"{name:15}{value:20}[dim]{escape(reason)}[/]")
-        lines += [f"{'':35}[dim]{escape(line)}[/]" for line in more]
+        shown.add_row(name, value, f"[dim]{escape(plan.reasons.get(setting) or AS_SET)}[/]")
     others = _changes(plan) if plan.verdict == Verdict.NO_FIT else _alternatives(plan)
-    if others:
-        lines += ["", *others[: max(3, most_lines - len(lines) - 1)]]
-    for line in lines:
-        out.print(line, no_wrap=True, overflow="ellipsis")
+    for part in (shown, others):
+        if part.row_count:
+            out.print("", part)
     if plan.data_problem:
         report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
 
@@ -153,36 +143,24 @@ def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
     yield "learning rate", f"{settings.learning_rate:g}", "learning_rate"
 
 
-def _shortened(reason: str, value: str, width: int) -> list[str]:
-    # drops clauses from the end until the reason fits a line, else wraps it to three
-    if reason.startswith(value):  # printed beside it
-        reason = reason.partition(": ")[2] or reason
-    clause_ends = [len(reason), *(end.start() for end in reversed(list(re.finditer(r"; |: | \([^()]*\)$", reason))))]
-    line = next((reason[:end] for end in clause_ends if end <= width), "")
-    return [line] if line else wrap(reason, width, max_lines=3, placeholder=" …")
-
-
-def _alternatives(plan: Plan) -> list[str]:
+def _alternatives(plan: Plan) -> Table:
+    shown = table(">at most", ">tokens/s", "verdict", "other plans")
     chosen_parts = next((row.plan for row in plan.alternatives if row.chosen), "").split(", ")
-    rows = sorted((row for row in plan.alternatives if not row.chosen), key=lambda row: row.verdict == Verdict.NO_FIT)
-    lines = [f"{'at most':>9}  {'tokens/s':>8}  {'verdict':15}  other plans"] if rows else []
-    for row in rows:
+    rows = [row for row in plan.alternatives if not row.chosen]
+    for row in sorted(rows, key=lambda row: row.verdict == Verdict.NO_FIT):
         change = ", ".join(part for part in row.plan.split(", ") if part not in chosen_parts) or row.differs
         speed = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
-        verdict = coloured(row.verdict, f"{row.verdict:15}")
-        lines.append(f"{format_bytes(row.peak_high_bytes):>9}  {speed:>8}  {verdict}  {escape(change)}")
-    return lines
+        shown.add_row(format_bytes(row.peak_high_bytes), speed, coloured(row.verdict, row.verdict), escape(change))
+    return shown
 
 
-def _changes(plan: Plan) -> list[str]:
+def _changes(plan: Plan) -> Table:
     sufficient = _sufficient_suggestions(plan)
-    rows = [(format_bytes(row.peak_bytes), f"{row.override} ({row.cost})") for row in sufficient or plan.suggestions]
-    rows.append(("", "a smaller model: finetune plan RECIPE --largest model"))
-    lines = [f"{'at most':>9}  {'fits' if sufficient else 'smaller, but too big'} with"]
-    for size, change in rows:
-        first, *more = wrap(change, max(20, out.width - 11))
-        lines += [f"{size:>9}  {escape(first)}", *(f"{'':11}{escape(line)}" for line in more)]
-    return lines
+    shown = table(">at most", f"{'fits' if sufficient else 'smaller, but too big'} with", "cost")
+    for row in sufficient or plan.suggestions:
+        shown.add_row(format_bytes(row.peak_bytes), escape(row.override), escape(row.cost))
+    shown.add_row("", "a smaller model", "finetune plan RECIPE --largest model")
+    return shown
 
 
 def _print_details(plan: Plan) -> None:
@@ -198,8 +176,6 @@ def _print_details(plan: Plan) -> None:
         if copies := plan.layer_copies:
             pinned = f"{format_bytes(copies.pinned_bytes)} of host memory are pinned"
             out.print(f"{copies.layers} of {copies.of_layers} layers are offloaded, {pinned}; {copies.summary}")
-        for note in forecast.notes:
-            out.print(f"note: {escape(note)}")
     entries = {f"{name} = {getattr(plan.settings, name, '')}": reason for name, reason in plan.reasons.items()}
     entries |= {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
     for name, reason in entries.items():

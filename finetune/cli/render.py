@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -43,7 +42,6 @@ _STATE_COLOURS = {
     "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
 _VERDICT_COLOURS = {"ok": "green", "warn": "yellow"}
-_MOST_NOTE_LINES = 3  # of a plan's 25 lines
 _REPEAT_S = 10.0  # seconds between two lines of the same task's progress in a file
 
 
@@ -72,22 +70,14 @@ def show_progress(quiet: bool) -> Iterator[Progress]:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
-
-            def change(message: str) -> None:
-                if message:  # an empty message removes the line
-                    status.update(f"[dim]{escape(message)} ...[/]")
-                    status.start()
-                else:
-                    status.stop()  # until the next message
-
-            yield change
+            yield lambda message: status.update(f"[dim]{escape(message)} ...[/]")
     else:
         printed_s: dict[str, float] = {}
 
         # a log file gets one line per task and ten seconds: `reading: 10 rows`, `reading: 20 rows` are the same task
         def report(message: str) -> None:
             task, now_s = message.partition(":")[0], time.monotonic()
-            if message and now_s - printed_s.get(task, -_REPEAT_S) >= _REPEAT_S:
+            if now_s - printed_s.get(task, -_REPEAT_S) >= _REPEAT_S:
                 printed_s[task] = now_s
                 err.print(f"[dim]{escape(message)} ...[/]")
 
@@ -121,31 +111,25 @@ def state_text(state: str, style: str = "") -> Text:
     return Text(state, f"{style} {_STATE_COLOURS.get(state, '')}")
 
 
-def print_summary(plan: Plan) -> int:
-    """Print a plan in short, and return the number of lines."""
+def print_summary(plan: Plan) -> None:
+    """Print a plan in short."""
     card, forecast = plan.card, plan.forecast
-    gpu = f"{escape(card.name)}, {format_bytes(card.free_bytes)} free"
-    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] on {gpu}"]
     template, values = plan.verdict_sentence()
-    head.append(f"[bold]{coloured(plan.verdict, template.format(**values))}[/]")
-    body: list[str] = []
+    model = escape(str(plan.settings.model_name_or_path))
+    out.print(f"[bold]{model}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free")
+    out.print(f"[bold]{coloured(plan.verdict, template.format(**values))}[/]")
     if card.problem:
-        body += wrap(f"no run can use this GPU now: {card.problem}. Fix: {card.problem_fix}", out.width)
-    if forecast:
-        sizes = (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes)
-        likely, high, usable = map(format_bytes, sizes)
-        head.append(coloured(plan.verdict, _bar(*sizes)))
-        head += [f"{likely} at the peak, at most {high}, of {usable} it may use", _largest_parts(plan, forecast)]
-        if plan.verdict.level != "bad":
-            body += wrap(_time_text(plan, forecast), out.width)
-        notes: list[str] = []
-        for note in reversed(forecast.notes):  # the last notes are about the rows, and matter most
-            wrapped = wrap(note, out.width)
-            if len(wrapped) + len(notes) <= _MOST_NOTE_LINES:
-                notes = wrapped + notes
-        body += notes
-    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)  # wrapped above, to count the lines
-    return len(head) + len(body)
+        out.print(escape(f"no run can use this GPU now: {card.problem}. Fix: {card.problem_fix}"))
+    if not forecast:
+        return
+    sizes = (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes)
+    likely, high, usable = map(format_bytes, sizes)
+    out.print(coloured(plan.verdict, _bar(*sizes)))
+    out.print(f"{likely} at the peak, at most {high}, of {usable} it may use\n{_largest_parts(plan, forecast)}")
+    if plan.verdict.level != "bad":
+        out.print(_time_text(plan, forecast))
+    for note in forecast.notes:
+        out.print(escape(note))
 
 
 def _bar(likely_bytes: int, high_bytes: int, usable_bytes: int) -> str:

@@ -100,7 +100,7 @@ def plan_recipe(
 
     def plan_for(recipe: Recipe, rows: RowsRead, reasons: dict[str, str]) -> Plan:
         plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare)
-        plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)  # a summary shows the last notes first
+        plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)
         return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
 
     plan, statistics = plan_for(recipe, rows, reasons), rows.statistics

@@ -50,23 +50,23 @@ def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsy
 
 
 @pytest.mark.slow
-def test_a_plan_is_one_screen_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
+def test_a_plan_begins_with_its_verdict_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code = show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS)
     lines = capsys.readouterr().out.splitlines()
-    assert code == 0 and len(lines) <= 25 and max(map(len, lines)) <= 80
+    assert code == 0 and max(map(len, lines)) <= 80
     assert lines[1].startswith("fits, with ") and lines[-1] == "Next on that machine: finetune run tiny-cpu lora_r=4 gpu=auto"
     show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS, why=True)
     every = capsys.readouterr().out.splitlines()
-    assert every[-len(lines) + 1 : -1] == lines[:-3] + [""] and "save_steps = 0" in every
+    assert set(lines) - set(every) == {"All settings and reasons: add --why"} and "save_steps = 0" in every
 
 
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
         ({"verdict": Verdict.NO_FIT}, "Next: finetune plan r.yaml lora_r=4 gpu=rtx-3060 max_length=512"),
-        ({"data_problem": DataProblem(("row 2",))}, "First correct the data: see above"),
-        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, "torch can't use this GPU. Install it."),
+        ({"data_problem": DataProblem(("row 2",))}, ""),  # its fix is printed above
+        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, ""),
         ({"source": "measured"}, "Next: finetune run r.yaml lora_r=4 gpu=rtx-3060"),
         ({}, "Next on that machine: finetune run r.yaml lora_r=4 gpu=auto"),
     ],
@@ -79,7 +79,7 @@ def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
     of_card = {name: changes[name] for name in ("problem", "problem_fix", "source") if name in changes}
     of_plan = {name: value for name, value in changes.items() if name not in of_card}
     plan = replace(plan, card=replace(plan.card, **of_card), **of_plan)
-    assert next_command(plan, ["r.yaml"], ["lora_r=8", "lora_r=4", "gpu=rtx-3060"], has_data=True) == end
+    assert next_command(plan, ["r.yaml"], ["lora_r=8", "lora_r=4", "gpu=rtx-3060"]) == end
     assert plan.exit_code == (4 if plan.data_problem else 3 if plan.verdict == Verdict.NO_FIT or plan.card.problem else 0)
 
 
