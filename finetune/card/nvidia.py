@@ -93,7 +93,6 @@ SEES_NONE = "-1"  # CUDA has no such device, and an empty value would unset the 
 DRIVER_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # makes CUDA count GPUs as the driver does
 UUID_PREFIX = "GPU-"
 CONTAINER_FIX = "In a container, pass the GPU through (docker run --gpus all)."
-DRIVER_FIX = "Install NVIDIA's driver and restart; in a container: docker run --gpus all, with the NVIDIA Container Toolkit."
 LOST_FIX = "Restart the machine; the kernel log shows the cause (sudo dmesg | grep -i xid): often power, heat or a loose GPU."
 
 

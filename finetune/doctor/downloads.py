@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import ssl
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
+from typing import Literal
 
 from finetune.data.sources import Source, sources_of
 from finetune.doctor.findings import Finding
@@ -29,20 +26,17 @@ def check_hub() -> Finding:
 
     if is_switched_off():
         return Finding("hub", "skip", "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
-    began = time.monotonic()
-    status, problem = _get_status(f"{constants.ENDPOINT}/api/models?limit=1")  # HF_ENDPOINT can change the address
+    began_s = time.monotonic()
+    problem = _problem("/api/models?limit=1")
     host = constants.ENDPOINT.rpartition("@")[2].removeprefix("https://")  # without user name and password
-    if status is None:
-        return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check the network and proxy. {_OFFLINE_FIX}")
-    if status >= 400:
-        return Finding("hub", "warn", f"{host} answers with status {status}", f"Try again later. {_OFFLINE_FIX}")
-    answered_s = round(time.monotonic() - began, 3)
-    return Finding("hub", "ok", f"{host} answers in {answered_s * 1000:.0f} ms", facts={"answered_s": answered_s})
+    if problem:
+        return Finding("hub", "warn", f"{host} does not answer: {problem}", f"Check the network and proxy. {_OFFLINE_FIX}")
+    return Finding("hub", "ok", f"{host} answers in {(time.monotonic() - began_s) * 1000:.0f} ms")
 
 
 def check_login() -> Finding:
     """Check that the hub accepts the token."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import get_token
 
     token = get_token()
     if token is None:
@@ -50,14 +44,13 @@ def check_login() -> Finding:
     source = "HF_TOKEN" if os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") else "hf auth login"
     if is_switched_off():
         return Finding("hub login", "skip", f"a token from {source}, not checked in offline mode")
-    status, problem = _get_status(f"{constants.ENDPOINT}/api/whoami-v2", token)
-    if status == 200:
+    problem = _problem("/api/whoami-v2", token)
+    if not problem:
         return Finding("hub login", "ok", f"the hub accepts the token from {source}")
-    if status in (401, 403):
+    if problem in ("status 401", "status 403"):
         fix = "Make a new token at https://huggingface.co/settings/tokens, then: hf auth login"
-        return Finding("hub login", "fail", f"the hub rejects the token from {source} (status {status})", fix)
-    reason = problem or f"status {status}"
-    return Finding("hub login", "warn", f"a token from {source} could not be checked: {reason}", "See the line `hub`.")
+        return Finding("hub login", "fail", f"the hub rejects the token from {source} ({problem})", fix)
+    return Finding("hub login", "warn", f"a token from {source} could not be checked: {problem}", "See the line `hub`.")
 
 
 def check_model(recipe: Recipe) -> Finding:
@@ -88,35 +81,22 @@ def check_data(recipe: Recipe) -> list[Finding]:
     return [_source_finding(source) for source in (*training, *held_out)]
 
 
-def _get_status(address: str, token: str | None = None) -> tuple[int | None, str]:
-    # the status, or None and the reason
-    request = urllib.request.Request(address, headers={"User-Agent": "finetune-doctor"})
-    if token:
-        # the token goes to the hub only, not to redirect targets, and is never shown or written
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
+def _problem(path: str, token: str | Literal[False] = False) -> str:
+    # empty if the hub answers with success
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session
+
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return response.status, ""
-    except urllib.error.HTTPError as error:
-        return error.code, ""
-    except OSError as error:
-        return None, _reason(error)
-    except ValueError:  # a line break in the token or address; the error's text would show it
-        return None, "the token or HF_ENDPOINT contains characters that a request can't have"
-
-
-def _reason(error: OSError) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return f"no answer within {TIMEOUT_S:g} s"
-    if isinstance(reason, ssl.SSLError):
-        return f"TLS: {reason.reason or reason}; behind a company proxy, set SSL_CERT_FILE to its certificate"
-    return str(getattr(reason, "strerror", None) or reason)
+        response = get_session().get(constants.ENDPOINT + path, headers=build_hf_headers(token=token), timeout=TIMEOUT_S)
+        return "" if response.is_success else f"status {response.status_code}"
+    except Exception as error:  # noqa: BLE001 - of httpx or httpx2, by huggingface_hub's version
+        # the text may show the token, or the password of an address
+        return type(error).__name__ + ("" if token or "@" in constants.ENDPOINT else f": {error}")
 
 
 def _source_finding(source: Source) -> Finding:
     if source.path is not None:
-        return Finding("data", "ok", f"{source.name}: a local file", facts={"bytes": source.path.stat().st_size})
+        return Finding("data", "ok", f"{source.name}: a local file")
     if any(_datasets_cache(source.name).glob("*/*/*/dataset_info.json")):
         return Finding("data", "ok", f"{source.name}: in the cache of datasets; works offline")
     fix = "Run `finetune data RECIPE` once while online: it downloads the rows."
@@ -139,13 +119,11 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 
 def _datasets_cache(name: str) -> Path:
-    from huggingface_hub import constants
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
 
-    root = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    # `datasets` names the folder owner___name_in_snake_case
     *owner, last = name.split("/")
-    snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", last)).lower()
-    return Path(root).expanduser() / "___".join([*owner, snake])
+    return Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])
 
 
 def _shortened(problems: list[str]) -> str:

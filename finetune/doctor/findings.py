@@ -1,12 +1,11 @@
-"""Findings of checks, and a parallel runner with a deadline."""
+"""Findings of checks, and their runner."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check."""
+    """The result of a check. `what` has no secret and no user name."""
 
     check: str
     state: str
     what: str
     fix: str = ""  # empty when nothing needs fixing
-    #: Numbers with units in their names. Neither they nor `what` has a secret or the user's name.
-    facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         home = json.dumps(str(Path.home()))[1:-1]  # the home folder has the user's name
@@ -49,27 +46,19 @@ def worst(findings: Iterable[Finding]) -> str:
     return max((finding.state for finding in findings), key=STATES.index, default="ok")
 
 
-def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[str, float] = {}) -> list[Finding]:
-    """Run each check in a thread; an exception or a missed deadline is a finding, too."""
-    results: dict[str, list[Finding]] = {}
-    threads = {name: threading.Thread(target=_run, args=(name, checks[name], results), daemon=True) for name in checks}
-    deadlines_s, began_s = {name: longer_s.get(name, deadline_s) for name in checks}, time.monotonic()
-    for thread in threads.values():
-        thread.start()
-    # the shortest deadlines first, so that no check gets longer than its own
-    for name in sorted(checks, key=deadlines_s.__getitem__):
-        threads[name].join(max(0.0, began_s + deadlines_s[name] - time.monotonic()))
-    findings = []
-    for name in checks:
-        missed = Finding(name, "warn", f"no answer within {deadlines_s[name]:g} s", BUSY_FIX)
-        findings += results.get(name) or [missed]
-    return findings
+def run_check(name: str, check: Check, deadline_s: float | None) -> list[Finding]:
+    """Return a check's findings; an exception or a missed deadline is a finding, too."""
+    findings: list[Finding] = []
+    thread = threading.Thread(target=_run, args=(name, check, findings), daemon=True)  # a call of the driver may hang
+    thread.start()
+    thread.join(deadline_s)
+    return findings or [Finding(name, "warn", f"no answer within {deadline_s} s", BUSY_FIX)]
 
 
-def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
+def _run(name: str, check: Check, findings: list[Finding]) -> None:
     try:
         result = check()
-        results[name] = [result] if isinstance(result, Finding) else list(result)
+        findings += [result] if isinstance(result, Finding) else list(result)
     except Exception as error:  # noqa: BLE001 - a check that raises is reported; the other checks continue
         what = f"could not be checked: {type(error).__name__}: {error}"
-        results[name] = [Finding(name, "warn", what, "Put this line into a bug report.")]
+        findings.append(Finding(name, "warn", what, "Put this line into a bug report."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
 import tempfile
@@ -21,13 +20,11 @@ _NO_CARD_FIX = (
     "Without a GPU: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
     "(finetune run tiny-cpu)."
 )
-_MAKERS = {"0x1002": "AMD", "0x8086": "Intel", "0x10de": "NVIDIA"}
 MOST_IN_USE = 0.15  # a larger share of a GPU's memory in use is worth a warning
 #: Less than the first is a warning; with less than the second the libraries and the bundled model hardly fit.
 RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 #: The weights of a 7B model are 15 GB in 16 bit; checkpoints and the adapter come on top.
 RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def check_driver() -> Finding:
@@ -38,14 +35,9 @@ def check_driver() -> Finding:
         reason = str(error).rstrip(".")
         if error.was_updated:
             return Finding("driver", "fail", f"the driver was updated while in use ({reason})", "Restart the machine.")
-        makers = _makers_of_cards()
-        if "NVIDIA" in makers:
-            what = f"there is an NVIDIA GPU, but its driver does not answer ({reason})"
-            return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
-        others = f"; found {', '.join(sorted(makers))}" if makers else ""
-        return Finding("driver", "warn", f"no NVIDIA GPU in this machine ({reason}){others}", _NO_CARD_FIX)
-    facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
-    return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
+        fix = f"Install the driver of an NVIDIA GPU and restart. {nvidia.CONTAINER_FIX} {_NO_CARD_FIX}"
+        return Finding("driver", "warn", f"no NVIDIA GPU whose driver answers ({reason})", fix)
+    return Finding("driver", "ok", f"{driver}, supports CUDA up to {cuda[0]}.{cuda[1]}")
 
 
 def check_cards() -> Iterator[Finding]:
@@ -62,38 +54,31 @@ def check_cards() -> Iterator[Finding]:
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
     for card in lost_cards:
-        what = f"GPU {card.index} can't be used ({card.why})"
-        yield Finding("card memory", "fail", what, card.fix, {"index": card.index})
+        yield Finding("card memory", "fail", f"GPU {card.index} can't be used ({card.why})", card.fix)
 
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:
     used_bytes = device.total_bytes - device.free_bytes
     what = f"{device.index}: {device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
-    facts = {
-        "index": device.index, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,
-        "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
-    }  # fmt: skip
     if hidden:
-        what = f"{what}; hidden by {nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
-        return Finding("card memory", "skip", what, facts=facts)
+        return Finding("card memory", "skip", f"{what}; hidden by {nvidia.VISIBLE_VARIABLE}={visible_devices()!r}")
     if used_bytes <= MOST_IN_USE * device.total_bytes:
-        return Finding("card memory", "ok", what, facts=facts)
+        return Finding("card memory", "ok", what)
     fix = "Close programs on this GPU that you don't need: a plan uses only free memory."
     by = f" by {', '.join(device.holders[:6])}" if device.holders else ""
-    return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{by}", fix, facts)
+    return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{by}", fix)
 
 
 def check_memory() -> Finding:
     """Check host memory, within a container's limit."""
     host = find_card("cpu")
     what = f"{format_bytes(host.free_bytes)} of {format_bytes(host.total_bytes)} available"
-    facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
     if host.free_bytes >= RECOMMENDED_MEMORY_BYTES:
-        return Finding("host memory", "ok", what, facts=facts)
+        return Finding("host memory", "ok", what)
     fix = "Close other programs. WSL gets half the host memory: raise memory= in .wslconfig. In a container, raise its limit."
     if host.free_bytes >= MINIMUM_MEMORY_BYTES:
-        return Finding("host memory", "warn", f"{what}; loading a large model may be slow or get killed", fix, facts)
-    return Finding("host memory", "fail", f"{what}; a run needs at least {format_bytes(MINIMUM_MEMORY_BYTES)}", fix, facts)
+        return Finding("host memory", "warn", f"{what}; loading a large model may be slow or get killed", fix)
+    return Finding("host memory", "fail", f"{what}; a run needs at least {format_bytes(MINIMUM_MEMORY_BYTES)}", fix)
 
 
 def check_disk() -> Iterator[Finding]:
@@ -103,18 +88,17 @@ def check_disk() -> Iterator[Finding]:
     for use, folder in (("runs", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
         existing, free = existing_parent(folder), free_disk_bytes(folder)
         what = f"{use}: {format_bytes(free)} free at {existing}"
-        facts = {"use": use, "path": str(existing), "free_bytes": free}
         if not _is_writable(existing):
             fix = f"Take ownership (sudo chown -R $USER {existing}), or choose another folder."
-            yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts)
+            yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix)
         elif free < MINIMUM_DISK_BYTES:
             fix = "Delete old checkpoints in runs/ and unused models (`hf cache ls`, `hf cache rm`)."
-            yield Finding("disk", "fail", what, fix, facts)
+            yield Finding("disk", "fail", what, fix)
         elif free < RECOMMENDED_DISK_BYTES:
             fix = "A 7B model's weights alone take 15 GB: free some space, or set output_dir and HF_HOME to another disk."
-            yield Finding("disk", "warn", what, fix, facts)
+            yield Finding("disk", "warn", what, fix)
         else:
-            yield Finding("disk", "ok", what, facts=facts)
+            yield Finding("disk", "ok", what)
 
 
 def check_spill() -> Finding:
@@ -130,16 +114,6 @@ def check_spill() -> Finding:
     fix = f"NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback{program}."
     what = f"{driver} may fall back to system memory when the GPU is full, which is 10 to 50 times slower"
     return Finding("spill", "warn", what, fix)
-
-
-def _makers_of_cards() -> set[str]:
-    makers = set()
-    for device in PCI_DEVICES.glob("*"):
-        with contextlib.suppress(OSError):
-            vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-            if kind.startswith("0x03") and vendor in _MAKERS:  # PCI class 0x03: display and 3D controllers
-                makers.add(_MAKERS[vendor])
-    return makers
 
 
 def _is_writable(folder: Path) -> bool:

@@ -26,14 +26,11 @@ def check_packages() -> Finding:
     # the page's dependencies count only where they are installed
     checked = [package for package in required if package.installed or "extra" not in str(package.requirement.marker)]
     installed = {package.requirement.name: package.installed for package in checked}
-    python = sys.version.split()[0]
-    facts = {"finetune": __version__, "python": python, **installed}
     unfit = [package for package in checked if not package.is_supported]
     if not unfit:
         libraries = ", ".join(f"{name} {installed.get(name)}" for name in ("torch", "transformers"))
-        what = f"finetune {__version__}, python {python}, {libraries}"
-        return Finding("packages", "ok", what, facts=facts)
-    return Finding("packages", "fail", "; ".join(map(str, unfit)), how_to_install(unfit), facts)
+        return Finding("packages", "ok", f"finetune {__version__}, python {sys.version.split()[0]}, {libraries}")
+    return Finding("packages", "fail", "; ".join(map(str, unfit)), how_to_install(unfit))
 
 
 def check_compiler() -> Finding:
@@ -46,8 +43,8 @@ def check_compiler() -> Finding:
     return Finding("compiler", "ok", f"{Path(find_compiler() or '').name} compiles Python extensions")
 
 
-def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
-    """Check torch, bitsandbytes and Triton in a separate process."""
+def check_stack(progress: Progress, deadline_s: float = 180) -> Iterator[Finding]:
+    """Check torch, bitsandbytes and Triton in a separate process. Imports take long on a busy machine or from a slow disk."""
     # -P: a torch.py in the working directory must not be imported
     command = [sys.executable, "-P", "-m", "finetune.doctor.probe"]
     progress("trying torch, bitsandbytes and Triton")

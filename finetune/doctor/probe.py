@@ -71,35 +71,34 @@ def try_torch() -> Iterable[Finding]:
 
 def cuda_finding(report: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
     """Check that torch sees a GPU."""
-    version, facts = f"torch {report['version']}", {key: report[key] for key in ("version", "cuda", "architectures")}
+    version = f"torch {report['version']}"
     build = Build(report["version"], report["cuda"], report["hip"])
     if build.platform and not build.cuda:  # such as ROCm
-        return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested", facts=facts)
+        return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested")
     if report["devices"]:
         names = ", ".join(device["name"] for device in report["devices"])
-        return Finding("cuda", "ok", f"{version} with {build.platform} sees {names}", facts=facts)
+        return Finding("cuda", "ok", f"{version} with {build.platform} sees {names}")
     if driver is None:
         kind = f"built for {build.platform}" if build.platform else "a CPU-only build"
-        return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
+        return Finding("cuda", "skip", f"{version}, {kind}; no driver")
     if problem := nvidia.build_problem(build, driver):
-        return Finding("cuda", "fail", *problem, facts)
+        return Finding("cuda", "fail", *problem)
     fix = f"Is {nvidia.VISIBLE_VARIABLE} set? {nvidia.CONTAINER_FIX}"
     what = f"{version} sees no GPU, although the driver answers: {report['cuda_error'] or 'none is visible'}"
-    return Finding("cuda", "fail", what, fix, facts)
+    return Finding("cuda", "fail", what, fix)
 
 
 def architecture_finding(report: dict[str, Any], device: dict[str, Any]) -> Finding:
     """Check that the torch wheel has kernels for a GPU."""
     major, minor = device["capability"]
-    facts = {"name": device["name"], "capability": device["capability"], "architectures": report["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"
     if nvidia.has_kernels((major, minor), report["architectures"]):
         kernels = "".join(kernel_fallback_notes("qwen3_5", (major, minor))) or f"the kernels of {FLA.name}"
         what = f"the torch wheel has kernels for {card}; Qwen3.5 and other delta nets use {kernels}"
-        return Finding("architecture", "ok", what, facts=facts)
+        return Finding("architecture", "ok", what)
     built_for = " ".join(report["architectures"]) or "no architecture"
     what = f"torch {report['version']} has no kernels for {card}; it is built for {built_for}"
-    return Finding("architecture", "fail", what, WHEEL_FIX, facts)
+    return Finding("architecture", "fail", what, WHEEL_FIX)
 
 
 def try_bitsandbytes() -> Finding:
@@ -122,15 +121,13 @@ def try_bitsandbytes() -> Finding:
     expected = rows @ weight.T
     error = float((outputs.detach().cpu() - expected).norm() / expected.norm())
     is_finite = math.isfinite(error) and inputs.grad is not None and bool(torch.isfinite(inputs.grad).all())
-    facts = {"device": device, "relative_error": error if is_finite else None}
     where, (check, fix) = "the GPU" if device == "cuda" else "the CPU", PARTS["bitsandbytes"]
     if device == "cuda" and not _optimizer_changes_weights():
-        return Finding(check, "fail", f"on {where}: a step of the 8-bit optimizer changes nothing", fix, facts)
+        return Finding(check, "fail", f"on {where}: a step of the 8-bit optimizer changes nothing", fix)
     if is_finite and QUANTISATION_ERRORS[0] < error < QUANTISATION_ERRORS[1]:
-        what = f"quantises to 4 bit on {where}; relative error {error:.1%}, as expected of NF4"
-        return Finding(check, "ok", what, facts=facts)
+        return Finding(check, "ok", f"quantises to 4 bit on {where}; relative error {error:.1%}, as expected of NF4")
     off_by = f"is off by {error:.0%}, which NF4 is not" if is_finite else "or its gradient is NaN"
-    return Finding(check, "fail", f"on {where}: the output of a 4-bit layer {off_by}", fix, facts)
+    return Finding(check, "fail", f"on {where}: the output of a 4-bit layer {off_by}", fix)
 
 
 def _optimizer_changes_weights() -> bool:

@@ -20,7 +20,6 @@ from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
 from finetune.doctor.findings import Finding
 from finetune.printable import Progress
-from finetune.serialise import to_json
 from finetune.units import MIB, format_bytes
 
 #: Seconds of each measurement; operators per measurement of the host, fewer than the 1,024 launches that a GPU queues.
@@ -79,7 +78,7 @@ def _measure(card: Card, device: Device | None, torch_device: torch.device) -> F
             what = f"{card.name}: {', '.join(above)} measured over 10 % above the catalogue: {_summary(rates)}"
             return Finding("rates", "warn", what, "Nothing is stored. Measure again at the GPU's usual clocks.")
     store_rates(card, rates)
-    return Finding("rates", "ok", f"{card.name}: {_summary(rates)}; plans for it use these rates", facts=to_json(rates))
+    return Finding("rates", "ok", f"{card.name}: {_summary(rates)}; plans for it use these rates")
 
 
 def _shares_of_listed(rates: Rates, listed: Card) -> dict[str, float]:

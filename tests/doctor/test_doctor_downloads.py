@@ -131,7 +131,7 @@ def test_a_missing_file_of_rows_is_a_failure():
 
 
 def test_a_hub_dataset_is_looked_for_where_datasets_keeps_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
     wanted = recipe(dataset={"path": "owner/MyRows"})
     assert [finding.state for finding in check_data(wanted)] == ["warn"]
     folder = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"

@@ -6,29 +6,10 @@ from finetune.doctor import machine
 from finetune.doctor.machine import check_disk, check_driver, check_memory, check_spill
 
 
-@pytest.fixture
-def pci(monkeypatch, tmp_path):
-    """The machine's PCI bus, without devices."""
-    monkeypatch.setattr(machine, "PCI_DEVICES", tmp_path)
-    return tmp_path / "0000:01:00.0"
-
-
-@pytest.mark.parametrize(
-    ("vendor", "state", "reason", "fixes"),
-    [
-        ("", "warn", "no NVIDIA GPU", ["--gpu rtx-4090", "tiny-cpu"]),
-        ("0x10de", "fail", "its driver does not answer", ["Install NVIDIA's driver"]),
-        ("0x1002", "warn", "found AMD", ["--gpu rtx-4090"]),
-        ("0x8086", "warn", "found Intel", ["--gpu rtx-4090"]),
-    ],
-)
-def test_without_a_driver_the_cards_maker_decides_the_finding(pci, vendor, state, reason, fixes):
-    if vendor:
-        pci.mkdir()
-        (pci / "vendor").write_text(vendor + "\n")
-        (pci / "class").write_text("0x030000\n")
+def test_without_a_driver_the_fix_names_it_and_what_works_without_a_gpu():
     finding = check_driver()
-    assert finding.state == state and reason in finding.what and all(fix in finding.fix for fix in fixes)
+    assert finding.state == "warn" and "no NVIDIA GPU" in finding.what
+    assert all(fix in finding.fix for fix in ("Install the driver", "--gpu rtx-4090", "tiny-cpu"))
 
 
 @pytest.mark.parametrize(("recommended", "minimum", "state"), [(0, 0, "ok"), (2**60, 0, "warn"), (2**60, 2**60, "fail")])
@@ -39,7 +20,7 @@ def test_host_memory_and_disk_against_what_is_needed(tmp_path, recommended, mini
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
     memory, (_, disk) = check_memory(), check_disk()
     assert memory.state == disk.state == state and bool(memory.fix) == (state != "ok")
-    assert 0 < memory.facts["free_bytes"] <= memory.facts["total_bytes"] and disk.facts["path"] == str(tmp_path)
+    assert "available" in memory.what and disk.what.endswith(f"free at {tmp_path}")
 
 
 def test_a_place_that_cannot_be_written_is_a_failure(monkeypatch):

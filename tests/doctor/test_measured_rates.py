@@ -24,7 +24,7 @@ def test_the_cpu_is_measured_and_its_plans_use_the_rates(monkeypatch):
     assert finding.state == "ok", finding
     stored = json.loads((cache_dir() / "rates.json").read_text())["cpu"]
     card = find_card("cpu")
-    assert stored == finding.facts and (card.bf16_flops, card.launch_s) == (stored["flops"], stored["launch_s"])
+    assert (card.bf16_flops, card.launch_s) == (stored["flops"], stored["launch_s"])
     assert "rates: measured here" in card.reason and stored["conditions"].startswith("torch ")
 
 

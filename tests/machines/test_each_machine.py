@@ -148,7 +148,7 @@ def test_a_card_in_use_names_the_process_that_uses_it(machine):
     machine("t4", "used_mib = 9000", "compute = self 8999")
     (finding,) = check_cards()
     assert finding.state == "warn" and "python" in finding.what and "8.79 GiB" in finding.what
-    assert finding.facts["free_bytes"] < 7 * GIB
+    assert "5.78 GiB of 14.6 GiB free" in finding.what
 
 
 def test_a_card_off_the_bus_is_a_failure_beside_the_one_that_works(machine):
@@ -169,4 +169,4 @@ def test_a_process_of_its_own_finds_the_driver_by_the_librarys_name(machine):
     command = [sys.executable, "-m", "finetune", "doctor", "--json"]
     process = subprocess.run(command, env=machine("4090-desktop"), capture_output=True, text=True)
     findings = {finding["check"]: finding for finding in json.loads(process.stdout)["findings"]}
-    assert "RTX 4090" in findings["card memory"]["what"] and findings["driver"]["facts"]["driver"] == "580.95.05"
+    assert "RTX 4090" in findings["card memory"]["what"] and findings["driver"]["what"].startswith("580.95.05")
