@@ -303,7 +303,6 @@ command(
     [
         argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
         flag("measure", "Instead measure this GPU's speed, from which plans choose the fastest settings."),
-        flag("share", "Instead print measurements of this machine's runs as CSV, without names or paths."),
     ],
     "Takes about ten seconds; each problem comes with a fix. Exit code 1 if a check fails.", "doctor tiny-cpu",
     "doctor --measure"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 import time
 
 from rich.markup import escape
@@ -12,19 +10,14 @@ from finetune import __version__
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of
-from finetune.errors import FinetuneError
 
 _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def show_doctor(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool = False,
-    share: bool = False, as_json: bool,
-) -> int:  # fmt: skip
-    """Check the machine, `measure` its rates, or `share` earlier measurements."""
-    if share:
-        _print_measurements(as_json=as_json)
-        return 0
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool = False, as_json: bool
+) -> int:
+    """Check the machine, or `measure` its rates."""
     recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
     from finetune.recipe.complete import named_model, read_base_adapter
@@ -55,17 +48,3 @@ def show_doctor(
         shown.add_row(state_in_colour, f"[bold]{finding.check}[/]: {escape(values['what'])}{fix}")
     out.print(shown)
     return 1 if state == "fail" else 0
-
-
-def _print_measurements(*, as_json: bool) -> None:
-    from finetune.planner.history import shared_rows
-
-    rows = shared_rows()
-    if not rows:
-        raise FinetuneError("No run on a GPU is recorded on this machine", "Train first: finetune run tiny-cpu gpu=auto")
-    if as_json:
-        print_json(rows)
-        return
-    writer = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")  # csv writes \r\n by default
-    writer.writeheader()
-    writer.writerows(rows)

@@ -7,26 +7,16 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-from finetune.card import nvidia
 from finetune.checksum import with_checksum
 from finetune.events import ENDED_STATES, Event, ForecastCheck, RunWarning, Start, State
 from finetune.files import cache_dir, parse_checked, write_text
 from finetune.planner.plan import Plan
-from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
 #: Runs stored per GPU, the newest.
 MOST_RUNS = 20
-#: Each has a column of the forecast and one of the measurement.
-_FIGURES = ("allocated_bytes", "reserved_bytes", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Columns that may leave this machine: no name of a model, file or person.
-_SHARED_COLUMNS = (
-    "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
-    *(f"{kind}_{name}" for name in _FIGURES for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,18 +54,12 @@ def _ratios(rows: Sequence[dict[str, Any]], measured_column: str, expected_colum
 
 def record_run(plan: Plan, check: ForecastCheck, *, step_s: float | None) -> None:
     """Record a run's measurements and its plan's figures. Raises OSError."""
-    settings, driver = plan.settings, None
-    with contextlib.suppress(nvidia.DriverError):
-        driver = nvidia.driver_versions()[0]
     row = {
-        "card": plan.card.name, "model": settings.model_name_or_path, "base": base_format_of(settings).label,
-        "total_bytes": plan.card.total_bytes, "num_processes": settings.launch.num_processes, "driver": driver,
-        "torch": version("torch"), "model_type": plan.model_type, "parameters": plan.parameters,
-        "rows": settings.per_device_train_batch_size, "max_length": settings.max_length,
+        "card": plan.card.name, "model": plan.settings.model_name_or_path,
         # `step_s`: the median without the first steps, which warm up
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
-        **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _FIGURES},
-        **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _FIGURES},
+        "forecast_allocated_bytes": check.predicted_allocated_bytes, "measured_allocated_bytes": check.measured_allocated_bytes,
+        "forecast_reserved_bytes": check.predicted_reserved_bytes, "measured_reserved_bytes": check.measured_reserved_bytes,
         "forecast_process_bytes": check.predicted_peak_bytes if plan.card.is_cpu else None,
         "measured_process_bytes": check.measured_peak_bytes,
         "rates_measured_at": plan.card.rates_measured_at,
@@ -93,12 +77,6 @@ def read_history(card_name: str, rates_measured_at: str = "") -> History:
     """Return earlier runs' measurements on this GPU."""
     rows = [row for row in _read_rows() if row["card"] == card_name][-MOST_RUNS:]
     return History(rows, [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at])
-
-
-def shared_rows() -> list[dict[str, Any]]:
-    """Return figures of the newest run per GPU and model, without model names and paths."""
-    newest = {(row["card"], str(row.get("model"))): row for row in _read_rows() if row["card"] != "cpu"}
-    return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED_COLUMNS}} for row in newest.values()]
 
 
 def _read_rows() -> list[dict[str, Any]]:

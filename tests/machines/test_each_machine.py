@@ -69,7 +69,7 @@ def test_the_doctor_names_driver_and_cards_and_the_budget_is_what_is_free_on_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["4090-desktop", "two-3090", "container", "wsl"])
-def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name, tmp_path, monkeypatch, finetune):
+def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name, tmp_path, monkeypatch):
     machine(name)
     run = create_run(prepare(load_recipe("tiny-cpu", [*ONE_STEP, f"output_dir={tmp_path / 'run'}"])))
     plan = read_plan(run.plan)
@@ -92,8 +92,6 @@ def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name
         check = newest(ForecastCheck, read_events(run.events))
         assert check.measured_context_bytes is check.measured_other_processes_bytes is None
         assert check.measured_card_used_bytes > plan.card.total_bytes - plan.card.free_bytes - MIB
-        (row,) = json.loads(finetune("doctor", "--share", "--json")[1].out)
-        assert (row["total_bytes"], row["measured_context_bytes"]) == (plan.card.total_bytes, None) and row["driver"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,7 +1,5 @@
 """Measurements of runs correct the next plan on the same card."""
 
-import csv
-import json
 from dataclasses import replace
 
 import pytest
@@ -83,26 +81,6 @@ def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_n
     assert len(read_history("rtx-4090").rows) == MOST_RUNS
 
 
-def test_the_row_to_share_is_the_newest_of_each_gpu_and_model_without_a_name_or_path(finetune):
-    first = planned()
-    settings = first.settings.model_copy(update={"model_name_or_path": "/home/alice/secret"})
-    named = replace(first, settings=settings, card=replace(first.card, uuid="GPU-1234"))
-    for used, others in ((20 * GIB, GIB), (9 * GIB, None)):
-        record_run(named, measured(named, card_used_bytes=used, other_processes_bytes=others), step_s=None)
-    code, shown = finetune("doctor", "--share")
-    (row,) = csv.DictReader(shown.out.splitlines())
-    assert code == 0 and not any(name in shown.out for name in ("alice", "secret", "Qwen", "GPU-1234"))
-    assert (row["gpu"], row["model_type"], row["parameters"]) == ("rtx-4090", "qwen3", "8190735360")
-    assert (row["measured_card_used_bytes"], row["measured_other_processes_bytes"]) == (str(9 * GIB), "")
-    assert int(row["forecast_context_bytes"]) == first.card.context_bytes
-    shared = json.loads(finetune("doctor", "--share", "--json")[1].out)
-    assert [{name: "" if value is None else str(value) for name, value in figures.items()} for figures in shared] == [row]
-
-
-def test_without_a_run_on_a_gpu_there_is_nothing_to_share(finetune):
-    record_run(replace(planned(), card=find_card("cpu")), ForecastCheck(), step_s=1.0)
-    code, shown = finetune("doctor", "--share")
-    assert code == 1 and "No run on a GPU is recorded" in shown and "finetune run tiny-cpu gpu=auto" in shown
 
 
 def test_a_run_costs_its_attempts_and_not_the_time_between():
