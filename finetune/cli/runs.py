@@ -19,7 +19,7 @@ from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.state import RunState, read_state
-from finetune.units import format_bytes, format_measured
+from finetune.units import format_bytes
 
 _USAGE_PROBLEMS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
@@ -134,22 +134,16 @@ def _show_memory(source: str, *, as_json: bool) -> None:
             "out_of_memory": {**event_json(failure), "explanation": explanation(failure)} if failure else None,
         })  # fmt: skip
         return
-    out.print(f"[bold]{escape(str(run.path))}[/]")
-    shown = table("phase", ">allocated", ">reserved", ">segments", ">GPU", ">process")
+    out.print(f"[bold]{escape(str(run.path))}[/]  {outcome(events)[0]}", soft_wrap=True)
+    shown = table("phase", ">allocated", ">forecast", ">reserved", ">forecast", ">GPU", ">process")
     for phase, values in peaks.items():
-        count = format_measured(values["peak_segments"], ",")
-        shown.add_row(phase, *(count if name == "peak_segments" else format_bytes(values[name]) for name in _PEAK_FIELDS))
         expected = forecasts[phase]
-        if expected != PhaseForecast():
-            sizes = ("" if size is None else format_bytes(size) for size in (expected.allocated_bytes, expected.reserved_bytes))
-            shown.add_row("  forecast", *sizes, "" if expected.segments is None else f"{expected.segments:,}")
+        sizes = (
+            values["peak_allocated_bytes"], expected.allocated_bytes, values["peak_reserved_bytes"], expected.reserved_bytes,
+            values["card_used_bytes"], values["process_peak_rss_bytes"],
+        )  # fmt: skip
+        shown.add_row(phase, *("-" if size is None else format_bytes(size) for size in sizes))
     out.print(shown)
-    for check in checks.values():
-        kind, predicted, measured = "allocated", check.predicted_allocated_bytes, check.measured_allocated_bytes
-        if measured is None:  # on a CPU
-            kind, predicted, measured = "for the process", check.predicted_peak_bytes, check.measured_peak_bytes
-        error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
-        out.print(f"{check.at}: forecast {format_bytes(predicted)} {kind}, measured {format_bytes(measured)}{error}")
     if failure:
         out.print(f"out of memory: {escape(explanation(failure))}")
 

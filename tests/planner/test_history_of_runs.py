@@ -81,8 +81,6 @@ def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_n
     assert len(read_history("rtx-4090").rows) == MOST_RUNS
 
 
-
-
 def test_a_run_costs_its_attempts_and_not_the_time_between():
     events = [State(state="starting"), Step(step=1), State(state="paused"), State(state="starting"), Start(), Step(step=2)]
     times = (0.0, 10.0, 20.0, 1000.0, 1005.0, 1030.0)
