@@ -17,7 +17,7 @@ from finetune.cli.render import err, out, print_text, table
 from finetune.cli.source import with_model_and_data
 from finetune.errors import CommandError
 from finetune.files import write_output
-from finetune.model.catalogue import entries, sources
+from finetune.model.catalogue import entries
 from finetune.recipe import find_recipe, foreign, load_recipe, shipped_recipes, write_recipe
 from finetune.recipe.foreign import KeyReport, short
 from finetune.settings.reference import settings_reference
@@ -72,8 +72,7 @@ def _models() -> list[Row]:
         rows.append({
             "name": name, "family": entry.config["model_type"], "parameters": round(entry.parameters),
             "max_positions": language_model.get("max_position_embeddings", language_model.get("model_max_length")),
-            "pretrained_only": entry.pretrained, "sources": [sources()[key] for key in entry.source.split(", ")],
-            "date": entry.date,
+            "pretrained_only": entry.pretrained,
         })  # fmt: skip
     return sorted(rows, key=itemgetter("family"))
 

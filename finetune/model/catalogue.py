@@ -22,10 +22,6 @@ class Entry:
     first: bool
     #: Whether the family has no chat model of this size.
     pretrained: bool
-    #: Keys in `sources()`, separated by ", ".
-    source: str
-    #: When the values were read; None for rows older than this field.
-    date: str | None
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
@@ -33,31 +29,19 @@ def catalogue() -> dict[str, dict[str, Any]]:
     return {name: entry.config for name, entry in entries().items()}
 
 
-def sources() -> dict[str, str]:
-    """Return each source's commit or version."""
-    return dict(_file_content()["sources"])
-
-
-@cache
-def _file_content() -> dict[str, Any]:
-    return dict(json.loads(_FILE.read_text(encoding="utf-8")))
-
-
 @cache
 def entries() -> dict[str, Entry]:
     """Return every entry by hub id."""
-    rows = _file_content()["models"]
     by_name: dict[str, Entry] = {}
-    for name, row in rows.items():
-        values = dict(row)
-        same_as, also, pretrained = (values.pop(key, None) for key in ("same_as", "also", "pretrained"))
-        origin = by_name[same_as] if same_as else Entry({}, 0.0, False, False, "", None)
-        source, date = values.pop("source", origin.source), values.pop("date", origin.date)
+    for name, values in json.loads(_FILE.read_text(encoding="utf-8"))["models"].items():
+        of_row = ("same_as", "also", "pretrained", "source", "date")  # the other keys are of config.json
+        same_as, also, pretrained, *_ = [values.pop(key, None) for key in of_row]
+        origin = by_name[same_as] if same_as else Entry({}, 0.0, False, False)
         parameters = values.pop("parameters") * 1e9 if "parameters" in values else origin.parameters
         config = {**origin.config, **values}
         # null removes a value of `same_as`; a sliding_window of null means full attention
         config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
         for hub_id in (name, *(also or ())):
             is_first = hub_id == name and not same_as
-            by_name[hub_id] = Entry(config, parameters, is_first, bool(pretrained), source, date)
+            by_name[hub_id] = Entry(config, parameters, is_first, bool(pretrained))
     return by_name
