@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -143,21 +142,18 @@ class Launcher:
             configuration = _write_configuration(self.run, self.plan)
             return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *worker]
         launch = self.plan.settings.launch
-        port = launch.main_process_port if launch.num_machines > 1 else _free_port()
-        # accelerate can't launch ranks on the CPU
-        return [
-            sys.executable, "-m", "torch.distributed.run",
+        rendezvous = [
             f"--nnodes={launch.num_machines}", f"--node-rank={launch.machine_rank}", f"--master-addr={launch.main_process_ip}",
-            f"--master-port={port}", f"--nproc-per-node={self.local_world_size}", *worker,
-        ]  # fmt: skip
+            f"--master-port={launch.main_process_port}",
+        ] if launch.num_machines > 1 else ["--standalone", "--local-addr=127.0.0.1"]  # fmt: skip
+        # accelerate can't launch ranks on the CPU
+        ranks = f"--nproc-per-node={self.local_world_size}"
+        return [sys.executable, "-m", "torch.distributed.run", *rendezvous, ranks, *worker]
 
     def environment(self) -> dict[str, str]:
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
         if "OMP_NUM_THREADS" not in os.environ:
             variables["OMP_NUM_THREADS"] = str(max(1, (psutil.cpu_count(logical=False) or 1) // self.local_world_size))
-        launch = self.plan.settings.launch
-        if launch.num_machines > 1 and (interface := _interface_towards(launch.main_process_ip)):
-            variables |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
         return variables
 
     def send_signal(self, launcher: subprocess.Popen[bytes], number: int) -> None:
@@ -193,23 +189,3 @@ class Launcher:
 #: The first of these exit statuses is the cause when ranks end differently.
 _CAUSES = sorted(errors.exit_code_causes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
 _CAUSE_ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
-
-
-def _interface_towards(address: str) -> str | None:
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing, only selects the route
-            own_address = probe.getsockname()[0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
-            return name
-    return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

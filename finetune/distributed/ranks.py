@@ -7,9 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from finetune import errors
 from finetune.events import Event, EventWriter, OutOfMemory, State, event_json
@@ -17,9 +15,7 @@ from finetune.files import write_json
 
 #: Exit statuses that all ranks reach at the same step: a barrier before the exit is safe.
 COMMON_EXITS = (errors.FINISHED, errors.Diverged.exit_code, *errors.STOPPED)
-_OUT_OF_MEMORY = errors.OutOfMemory.exit_code
 _PR_SET_PDEATHSIG = 1
-_OUT_OF_MEMORY_KEY = "finetune/out_of_memory"
 
 
 @dataclass(frozen=True)
@@ -56,25 +52,15 @@ class RankEvents(EventWriter):
         self._rank, self._ending = rank, ending_path(events.parent, rank.local_rank)
 
     def emit(self, event: Event) -> None:
-        code = _OUT_OF_MEMORY if isinstance(event, OutOfMemory) else None
+        code = errors.OutOfMemory.exit_code if isinstance(event, OutOfMemory) else None
         if isinstance(event, State):
             code = event.exit_code
         # the supervisor reports one failure for all ranks
         if code is not None:
-            self._write_ending(event, code)
+            self._ending.parent.mkdir(exist_ok=True)
+            write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
         if self._rank.is_local_rank_0 and (code is None or code in COMMON_EXITS):
             super().emit(event)
-
-    def _write_ending(self, event: Event, code: int) -> None:
-        if code == _OUT_OF_MEMORY:
-            if (store := _store()) is not None:
-                store.set(_OUT_OF_MEMORY_KEY, str(self._rank.number))
-        elif code == errors.FAILED and (other_rank := _rank_out_of_memory()) is not None:
-            # this rank only lost the connection to that rank
-            event = OutOfMemory(phase="train", message=f"process {other_rank} on another machine ran out of memory")
-            code = _OUT_OF_MEMORY
-        self._ending.parent.mkdir(exist_ok=True)
-        write_json(self._ending, {"rank": self._rank.number, "exit_code": code, "event": event_json(event)})
 
 
 def end_with_launcher(rank: Rank) -> None:
@@ -126,23 +112,3 @@ def all_reduce(numbers: list[float], operation: str) -> list[float]:
     values = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for integers below 2^53
     dist.all_reduce(values, getattr(dist.ReduceOp, operation))
     return values.tolist()
-
-
-def _rank_out_of_memory() -> int | None:
-    store = _store()
-    try:
-        is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])
-        return int(store.get(_OUT_OF_MEMORY_KEY)) if is_set else None
-    except RuntimeError:  # the launcher has ended, and with the launcher its store
-        return None
-
-
-def _store() -> Any:
-    import torch.distributed as dist
-
-    try:
-        port = int(os.environ["MASTER_PORT"])
-        # the launcher's store outlives a process that ran out of memory
-        return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=2))
-    except (RuntimeError, KeyError):
-        return None

@@ -201,11 +201,12 @@ class Supervisor:
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase)
-        if changes is None or attempt > MOST_RETRIES:
+        # several machines: each would need the same smaller plan
+        if changes is None or attempt > MOST_RETRIES or plan.settings.launch.num_machines > 1:
             message = no_smaller_plan_message(plan, phase, holders_of(self.cards), self.run.recipe)
             if changes is not None:
                 untried = " ".join(f"{name}={value}" for name, value in changes.items())
-                message = f"out of memory in phase {phase} after {MOST_RETRIES} retries; the next setting to try:  {untried}"
+                message = f"out of memory in phase {phase} after {attempt - 1} retries; the next setting to try:  {untried}"
             self._emit_end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)

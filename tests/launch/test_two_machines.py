@@ -1,4 +1,4 @@
-"""Two machines, each with its own address, supervisor and run directory, train, stop, fail and retry together."""
+"""Two machines, each with its own address, supervisor and run directory, train, stop and fail together."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ def ip(*arguments):
 
 @pytest.fixture(scope="module")
 def machines():
-    """Address of machine 0, and the prefix of commands on each machine: network namespaces if possible, else loopback."""
+    """Address of machine 0, and the prefix and network interface of each machine: namespaces if possible, else loopback."""
     if os.geteuid() or subprocess.run(["ip", "netns", "list"], capture_output=True).returncode:
-        yield "127.0.0.2", [(), ()]
+        yield "127.0.0.2", [(), ()], ("lo", "lo")
         return
     names = [f"finetune{os.getpid()}{letter}" for letter in "ab"]
     for name in names:
@@ -33,7 +33,7 @@ def machines():
             ip("-n", name, "addr", "add", address, "dev", link)
             ip("-n", name, "link", "set", link, "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield "10.213.7.1", [("ip", "netns", "exec", name) for name in names]
+        yield "10.213.7.1", [("ip", "netns", "exec", name) for name in names], ("fta", "ftb")
     finally:
         for name in names:
             ip("netns", "del", name)
@@ -51,8 +51,11 @@ def sockets(machines, tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(machines, sockets, make_launch, supervise):
     """start(*overrides) -> the supervised runs of machine 0 and machine 1; `start.resume(runs)` resumes both."""
-    address, prefixes = machines
-    warm = [{"PYTHON_EXEC": CLIENT, "WARM_PYTHON": socket} for socket in sockets]
+    address, prefixes, interfaces = machines
+    warm = [
+        {"PYTHON_EXEC": CLIENT, "WARM_PYTHON": socket, "GLOO_SOCKET_IFNAME": interface}
+        for socket, interface in zip(sockets, interfaces, strict=True)
+    ]
 
     def start_runs(*overrides, **environment):
         shared = ["launch.num_processes=2", "launch.num_machines=2", f"launch.main_process_ip={address}", *overrides]
@@ -67,19 +70,25 @@ def start(machines, sockets, make_launch, supervise):
     return start_runs
 
 
-def test_two_machines_train_together_retry_alike_and_each_has_all_events_and_files(start, run_of_one, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
-    first, second = start(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def test_two_machines_train_together_and_each_has_all_events_and_files(start, run_of_one):
+    first, second = start()
     assert (first.wait(), second.wait()) == (0, 0), first.run.log.read_text()[-2000:] + second.run.log.read_text()[-2000:]
     for second_step, first_step, expected in zip(steps(second.run), steps(first.run), steps(run_of_one), strict=True):
         assert second_step.loss == first_step.loss == pytest.approx(expected.loss, rel=1e-4)
     for name, weights in adapter(first.run).items():
         assert weights.equal(adapter(second.run)[name])
     for run in (first.run, second.run):
-        [retry] = events_of(run, Retry)
-        assert retry.changes == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
         assert sorted(path.name for path in run.checkpoints.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
         assert (run.checkpoints / "checkpoint-2" / f"rng_state_{0 if run is first.run else 1}.pth").is_file()
+
+
+def test_out_of_memory_on_one_machine_ends_both_without_a_retry_of_one(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
+    first, second = start(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert (first.wait(), second.wait()) == (1, 5)
+    assert "see log.txt on each machine" in last_state(first.run).message
+    assert "per_device_train_batch_size=1" in last_state(second.run).message
+    assert not events_of(first.run, Retry) + events_of(second.run, Retry)
 
 
 def test_a_machine_that_dies_ends_the_other_in_time_and_both_resume_from_the_same_checkpoint(start):
