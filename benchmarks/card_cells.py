@@ -28,7 +28,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "every 2nd layer": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
     "all but attention": {"activation_checkpointing": "selective"},
     "checkpoints in host memory": {"activation_checkpointing": "offload"},
-    "activations in host memory": {"activation_offloading": True},
     "embeddings in host memory": {"offload_embeddings": True},
     "layers in host memory": {
         "activation_checkpointing": True,

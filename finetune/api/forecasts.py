@@ -73,7 +73,6 @@ def _forecast_trainer(trainer: Any, card: Card) -> Forecast:
 def _refuse_what_is_not_simulated(trainer: Any) -> None:
     args = trainer.args
     settings = {
-        # only TRL's arguments have this one
         "activation_offloading": getattr(args, "activation_offloading", False), "torch_compile": args.torch_compile,
         "use_liger_kernel": args.use_liger_kernel, "fsdp": bool(args.fsdp), "deepspeed": bool(args.deepspeed),
         "auto_find_batch_size": args.auto_find_batch_size,

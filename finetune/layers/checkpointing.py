@@ -86,5 +86,5 @@ def _checkpoint_with_inputs_on_host(function: Callable[..., Any], *inputs: Any, 
     # these hooks see only the layer's inputs: inside the layer the checkpoint's own hooks are active
     on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
     # copied on the compute stream: a layer's few inputs take little time
-    with SavedActivations(offload=Offload(InOrder(), pinned=on_cuda, window=0)):
+    with SavedActivations(Offload(InOrder(), pinned=on_cuda, window=0)):
         return checkpoint(function, *inputs, **arguments)

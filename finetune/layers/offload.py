@@ -107,11 +107,10 @@ class Offload:
         self._free_copied(self._window * self._largest)
         return moved
 
-    def note_saved(self, tensors: tuple[OffloadedTensor, ...]) -> None:
+    def note_saved(self, moved: OffloadedTensor) -> None:
         # backward loads tensors in reverse order of saving: a tensor that is saved again moves to the end
-        for moved in tensors:
-            self._offloaded.pop(id(moved), None)
-            self._offloaded[id(moved)] = weakref.ref(moved)
+        self._offloaded.pop(id(moved), None)
+        self._offloaded[id(moved)] = weakref.ref(moved)
 
     def load(self, moved: OffloadedTensor) -> torch.Tensor:
         """Return the tensor on its device, and prefetch the tensors needed next."""

@@ -108,7 +108,7 @@ class LargestStep:
     def replayed(self, *, expandable: bool, limit: int | None = None) -> Replay | None:
         """Replay the events on torch's allocator; None if their order is unknown or `limit` (reserved bytes) too low."""
         # offloading copies activations on another stream, at unknown moments
-        if self.settings.activation_offloading or self.settings.activation_checkpointing == "offload":
+        if self.settings.activation_checkpointing == "offload":
             return None
 
         def replayed_peaks() -> Replay | None:
@@ -248,9 +248,7 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
 def first_layer_saves_less(settings: Settings) -> bool:
     """Tell whether the first layer saves other tensors than the next layers."""
     # the first layer's input needs no gradient and is not offloaded, nor fp32 with DoRA
-    depends_on_input = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
-    # with activation offloading, no copies of an earlier layer are in flight yet
-    return depends_on_input or settings.activation_offloading
+    return settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
 
 
 def _highest_peak(simulation: Simulation, phases: tuple[str, ...]) -> Peak:

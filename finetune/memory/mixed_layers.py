@@ -19,12 +19,11 @@ _SHARED: Tag = ("activations", None)
 
 def can_mix(settings: Settings, identical: bool) -> bool:
     """Tell whether `mix_layers` is exact for these settings."""
-    # Layers that differ share tables and masks, which live as long as one layer saves them. Activations in flight to the host
-    # belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and small states run at full depth anyway.
+    # Layers that differ share tables and masks, which live as long as one layer saves them. Reentrant checkpointing (ZeRO-3)
+    # frees at other moments, and small states run at full depth anyway.
     return (
         identical
         and settings.activation_checkpointing is True
-        and settings.activation_offloading is False
         and not OPTIMIZERS[settings.optim].small_states
         and not is_zero3(settings.launch)
     )

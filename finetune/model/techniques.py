@@ -59,20 +59,16 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
 def step_context(settings: Settings, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
     """Return the context for forward and backward of a micro-batch: hooks on saved activations, or none."""
     # compiled layers offload their inputs by hooks around the whole step: hooks inside would break a layer's graph
-    offloads_layer_inputs = settings.torch_compile and settings.activation_checkpointing == "offload"
-    offloads = settings.activation_offloading or offloads_layer_inputs
-    offload = offload_beside(torch.device(device)) if offloads else None
-    if offload is None and not settings.int8_activations:
-        return contextlib.nullcontext()
-    return SavedActivations(offload=offload, int8=settings.int8_activations)
+    if settings.torch_compile and settings.activation_checkpointing == "offload":
+        return SavedActivations(offload_beside(torch.device(device)))
+    return contextlib.nullcontext()
 
 
 def training_arguments(settings: Settings) -> dict[str, Any]:
     """Return the SFTConfig fields of the memory techniques."""
     return {
-        # `apply_techniques` has turned these on in the model: transformers and TRL would add them again
+        # `apply_techniques` has turned it on in the model: TRL would add it again
         "activation_checkpointing": False,
-        "activation_offloading": False,
         "optim": "adamw_torch" if settings.optim in _OPTIMIZERS else settings.optim,
     }
 

@@ -257,7 +257,7 @@ class _Planner:
                 shape=self.shape, card=self.card, rank=rank, float32=choices.value("dtype") == "float32",
                 batches=Batches(choices.value("max_length"), choices.value("packing"), self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes,
-                compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
+                compiled=self.recipe.torch_compile is True,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 fused_mixers=self.fused_mixers, method=method_of(choices.recipe),
             )  # fmt: skip

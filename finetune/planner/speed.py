@@ -169,7 +169,6 @@ class Job:
     rank: int
     float32: bool = False
     compiled: bool = False
-    offloading: bool = False
     lean: bool = False
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
@@ -240,12 +239,6 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     }
     if strategy.host_table:
         micro_s["transfer"] += 2 * shape.hidden * tokens / pcie
-    if job.offloading:
-        saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
-        computing_s = sum(micro_s.values())
-        # copies overlap with the forward pass (out) and the rest of the step (back); the GPU waits for the excess
-        forward_s = computing_s / passes
-        micro_s["transfer"] = max(0.0, saved / pcie - forward_s) + max(0.0, saved / pcie - (computing_s - forward_s))
     host_s = _host_s(job, strategy, mixer_kernels)
     # a GPU computes while the host launches
     micro_s["launching"] = host_s * unfused_share if card.is_cpu else max(0.0, host_s - sum(micro_s.values()))

@@ -154,8 +154,6 @@ def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tu
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
     wanted, every = choices.recipe.activation_checkpointing, choices.recipe.activation_checkpointing_every_n_layers
     kinds = CHECKPOINTING
-    if choices.recipe.activation_offloading:  # all saved tensors are offloaded already: other kinds gain nothing
-        kinds = ((False, 1), (True, 1))
     if is_zero3(choices.recipe.launch):
         kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
     if card.is_cpu or (choices.recipe.torch_compile is True and every not in (AUTO, 1)):

@@ -153,8 +153,6 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 
 def compiling_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out compiled layers, or an empty text."""
-    if recipe.int8_activations:
-        return "int8_activations: saved activations of compiled layers can't be quantised"
     if base_format_of(recipe) is INT8:
         return "load_in_8bit: int8 products break the graph"
     if recipe.use_dora:

@@ -304,8 +304,6 @@ class Recipe(_Strict):
     activation_checkpointing_every_n_layers: AutoOr[Positive] = _memory(
         AUTO, COST | EXACTNESS, "Gradient checkpointing only in every n-th layer."
     )
-    activation_offloading: bool = _memory(False, COST | EXACTNESS, "Offload every saved activation to host memory.")
-    int8_activations: bool = _memory(False, COST | RESULT, "Store saved activations as blockwise int8.")
     lean_layers: AutoOr[bool] = _memory(AUTO, COST | EXACTNESS, "Save only about half the activations, in known layers.")
     mlp_tile_tokens: AutoOr[Count] = _memory(AUTO, COST | EXACTNESS, "Tokens per tile of a lean MLP, for long rows; 0: off.")
     offload_embeddings: AutoOr[bool] = _memory(AUTO, COST, "Keep the input embedding in host memory, unless it is tied.")

@@ -16,8 +16,6 @@ ONLY_WITH_VISION: dict[str, tuple[Any, str]] = {
     "layer_offloading": (False, "layers are not offloaded with a vision tower yet"),
     "offload_embeddings": (False, "the input embedding is not offloaded with a vision tower yet"),
     "torch_compile": (False, "layers are not compiled with a vision tower yet"),
-    "int8_activations": (False, "int8 activations are not supported in a vision tower yet"),
-    "activation_offloading": (False, "activation offloading is not supported in a vision tower yet"),
     "load_in_8bit": (False, "int8 is untested with a vision tower; use load_in_4bit, or neither"),
     "use_dora": (False, "DoRA is untested with images"),
     "new_tokens": ({}, "embedding rows are not trained with a vision tower yet"),

@@ -27,7 +27,7 @@ CHOICES = {
     "load_in_4bit": ["true", "false"], "load_in_8bit": ["true", "false"], "effective_batch_size": ["1", "3", "8", "16"],
     "per_device_train_batch_size": ["1", "2"], "gradient_accumulation_steps": ["1", "4"],
     "memory_budget": ["400MiB", "2GiB", "9000GiB", "much"], "activation_checkpointing": ["true", "offload", "selective"],
-    "torch_compile": ["true"], "int8_activations": ["true"], "optim": ["adamw_8bit", "adafactor", "sgd"],
+    "torch_compile": ["true"], "optim": ["adamw_8bit", "adafactor", "sgd"],
     "launch": [
         "{num_processes: 3, num_machines: 2}", "{num_processes: 2, num_machines: 2}", "{strategy: fsdp}",
         "{num_processes: 2}", "{num_processes: 2, strategy: fsdp}", "{offload: cpu}", "{num_processes: 2, machine_rank: 3}",

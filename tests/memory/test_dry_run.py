@@ -111,12 +111,9 @@ def test_fewer_trained_tokens_take_less():
 def test_the_techniques_save_what_they_say():
     plain = run(tokens=512, activation_checkpointing=False)
     every_layer, offloaded = run(tokens=512), run(tokens=512, activation_checkpointing="offload")
-    rounded = run(tokens=512, activation_checkpointing=False, int8_activations=True)
-    moved = run(tokens=512, activation_checkpointing=False, activation_offloading=True)
-    activations = [dry.parts["activations"] for dry in (plain, rounded, every_layer, offloaded)]
-    assert activations == sorted(activations, reverse=True) and len(set(activations)) == 4
-    assert moved.parts["activations"] < offloaded.parts["activations"]
-    assert moved.host_bytes > offloaded.host_bytes > 0 == plain.host_bytes
+    activations = [dry.parts["activations"] for dry in (plain, every_layer, offloaded)]
+    assert activations == sorted(activations, reverse=True) and len(set(activations)) == 3
+    assert offloaded.host_bytes > 0 == plain.host_bytes
     optimizers = [
         run(optim=name).parts["optimizer"] for name in ("adamw_torch_fused", "adamw_8bit", "adafactor", "adamw_cpu_offload")
     ]

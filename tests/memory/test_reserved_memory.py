@@ -40,7 +40,7 @@ def traces(layers=7, **more):
         *(
             pytest.param(more, marks=pytest.mark.slow)
             for more in (
-                {"activation_checkpointing": False}, {"activation_checkpointing": False, "int8_activations": True},
+                {"activation_checkpointing": False},
                 {"optim": "adamw_8bit", "lora_r": 64}, {"layer_offloading": "cpu", "offloaded_layers": 7},
                 {"kind": "gemma2", "layers": 8},
             )

@@ -30,7 +30,6 @@ def test_layers_are_compiled_where_that_pays_off_and_a_short_run_keeps_lean_ones
     ("more", "why"),
     [
         ({"gpu": "cpu"}, "on a CPU compiled layers run mostly the same kernels"),
-        ({"int8_activations": True}, "saved activations of compiled layers can't be quantised"),
         ({"load_in_8bit": True}, "load_in_8bit: int8 products break the graph"),
         ({"use_dora": True}, "use_dora: DoRA's norms break the graph"),
         ({"layer_offloading": "cpu"}, "offloaded layers are untested"),
@@ -58,7 +57,7 @@ def test_compiled_layers_that_do_not_fit_are_left_out(planned, arithmetic, forec
 
 @pytest.mark.parametrize(
     "more",
-    [{"load_in_8bit": True}, {"use_dora": True}, {"int8_activations": True}, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}],
+    [{"load_in_8bit": True}, {"use_dora": True}, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}],
 )
 def test_a_recipe_can_not_compile_what_breaks_graphs(planned, more):
     with pytest.raises(RecipeError, match="torch_compile does not work with .*; set torch_compile to auto or false"):

@@ -154,15 +154,6 @@ def test_a_small_model_waits_for_the_host_and_longer_with_selective_checkpointin
     assert plain.parts["launching"] > 0 and selective.step_s == pytest.approx(1.7 * plain.step_s, rel=0.01)
 
 
-def test_offloading_takes_no_longer_than_the_slower_of_transfer_and_computation_in_each_direction():
-    strategy = dataclasses.replace(QLORA, checkpointing=False)
-    computing = time_step(JOB, strategy).step_s
-    offloading = time_step(dataclasses.replace(JOB, offloading=True), strategy)
-    one_way = 16 * 45.4 * 4096 * 32 * 2048 / JOB.card.pcie_bytes_s
-    assert one_way < offloading.step_s < computing + 2 * one_way
-    assert offloading.step_s == pytest.approx(max(one_way, computing / 2) + max(one_way, computing / 2), rel=0.01)
-
-
 def test_every_optimizer_takes_time_and_offload_the_most_of_adamw():
     seconds = {optim: time_step(JOB, dataclasses.replace(QLORA, optim=optim)).parts["optimizer"] for optim in OPTIMIZERS}
     assert min(seconds.values()) > 0 and seconds["adamw_cpu_offload"] > seconds["adamw_8bit"] > seconds["adamw_torch_fused"]

@@ -52,7 +52,6 @@ def problems_of(*overrides):
         ({"trained_embedding_rows": [7, 7]}, "are not a first and end row"),
         ({"method": "dpo", "loss_type": "orpo"}, "loss_type"),
         ({"method": "dpo", "beta": 0}, "beta"),
-        ({"torch_compile": True, "int8_activations": True}, "torch_compile does not work with int8_activations"),
         ({"optim": "adamw_cpu_offload", "launch": SHARDED}, "optim adamw_cpu_offload does not work on parameters sharded"),
         ({"layer_offloading": "cpu", "launch": SHARDED}, "use launch.offload"),
         ({"layer_offloading": "cpu", "launch": {**SHARDED, "strategy": "deepspeed"}}, "use launch.offload"),
@@ -88,7 +87,7 @@ def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(device
 @pytest.mark.parametrize(
     "override",
     ["activation_checkpointing=selective", "activation_checkpointing=offload", "gpu=cpu", "use_dora=true", "lora_dropout=0.1",
-     "load_in_4bit=false", "offloaded_layers=3", "int8_activations=true"],
+     "load_in_4bit=false", "offloaded_layers=3"],
 )  # fmt: skip
 def test_what_works_with_offloaded_layers_is_accepted(override):
     parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n", overrides=["layer_offloading=cpu", override])

@@ -37,7 +37,7 @@ OTHER = {
     "num_train_epochs": 5.0, "max_steps": 7, "learning_rate": 1e-5, "lr_scheduler_type": "linear", "warmup_ratio": 0.5,
     "warmup_steps": 5,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7, "optim": "adamw_8bit", "activation_checkpointing": True,
-    "activation_checkpointing_every_n_layers": 2, "activation_offloading": True, "int8_activations": True,
+    "activation_checkpointing_every_n_layers": 2,
     "lean_layers": True, "mlp_tile_tokens": 64, "offload_embeddings": True, "torch_compile": True,
     "layer_offloading": "cpu", "offloaded_layers": 2,
     "gpu": "hopper", "memory_budget": "9GiB", "host_memory": "64GiB", "output_dir": "runs/other",

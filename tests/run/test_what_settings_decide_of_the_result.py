@@ -11,7 +11,7 @@ BASE = ("max_steps=2", "save_steps=0", "dataset.max_rows=8", "sample_answers=0",
 BASE += ("per_device_train_batch_size=2", "target_modules=all-linear")
 #: Another value; tests of the other settings show their effect.
 FLIPS = {
-    "int8_activations": "true", "lora_alpha": "32", "lora_dropout": "0.2", "use_rslora": "true",
+    "lora_alpha": "32", "lora_dropout": "0.2", "use_rslora": "true",
     "lr_scheduler_type": "constant", "warmup_ratio": "1.0", "warmup_steps": "5", "weight_decay": "0.5", "max_grad_norm": "1e-3",
 }  # fmt: skip
 #: Settings that decide nothing of the result; flipped together.

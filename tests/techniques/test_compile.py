@@ -19,7 +19,7 @@ from finetune.model.techniques import apply_techniques, step_context
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 #: What is recomputed or kept elsewhere.
-FORMS = {"nothing": {}, **RECOMPUTED, "activation-offloading": {"activation_offloading": True}}
+FORMS = {"nothing": {}, **RECOMPUTED}
 #: (family, whether NF4, rows, dropout, form)
 FEW = [
     ("llama", True, "padded", 0.0, "selective"), ("qwen3", False, "packed", 0.1, "every-2"),

@@ -16,8 +16,6 @@ EXACT = {
     "nf4": {"load_in_4bit": True},
     "rsLoRA": {"use_rslora": True},
     **RECOMPUTED,
-    "int8": {"int8_activations": True},
-    "on host": {"activation_offloading": True},
 }
 KEPT_CAST = {"dropout": {"lora_dropout": 0.1}, "DoRA": {"use_dora": True}}
 settings = functools.partial(settings_for, dtype="bfloat16")
