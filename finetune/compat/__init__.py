@@ -1,4 +1,4 @@
 """All patches of other libraries, one module per library."""
 
-# Each module lists its private names in `PRIVATE_NAMES`: `tests/compat` fails when a library has renamed a name or no longer
-# looks it up. Each function imports its library when called.
+# `tests/compat` fails when a library has renamed a patched name or no longer calls it. Each function imports its library when
+# called.

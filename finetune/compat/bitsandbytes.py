@@ -1,4 +1,4 @@
-"""Private names of bitsandbytes."""
+"""Patches of bitsandbytes, as of 0.50.2."""
 
 from __future__ import annotations
 
@@ -9,31 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrap
+from finetune.compat.patch_registry import replace, wrap
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer.Optimizer8bit"
-
-#: Read in bitsandbytes 0.50.2.
-PRIVATE_NAMES = (
-    PrivateName("torch.compile", "patch", "bitsandbytes compiles functions when it is imported, which imports the compiler",
-                "bitsandbytes.backends.default.ops._try_torch_compile"),
-    PrivateName("bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
-                "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias"),
-    PrivateName("bitsandbytes.nn.modules.has_avx512bf16", "patch", "weights packed for such a CPU would change a forecast",
-                "bitsandbytes.nn.modules.Linear4bit.__init__", ""),
-    PrivateName("bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
-                "bitsandbytes.functional.quantize_blockwise"),
-    PrivateName("bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
-                "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits"),
-    PrivateName(f"{_OPTIMIZER}.get_state_buffer", "patch", "paged states are outside torch's allocator",
-                "bitsandbytes.optim.optimizer.Optimizer2State.init_state", "self p dtype"),
-    PrivateName(f"{_OPTIMIZER}.prefetch_state", "patch", "has the driver move paged states", f"{_OPTIMIZER}.step", "self p"),
-    PrivateName("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
-                "the first evaluation would repack the weights for inference, and nothing undoes it",
-                "bitsandbytes.nn.Linear4bit.forward"),
-    PrivateName("bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card",
-                "bitsandbytes.autograd._functions.matmul"),
-)  # fmt: skip
 
 
 def import_without_compiler() -> None:
@@ -53,6 +31,7 @@ def _compile_when_called(compile_now: Callable[..., Any], function: Callable[...
 
 def replaced_int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Temporarily call `function` for the matmul of int8 layers."""
+    # on a CPU another int8 matmul would be chosen, which saves other tensors
     return replace("bitsandbytes.matmul", function)
 
 
@@ -79,7 +58,7 @@ def own_quantisation_maps() -> Iterator[None]:
     import torch
 
     with (
-        # fake code books must not stay in the process
+        # fake code books must not stay in the process, and computing real ones needs values
         replace("bitsandbytes.functional.name2qmap", {}),
         replace("bitsandbytes.functional.create_dynamic_map", lambda **_signs: torch.zeros(256)),
     ):
@@ -89,5 +68,6 @@ def own_quantisation_maps() -> Iterator[None]:
 @contextmanager
 def replaced_state_buffers(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
     """Temporarily create optimizer states by `get_state_buffer(optimizer, parameter, dtype)`."""
+    # paged states are outside torch's allocator, and prefetching has the driver move them
     with replace(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), replace(f"{_OPTIMIZER}.prefetch_state", lambda *_: None):
         yield

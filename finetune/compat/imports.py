@@ -1,4 +1,4 @@
-"""Faster imports of libraries for a dry run."""
+"""Faster imports of libraries for a dry run, as of transformers 5.23.0 and TRL 1.16.0."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.compat.bitsandbytes import import_without_compiler
-from finetune.compat.patch_registry import PrivateName, wrap
+from finetune.compat.patch_registry import wrap
 
 _SCAN = "transformers.utils.import_utils.create_import_structure_from_path"
-
-#: Read in transformers 5.23.0.
-PRIVATE_NAMES = (
-    PrivateName(_SCAN, "patch",
-                "transformers reads the files of all models at its import, and again at the import of transformers.models",
-                "transformers.utils.import_utils.define_import_structure", "module_path",
-                needs="a process that has not imported transformers.models"),
-)  # fmt: skip
 
 
 # saves about a second of a cold plan

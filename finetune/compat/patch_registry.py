@@ -1,47 +1,18 @@
-"""Private names of libraries, and functions that patch them."""
+"""Functions that patch libraries."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Literal
-
-
-@dataclass(frozen=True)
-class PrivateName:
-    """An undocumented name that a library looks up."""
-
-    #: Module, class and attribute in which the library looks it up.
-    name: str
-    #: A patch replaces it, an override defines it in a subclass, an attribute is set or read on objects, a call uses it.
-    kind: Literal["patch", "override", "attribute", "private call"]
-    reason: str
-    #: The library's function that looks it up.
-    used_by: str = ""
-    #: Parameter names of the function `name`, without `**kwargs`.
-    parameters: str | None = None
-    #: Package, device or state without which no test can see the library use the name.
-    needs: str = ""
+from pkgutil import resolve_name
+from typing import Any
 
 
 def owner_of(name: str) -> tuple[Any, str]:
     """Return the module or class of a dotted name, and the attribute. Raises ImportError, AttributeError."""
-    *parts, attribute = name.split(".")
-    for end in range(len(parts), 0, -1):
-        path = ".".join(parts[:end])
-        try:
-            owner: Any = import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name is None or not path.startswith(error.name):
-                raise  # the module exists, but something that it imports does not
-            continue
-        for part in parts[end:]:
-            owner = getattr(owner, part)
-        return owner, attribute
-    raise ModuleNotFoundError(f"no module of {name} is installed", name=parts[0])
+    path, _, attribute = name.rpartition(".")
+    return resolve_name(path), attribute
 
 
 def replace(name: str, value: Any) -> ExitStack:

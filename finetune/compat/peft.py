@@ -1,4 +1,4 @@
-"""Private names of PEFT."""
+"""Patches of PEFT, as of 0.21.2."""
 
 from __future__ import annotations
 
@@ -6,41 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrap
+from finetune.compat.patch_registry import replace, wrap
 
 if TYPE_CHECKING:
     import torch
 
 _DORA = "peft.tuners.lora.dora"
-_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
-_TOKENS = "peft.utils.other.TrainableTokensWrapper"
-_ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
-
-#: Read in PEFT 0.21.2.
-PRIVATE_NAMES = (
-    PrivateName(f"{_DORA}.dequantize_module_weight", "patch",
-                "DoRA reads dequantised weights, which a forecast lacks", f"{_DORA}.DoraLinearLayer.forward", "module"),
-    PrivateName(f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
-                f"{_DORA}.DoraLinearLayer.update_layer"),
-    PrivateName(f"{_DORA}.DoraLinearLayer.update_layer", "patch", "DoRA reads the weights of a layer that may be offloaded",
-                "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu"),
-    PrivateName(f"{_LAYER}._cast_input_dtype", "attribute", "casts inputs to fp32, and autocast back: a second copy",
-                "peft.tuners.lora.layer.Linear.forward", "self x dtype"),
-    PrivateName(f"{_WRAPPER}.get_param", "patch", "4-bit experts have codes, without the weight's shape and dtype",
-                f"{_WRAPPER}._get_in_out_features", "self"),
-    PrivateName(f"{_WRAPPER}._activate_lora", "patch", "adds the adapter's product to the weight, which 4-bit experts lack",
-                f"{_WRAPPER}.forward", "self active_adapters"),
-    PrivateName(f"{_TOKENS}.bias", "attribute", "TRL's loss reads it, and the wrapper has none",
-                "trl.trainer.utils.add_fused_lm_head"),
-    PrivateName(_ON_HUB, "patch", "sends a request at each save, though the vocabulary never changes",
-                "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename", needs="a model of the hub"),
-)  # fmt: skip
 
 
 @contextmanager
 def dora_weights(dequantise: Callable[[Any], Any], copy_layer: Callable[[Any], Any]) -> Iterator[None]:
     """Temporarily let DoRA read weights by `dequantise(layer)` and copy layers by `copy_layer(layer)`."""
+    # a forecast lacks dequantised weights, and has the layers' weights on meta or fake
     with replace(f"{_DORA}.dequantize_module_weight", dequantise), replace(f"{_DORA}.deepcopy", copy_layer):
         yield
 
@@ -52,13 +30,14 @@ def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[A
         before(base_layer)
         update(self, base_layer=base_layer, **kwargs)
 
+    # the layer's weights may be offloaded
     return wrap(f"{_DORA}.DoraLinearLayer.update_layer", update_after)
 
 
 def save_without_vocabulary() -> None:
     """Save adapters without asking the hub for the vocabulary."""
     # PEFT would compare the vocabulary's size with the hub's, to save whole embeddings if it differs
-    replace(_ON_HUB, lambda repo_id, filename, **_: False)
+    replace("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda repo_id, filename, **_: False)
 
 
 def leave_casts_to_autocast(model: Any) -> None:
@@ -80,6 +59,7 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def adapt_packed_parameters(logical_weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let LoRA adapt 4-bit parameters, whose `lora_weights` are (A, B, scaling) of each adapter."""
     # `logical_weight` returns a tensor of the decoded weight's shape, dtype and device for a 4-bit parameter, others unchanged
+    # PEFT reads the weight's shape and dtype, which codes lack, and adds the adapter's product to the weight
     wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical_weight(get_param(self)))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Processors of text and images, without video."""
+"""Processors of text and images, without video, as of transformers 5.23.0."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_PROCESSOR = "transformers.processing_utils.ProcessorMixin"
-
-#: Read in transformers 5.23.0.
-PRIVATE_NAMES = (
-    PrivateName(f"{_PROCESSOR}.check_argument_for_proper_class", "private call", "there is no video processor",
-                f"{_PROCESSOR}.__init__"),
-)  # fmt: skip
 
 #: Processors that override `__call__`, with the same batches as TRL (tests/methods/test_pictures_are_trls.py).
 _COMPARED_CALLS = ("Gemma3Processor", "Idefics3Processor", "InternVLProcessor")

@@ -1,4 +1,4 @@
-"""Private names of torch."""
+"""Patches of torch, as of 2.13.0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrap
+from finetune.compat.patch_registry import replace, wrap
 from finetune.compat.triton import fake_launches
 
 if TYPE_CHECKING:
@@ -15,19 +15,6 @@ if TYPE_CHECKING:
 
 #: Attributes of a new fake tensor, by device.
 _FAKE_STATES: dict[torch.device, dict[str, Any]] = {}
-#: Read in torch 2.13.0.
-PRIVATE_NAMES = (
-    PrivateName("torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; a dry run is on the CPU",
-                "peft.tuners.lora.bnb.Linear4bit.forward"),
-    PrivateName("torch.amp.autocast_mode.autocast", "patch", "fla's backward of a delta net runs in CUDA's autocast",
-                "torch.amp.autocast_mode.custom_bwd", needs="fla-core"),
-    PrivateName("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", "override",
-                "Dynamo's wrapper takes longer than most operators of a dry run",
-                "torch.utils._python_dispatch.TorchDispatchMode.__init_subclass__", needs="a class that is not made yet"),
-    PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
-                "adds 8 fake GPUs to a CUDA build that sees none: autograd starts a thread for each, and can't be forked",
-                "torch._subclasses.fake_tensor.FakeTensorMode.__enter__"),
-)  # fmt: skip
 
 
 @contextmanager
@@ -38,6 +25,7 @@ def cpu_autocast() -> Iterator[None]:
     def autocast(original: Any, *_: Any, enabled: bool, **__: Any) -> Any:
         return original("cpu", torch.get_autocast_dtype("cpu"), enabled)
 
+    # PEFT asks without a device, which means CUDA, and fla's backward runs in CUDA's autocast; a dry run is on the CPU
     redirected_query = wrap("torch.is_autocast_enabled", lambda original, device_type="cpu": original("cpu"))
     with redirected_query, wrap("torch.amp.autocast_mode.autocast", autocast):
         yield
@@ -48,6 +36,7 @@ def fake_tensor_mode() -> Iterator[None]:
     """Temporarily create new tensors without values, on the CPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # it adds 8 fake GPUs to a CUDA build that sees none: autograd starts a thread for each, and can't be forked
     guard = replace("torch._C._ensureCUDADeviceGuardSet", lambda: None)
     # tensors with values can still be used
     with guard, fake_launches(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,4 +1,4 @@
-"""Private names of transformers."""
+"""Patches of transformers, as of 5.23.0."""
 
 from __future__ import annotations
 
@@ -11,68 +11,9 @@ from functools import cache, partial
 from inspect import getclosurevars
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrap
+from finetune.compat.patch_registry import replace, wrap
 
-_GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
-_PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 _EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
-_LINEAR = "transformers.integrations.moe._grouped_linear"
-_BALANCE = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
-_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
-_WRAP_POLICY = "transformers.trainer.update_fsdp_plugin_peft"
-_SET = "transformers.core_model_loading.set_param_for_module"
-_WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
-_QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
-_QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
-_USER_AGENT = "transformers.utils.hub.http_user_agent"
-
-#: Read in transformers 5.23.0.
-PRIVATE_NAMES = (
-    PrivateName(_USER_AGENT, "patch", "it sends a random session id even if telemetry is off",
-                "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub"),
-    PrivateName(_GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
-                "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value"),
-    PrivateName(_PACKED, "patch", "detects packed rows by reading position ids: waits for the device, fails without data",
-                "transformers.masking_utils._preprocess_mask_arguments", "position_ids"),
-    PrivateName(_EXPERTS, "patch", "torch's grouped matmul has a fake form for bf16 only; the fallback allocates the same",
-                "transformers.integrations.moe._grouped_mm", "input weight offs"),
-    PrivateName(_BALANCE, "patch", "a forecast assigns tensors of the router's auxiliary loss to layers",
-                "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask"),
-    PrivateName(_LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
-                "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed"),
-    PrivateName(f"{_QUANTISER}.param_needs_quantization", "private call", "experts are also quantised while they are loaded",
-                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name"),
-    PrivateName(f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
-                "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map"),
-    PrivateName(f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, layer by layer",
-                "transformers.conversion_mapping.get_model_conversion_mapping"),
-    PrivateName(f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
-                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self"),
-    PrivateName("transformers.conversion_mapping.get_model_conversion_mapping", "private call",
-                "weights are loaded in the order of their names in the checkpoint",
-                "transformers.PreTrainedModel.from_pretrained"),
-    PrivateName("transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "codes would be cast like weights",
-                "transformers.core_model_loading.WeightConverter.convert"),
-    PrivateName(_SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded",
-                "transformers.core_model_loading.convert_and_load_state_dict_in_model",
-                "model target_name param_value loading_info hf_quantizer"),
-    PrivateName(_WARM_UP, "patch", "it allocates the whole model on the card, which may be too small",
-                "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer"),
-    PrivateName(_WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model",
-                "transformers.Trainer._prepare_for_training", "model accelerator", "several cards"),
-    PrivateName(f"{_LAYER}._gradient_checkpointing_func", "attribute", "offloads layer inputs; a forecast sees recomputation",
-                f"{_LAYER}.__init_subclass__"),
-    PrivateName("transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call",
-                "replaces a meta model's layers by bitsandbytes'", "transformers.quantizers.auto.AutoHfQuantizer.from_config"),
-    PrivateName("transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
-                "transformers.PreTrainedModel.from_pretrained"),
-    PrivateName("transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
-                "creates Trainer's optimizer without importing Trainer, which imports pandas",
-                "transformers.Trainer.get_optimizer_cls_and_kwargs"),
-    PrivateName(_QUANTISE, "patch", "weights are quantised on the card while the model is loaded into host memory",
-                "transformers.core_model_loading.WeightConverter.convert",
-                "self input_dict full_layer_name model", needs="a card"),
-)  # fmt: skip
 
 
 def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str, Any]]:
@@ -100,25 +41,26 @@ def _temporary_entries(mapping: MutableMapping[str, Any], **entries: Any) -> Ite
 
 def keys_repeated() -> AbstractContextManager[Any]:
     """Repeat keys and values for each query head until the process ends, or in a `with` block."""
-    return replace(_GROUPED, lambda *_: False)
+    # without flash attention, torch's grouped queries compute all scores in fp32
+    return replace("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: False)
 
 
 def without_packing_detection() -> AbstractContextManager[Any]:
     """Temporarily treat all rows as unpacked."""
     # transformers would read the position ids to find out, once for each kind of mask
-    return replace(_PACKED, lambda position_ids: None)
+    return replace("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
 
 
 def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Temporarily wrap the router's auxiliary loss."""
-    return wrap(_BALANCE, around)
+    return wrap("transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", around)
 
 
 def fake_experts() -> AbstractContextManager[Any]:
     """Temporarily run experts on fake tensors of any dtype."""
     import torch
 
-    # torch's grouped matmul has a fake form for bf16 only
+    # torch's grouped matmul has a fake form for bf16 only; the fallback allocates the same
     return wrap(_EXPERTS, lambda can_use, input, weight, offs: weight.dtype == torch.bfloat16 and can_use(input, weight, offs))
 
 
@@ -133,7 +75,7 @@ def keep_fsdp_wrap_policy() -> None:
         update(model, accelerator)
         plugin.auto_wrap_policy = policy
 
-    wrap(_WRAP_POLICY, update_and_restore)
+    wrap("transformers.trainer.update_fsdp_plugin_peft", update_and_restore)
 
 
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
@@ -160,10 +102,10 @@ def sequential_loading(on_loaded: Callable[[Any, Any, str], None]) -> Iterator[N
         on_loaded(model, model.get_submodule(path), name)
 
     with (
-        # no threads that read ahead, and no allocator warm-up
+        # no threads that read ahead, and no allocator warm-up: it allocates the whole model, which may not fit
         _temporary_entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
-        wrap(_SET, set_and_notify),
-        replace(_WARM_UP, lambda *_: None),
+        wrap("transformers.core_model_loading.set_param_for_module", set_and_notify),
+        replace("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None),
     ):
         yield
 
@@ -204,7 +146,7 @@ def quantised_on(device: Any) -> AbstractContextManager[Any]:
         quantised = original(self, _cast_or_move(input_dict, device), *args, **kwargs)
         return {name: value.to("cpu") for name, value in quantised.items()}
 
-    return wrap(_QUANTISE, convert)
+    return wrap("transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", convert)
 
 
 def _cast_or_move(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
@@ -266,7 +208,7 @@ def replace_grouped_linear(function: Callable[..., Any]) -> None:
         product = function(*args, **kwargs)
         return original(*args, **kwargs) if product is None else product
 
-    wrap(_LINEAR, linear)
+    wrap("transformers.integrations.moe._grouped_linear", linear)
 
 
 def apply_gate(experts: Any, gate_up: Any) -> Any:
@@ -284,7 +226,8 @@ def without_session_id() -> None:
     """Send only transformers' version as user agent."""
     from transformers import __version__
 
-    replace(_USER_AGENT, lambda user_agent=None: f"transformers/{__version__}; telemetry/off")
+    # it sends a random session id even if telemetry is off
+    replace("transformers.utils.hub.http_user_agent", lambda user_agent=None: f"transformers/{__version__}; telemetry/off")
 
 
 def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -1,27 +1,14 @@
-"""Private names of Triton."""
+"""Patches of Triton, as of 3.7.1."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrap
+from finetune.compat.patch_registry import replace, wrap
 
-_LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
-_DEVICE, _PROPERTIES = "torch.cuda.device", "torch.cuda.get_device_properties"
 _L2_FLUSH = "triton.backends.nvidia.driver.CudaDriver.get_empty_cache_for_benchmark"
-#: Read in triton 3.7.1.
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName(_DEVICE, "patch", "mamba-ssm makes a fake tensor's device the current one", needs="mamba-ssm"),
-    PrivateName(_PROPERTIES, "patch", "mamba-ssm counts multiprocessors", needs="mamba-ssm"),
-)
-if find_spec("triton") is not None:  # torch for the CPU comes without it
-    PRIVATE_NAMES += (
-        PrivateName(_LAUNCH, "patch", "a dry run has no GPU to compile for; every launcher inherits it", needs="fla-core"),
-        PrivateName(_L2_FLUSH, "patch", "flushing allocates 256 MiB", "triton.testing.do_bench", "self", needs="a card"),
-    )
 
 
 @contextmanager
@@ -29,13 +16,14 @@ def fake_launches() -> Iterator[None]:
     """Temporarily skip launches of Triton kernels with fake tensors."""
     with ExitStack() as stack:
         if "triton.runtime.jit" in sys.modules:
-            stack.enter_context(wrap(_LAUNCH, _unless_fake))
+            # every launcher inherits it
+            stack.enter_context(wrap("triton.runtime.jit.KernelInterface.__getitem__", _unless_fake))
         if "mamba_ssm" in sys.modules:
-            stack.enter_context(replace(_DEVICE, lambda index: nullcontext()))
+            stack.enter_context(replace("torch.cuda.device", lambda index: nullcontext()))
             # as an RTX 4090, which gives mamba-ssm two buffers of 16 MiB in Granite 4 H micro (2,048 tokens); an RTX 3090, with
             # 82 multiprocessors, gives 10 MiB
             properties = SimpleNamespace(multi_processor_count=128)
-            stack.enter_context(replace(_PROPERTIES, lambda device: properties))
+            stack.enter_context(replace("torch.cuda.get_device_properties", lambda device: properties))
         yield
 
 

@@ -171,6 +171,7 @@ class RunTrainer(SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """Return the method's loss, or TRL's loss when method sft or pretrain evaluates."""
+        # TRL would read five numbers from the device after each forward pass
         if not self.needs_mask:
             inputs = without_mask(inputs)
         with contextlib.nullcontext() if self.plan.settings.packing else without_packing_detection():

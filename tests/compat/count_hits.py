@@ -1,6 +1,6 @@
 """`python count_hits.py OUT`: counts what the libraries call in dry runs, a training and the doctor's probe. Not a test.
 
-Writes to OUT, as JSON, how often a library called or read each name in the registry, and which patches have no row.
+Writes to OUT, as JSON, how often a library called or read each patched or overridden name.
 """
 
 import functools
@@ -9,13 +9,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from registry import ROWS
+from patched_names import OVERRIDDEN, PATCHED, UNSEEN
 
 from finetune.compat import patch_registry
 from finetune.memory.forecast import RowShape
 
 hits: Counter[str] = Counter()
-without_row: list[str] = []
 
 
 def count(name: str) -> None:
@@ -27,7 +26,7 @@ def count(name: str) -> None:
 
 def counted(name, value):
     if not callable(value):
-        hits[name] += isinstance(value, int)  # its reading can't be counted; test_names_are_there.py finds who reads it
+        hits[name] += isinstance(value, int)  # its reading can't be counted
         return CountedBook(name, value) if isinstance(value, dict) else value
 
     @functools.wraps(value)
@@ -49,11 +48,8 @@ class CountedBook(dict):
 
 
 def put(owner, attribute, value):
-    rows = [row.name for row in ROWS if row.kind == "patch" and row.name.endswith(f".{attribute}")]
-    name = next((name for name in rows if patch_registry.owner_of(name)[0] is owner), None)
-    if name is None:
-        without_row.append(f"{owner}.{attribute}")
-    setattr(owner, attribute, counted(name, value))
+    names = [name for name in PATCHED if name.endswith(f".{attribute}") and patch_registry.owner_of(name)[0] is owner]
+    setattr(owner, attribute, counted(names[0], value) if names else value)
 
 
 def probe():
@@ -102,10 +98,10 @@ def training(folder):
     from finetune.run.training import RunTrainer
     from finetune.run.worker import Worker
 
-    for row in ROWS:
-        if row.kind == "override" and not row.needs:
-            method = row.name.rpartition(".")[2]
-            setattr(RunTrainer, method, counted(row.name, vars(RunTrainer)[method]))
+    for name in OVERRIDDEN:
+        if name not in UNSEEN:
+            method = name.rpartition(".")[2]
+            setattr(RunTrainer, method, counted(name, vars(RunTrainer)[method]))
     short = [
         "max_steps=2", "save_steps=2", "eval_steps=2", "dataset.max_rows=16", "effective_batch_size=2", "lora_r=4",
         "per_device_train_batch_size=1", "activation_checkpointing=true", "layer_offloading=cpu",
@@ -124,4 +120,4 @@ if __name__ == "__main__":
     probe()
     dry_runs()
     training(out.parent)
-    out.write_text(json.dumps({"hits": hits, "without_row": without_row}))
+    out.write_text(json.dumps(hits))

@@ -1,22 +1,22 @@
-"""Each name in the registry exists in the installed library and is looked up there."""
-
-from dataclasses import replace
+"""Each patched or overridden name exists in the installed library."""
 
 import pytest
-from registry import ROWS, problem
+from patched_names import OVERRIDDEN, PATCHED, UNSEEN
 
-WHOLE = next(row for row in ROWS if row.used_by and row.parameters)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_library_has_the_name_and_looks_it_up(row):
-    assert problem(row) == ""
+from finetune.compat.patch_registry import owner_of
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"name": "torch.nn.gone"}, "is gone"), ({"name": "no_library.name"}, "is installed"), ({"parameters": "x"}, ", not x"),
-     ({"used_by": "torch.nn.Module.cpu"}, "does not look")],
-)  # fmt: skip
-def test_what_a_library_has_changed_is_detected(changes, what):
-    assert what in problem(replace(WHOLE, **changes))
+@pytest.mark.parametrize("name", [*PATCHED, *OVERRIDDEN])
+def test_the_library_has_the_name(name):
+    owner, attribute = owner_of(name)
+    assert hasattr(owner, attribute)
+
+
+def test_only_patched_and_overridden_names_are_listed_as_unseen():
+    assert {name for name in UNSEEN if not name.startswith("triton.")} <= {*PATCHED, *OVERRIDDEN}
+
+
+@pytest.mark.parametrize("name", ["torch.nn.gone.name", "no_library.name"])
+def test_a_name_whose_owner_is_gone_is_detected(name):
+    with pytest.raises((AttributeError, ImportError)):
+        owner_of(name)

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from registry import ROWS
+from patched_names import OVERRIDDEN
 from used_names import used_in
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [path for part in ("finetune", "app") for path in sorted((ROOT / part).rglob("*.py"))]
 OURS = {"finetune", "app", "__future__"}
-OVERRIDES = {row.name.rpartition(".")[2] for row in ROWS if row.kind == "override"}
+OVERRIDES = {name.rpartition(".")[2] for name in OVERRIDDEN}
 
 
 def is_foreign(module: str | None) -> bool:
@@ -85,7 +85,7 @@ def classes_with_foreign_bases():
                 yield module, node.name, methods
 
 
-def test_a_class_overrides_only_what_has_a_row():
+def test_a_class_overrides_only_what_is_listed():
     for module, name, methods in classes_with_foreign_bases():
         own = getattr(importlib.import_module(module), name)
         theirs = {attribute for base in own.__mro__[1:] if is_foreign(base.__module__) for attribute in vars(base)}
