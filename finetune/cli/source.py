@@ -74,17 +74,13 @@ def _is_model(source: str) -> bool:
         find_recipe(source)
     except RecipeError as error:
         from finetune.model.configuration import FROM_CONFIG
-        from finetune.model.names import OTHER_MODELS, resolve, suggestions, why_unknown
+        from finetune.model.names import resolve, suggestions
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
         # OWNER/NAME is a model on the hub, unless OWNER is a local folder: then it is a misspelt path
         if resolve(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
-        if unknown := why_unknown(source):
-            reason, fix = unknown
-            folder = "" if fix == OTHER_MODELS else f" Or give {FROM_CONFIG}."
-            raise RecipeError(f"the model {source} {reason}; no recipe has that name, either", f"{fix}{folder}") from None
         similar = suggestions(source)
         models = f" Or the model {' or '.join(similar)}?" if similar else ""
         is_near_a_recipe = "Did you mean" in error.fix and not similar

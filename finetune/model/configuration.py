@@ -13,7 +13,7 @@ from finetune.bundled import model_path
 from finetune.errors import ModelError, RecipeError
 from finetune.files import GGUF_FIX, IS_GGUF, LFS_FIX, expanded, parse_json, read_limited, read_object
 from finetune.model.catalogue import catalogue
-from finetune.model.names import Match, resolve, suggestions, why_unknown
+from finetune.model.names import Match, resolve, suggestions
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
@@ -133,9 +133,6 @@ def match_name(typed: str, revision: str | None) -> Match:
 
 
 def _did_you_mean(name: str) -> str:
-    if unknown := why_unknown(name):
-        reason, fix = unknown
-        return f"{name} {reason}. {fix} "
     similar = suggestions(name)
     return f"Did you mean {' or '.join(similar)}? " if similar else ""
 
