@@ -107,18 +107,15 @@ def vocabulary_size(settings: Recipe) -> int | None:
     return sizes[-1] if sizes else None
 
 
-def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | None:
+def card_value(settings: Recipe, key: str) -> str | None:
     """Return the first value of `key` in the header of the model's README, or None."""
-    text: str | None = None
     try:
-        if file := model_file(settings, "README.md"):
-            text = read_limited(file, _MAX_BYTES).decode("utf-8", "replace")
-        elif download:
-            text, _ = _fetch(resolve_model_path(settings), settings.model_revision or "main", "README.md")
+        file = model_file(settings, "README.md")
+        text = read_limited(file, _MAX_BYTES).decode("utf-8", "replace") if file else ""
     except (RecipeError, OSError, ValueError):
         return None
     # by a pattern, because other values may be nested too deeply for a YAML parser
-    match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text or "")
+    match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text)
     return match[1] if match else None
 
 
@@ -169,7 +166,7 @@ def model_file(settings: Recipe, name: str) -> Path | None:
     return Path(source) / name if Path(source).is_dir() else hub.cached_file(source, name, settings.model_revision)
 
 
-def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, str]:
+def _fetch(repo: str, revision: str) -> tuple[str | None, str]:
     # returns the text and "", or None and the problem
     from huggingface_hub import constants, get_token
 
@@ -178,7 +175,7 @@ def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, st
     if not hub.is_reachable():
         return None, "not in the local cache, with the hub out of reach"
     # not by the hub's client, whose retries take 20 s without a network
-    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{name}")
+    request = urllib.request.Request(f"{constants.ENDPOINT}/{repo}/resolve/{revision}/{CONFIG}")
     token = get_token()
     if token:
         # unredirected: redirect targets do not get the token
@@ -189,6 +186,6 @@ def _fetch(repo: str, revision: str, name: str = CONFIG) -> tuple[str | None, st
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return None, "the hub denies access (gated, private or misspelt): accept the terms and run `hf auth login`"
-        return None, f"the hub returned {error.code} for {revision}/{name}"
+        return None, f"the hub returned {error.code} for {revision}/{CONFIG}"
     except (OSError, UnicodeDecodeError) as error:
         return None, f"the hub can't be reached ({getattr(error, 'reason', error)})"

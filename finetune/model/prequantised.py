@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.hub import REPO_ID
-from finetune.model.configuration import card_value
-from finetune.model.names import resolve
 from finetune.settings.base_formats import BITS_16, INT8, NF4, BaseFormat
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
 
 BITSANDBYTES = "bitsandbytes"
 #: Quantisation methods that transformers can undo while loading.
@@ -58,19 +52,3 @@ def trainable_formats(stored: dict[str, Any]) -> tuple[BaseFormat, ...]:
         return (stored_format(stored),)
     # dequantised while loading; mxfp4 can be quantised again to NF4
     return (BITS_16, NF4) if stored["quant_method"] == "mxfp4" else (BITS_16,)
-
-
-def original_of(recipe: Recipe) -> str:
-    """Return the id of the 16-bit model behind a quantised checkpoint, or "the 16-bit model" if unknown."""
-    name = recipe.model_name_or_path
-    # by the checkpoint's name in the catalogue, or from the checkpoint's README
-    original = _original(name) or _original(name.rstrip("/").rpartition("/")[2])
-    base = original or card_value(recipe, "base_model", download=True) or ""
-    if not REPO_ID.fullmatch(base) or base == name:
-        return "the 16-bit model"
-    return _original(base) or base  # the README may name a quantised copy
-
-
-def _original(name: str) -> str | None:
-    match = resolve(name)
-    return match.name if match is not None and match.name != name else None

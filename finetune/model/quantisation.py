@@ -13,7 +13,7 @@ from finetune.errors import RecipeError
 from finetune.layers.experts import has_experts, pack_experts
 from finetune.model.hybrid import layers_kept_in_16_bit
 from finetune.model.language_model import text_config
-from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
+from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, stored_format, stored_quantisation
 from finetune.settings import Settings
 from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.compatibility import shards_weights
@@ -65,19 +65,19 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
         if base_format_of(settings) is not stored_in:
             raise RecipeError(
                 f"model_name_or_path {name} is stored in {bits}",
-                f"Set {stored_in.setting}=true, or give {original_of(settings)}.",
+                f"Set {stored_in.setting}=true, or give the 16-bit model.",
             )
         # transformers 5 fuses a mixture's experts into 3-D weights
         if has_experts:
             raise RecipeError(
                 f"model_name_or_path {name} is a mixture stored in {bits} with separate experts; transformers 5 "
                 "loads fused experts only",
-                f"Give {original_of(settings)}; load_in_4bit=true also quantises its experts while loading.",
+                "Give the 16-bit model; load_in_4bit=true also quantises its experts while loading.",
             )
         if stored_in is NF4 and shards_weights(settings.launch) and stored.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                f"Give {original_of(settings)}; load_in_4bit=true quantises it while loading, so that it can be sharded.",
+                "Give the 16-bit model; load_in_4bit=true quantises it while loading, so that it can be sharded.",
             )
         arguments = {key: value for key, value in stored.items() if not key.startswith("_")}
         if stored_in is NF4:
@@ -91,5 +91,5 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
     give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"
     raise RecipeError(
         f"model_name_or_path {name} is stored as {quantisation}, which conflicts with this recipe's quantisation",
-        f"{give} {original_of(settings)}; load_in_4bit=true quantises it while loading.",
+        f"{give} the 16-bit model; load_in_4bit=true quantises it while loading.",
     )
