@@ -111,7 +111,7 @@ def _parse_literal(text: str, path: str) -> Any:
     try:  # Hermes' rows have Python's quotes
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise BadRow(path, f"has a <tool_call> that can't be read: {quoted(text)}") from None
+        raise BadRow(path, f"has tools or a call that can't be read: {quoted(text)}") from None
 
 
 def responses_in_text(text: str) -> list[str]:

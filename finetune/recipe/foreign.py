@@ -21,8 +21,8 @@ from finetune.settings.schema import Recipe
 # Each tool has a table in `tools`, with these entries; keys without a row are listed and not carried over:
 #
 # keys           key -> setting, or value -> settings. `else`: the setting of all other values. `fraction`: the setting of
-#                values between 0 and 1. `part`: the setting of splits such as train[:20%]. `requires`: a switch that must be
-#                on. A value without a row has the key's reason below. Where two keys set one setting, the later row counts.
+#                values between 0 and 1. A value without a row has the key's reason below. Where two keys set one setting, the
+#                later row counts.
 # refused        reason -> keys that train something that finetune doesn't train
 # not carried over, no effect    reason -> keys that may change the result, and keys that can't
 # batch          keys whose product, times the number of processes, is the effective batch size
@@ -62,8 +62,7 @@ class Tool:
             if is_listed and row[item] is not None:
                 return _carried(row[item])
             is_fraction = "fraction" in row and isinstance(item, float) and 0 < item < 1
-            is_part = "part" in row and "[" in str(item)
-            setting = row.get("fraction" if is_fraction else "part" if is_part else "else")
+            setting = row.get("fraction" if is_fraction else "else")
             if setting and value is not None and not is_listed:
                 return _carried({setting: item})
         if value is None or (row is None and value in (False, 0, "", "none", [], {})):
@@ -170,16 +169,13 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
     for key, value in values.items():
         line = document.lines.get(key, document.lines.get(key.partition(".")[0]))
         conversion.keys[key] = KeyReport(key, short(value), line, "no effect", "")
-    requirements = _read_keys(conversion, values)
+    _read_keys(conversion, values)
     # overrides decide the batch and the method, whose defaults differ
     launch, method = override_values.get("launch"), override_values.get("method")
     processes = launch.get("num_processes", 1) if isinstance(launch, dict) else 1
     _read_batch(conversion, values, processes if type(processes) is int else 1)
     method = _read_method(conversion, values, method if isinstance(method, str) else None)
     _add_defaults(conversion, values, method, name)
-    for key, setting in requirements.items():  # last, when defaults and overrides are known
-        if override_values.get(setting, conversion.settings.get(setting)) is not True:
-            conversion.report(key, "refused", f"{tool.name} requires {setting}: true")
     for report in conversion.with_outcome("refused"):
         conversion.problems.append(f"{name}:{report.line}: {report.key} {report.value}: {report.text}")
     conversion.settings.setdefault("dataset.path", load.NO_DATASET)
@@ -200,20 +196,17 @@ def _flat(tool: Tool, values: Values) -> Values:
     return flat
 
 
-def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
-    requirements, tool = {}, conversion.tool
+def _read_keys(conversion: Conversion, values: Values) -> None:
+    tool = conversion.tool
     # in the table's order: if two keys set the same setting, the later row wins
     order = [*tool.keys]
     for key in sorted(values, key=lambda key: order.index(key) if key in order else -1):
         outcome, text, settings = tool.meaning(key, values[key])
-        if switch := settings.get("requires"):  # checked when defaults and overrides are known
-            requirements[key], outcome, text, settings = switch, "no effect", "needs no setting here", {}
         conversion.report(key, outcome, text)
         for setting, value in settings.items():
             if conversion.settings.get(setting, value) != value:
                 conversion.report(conversion.key_of[setting], "not carried over", f"{key} takes precedence")
             conversion.settings[setting], conversion.key_of[setting] = value, key
-    return requirements
 
 
 def _read_batch(conversion: Conversion, values: Values, processes: int) -> None:

@@ -21,7 +21,7 @@ LEAST = {
     "Axolotl": {"base_model": "x/y", "adapter": "lora", "learning_rate": 1e-4, "datasets": [{"path": "x/z"}]},
     "TRL": {"model_name_or_path": "x/y", "use_peft": True, "dataset_name": "x/z"},
 }
-SPECIAL = ("else", "fraction", "part")
+SPECIAL = ("else", "fraction")
 METHOD_KEYS = {"LLaMA-Factory": "stage", "Axolotl": "rl"}
 by_tool = pytest.mark.parametrize("tool", tools(), ids=lambda tool: tool.name)
 
@@ -59,7 +59,7 @@ def test_tables_name_settings_and_keys_that_exist(tool):
     rows = [row if isinstance(row, dict) else {"else": row} for row in tool.keys.values()]
     settings = {name for row in rows for value, name in row.items() if value in SPECIAL and name}
     settings |= {name for row in rows for inner in row.values() if isinstance(inner, dict) for name in inner}
-    for name in settings - {"requires"}:
+    for name in settings:
         section, _, inner = name.partition(".")
         assert section in Recipe.model_fields and (not inner or inner.split(".")[0] in DatasetRecipe.model_fields), name
     methods = tool.table["methods"].values()
@@ -155,11 +155,6 @@ def test_one_dataset_is_carried_over_and_several_are_listed():
     assert convert(files)[0].dataset.path == "none" and reports(files)["datasets.path"][0] == "not carried over"
 
 
-def test_a_part_of_a_split_is_listed():
-    recipe, read = convert(LEAST["TRL"] | {"dataset_train_split": "train[:20%]"})
-    assert recipe.dataset.split == "train" and "dataset.max_rows" in read.keys["dataset_train_split"].text
-
-
 def test_of_two_keys_for_one_setting_the_other_is_listed():
     values = LEAST["Axolotl"] | {"lora_target_linear": True, "lora_target_modules": ["q_proj", "k_proj"]}
     assert convert(values)[0].target_modules == "all-linear"
@@ -218,7 +213,6 @@ def test_dropout_is_off_in_dpo_and_that_is_listed():
         ("LLaMA-Factory", {"output_dir": "saves/${stage}"}, "write the value out"),
         ("LLaMA-Factory", {"lr_scheduler_type": "polynomial"}, "x.yaml:4: lr_scheduler_type is 'polynomial'"),
         ("LLaMA-Factory", {"gradient_accumulation_steps": [2]}, "not a whole number"),
-        ("Axolotl", {"adapter": "qlora"}, "adapter qlora: Axolotl requires load_in_4bit: true"),
         ("Axolotl", {"adapter": None}, "all parameters are trained"), ("Axolotl", {"rl": "grpo"}, "rl grpo"),
         ("Axolotl", {"batch_size": 8}, "write micro_batch_size"),
         ("Axolotl", {"learning_rate": "fast"}, "learning_rate is 'fast'"),
@@ -233,8 +227,9 @@ def test_what_finetune_does_not_train_is_refused(tool, values, reason):
     assert reason in problems and "abc" not in problems and len(problems.splitlines()) == 1
 
 
-def test_qlora_in_4_bits_is_carried_over():
-    assert convert(LEAST["Axolotl"] | {"adapter": "qlora", "load_in_4bit": True})[0].load_in_4bit is True
+@pytest.mark.parametrize("more", [{}, {"load_in_4bit": True}])
+def test_qlora_is_in_4_bits(more):
+    assert convert(LEAST["Axolotl"] | {"adapter": "qlora"} | more)[0].load_in_4bit is True
 
 
 def test_overrides_replace_settings_and_processes_multiply_the_batch():
