@@ -1,13 +1,12 @@
-"""Detached processes that outlive the page: commands on results, and the queue of requested runs.
+"""Detached processes that outlive the page: commands on results, and the starts of runs.
 
-The queue is worked off by `python -m app.background RUNS [ENTRY]`.
+`python -m app.background RUNS START run RECIPE ...` and `... START resume RUN` wait for earlier starts and for running runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
+import json
 import shutil
 import subprocess
 import sys
@@ -16,148 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.card.visible import hide_gpus
 from finetune.errors import CommandError, FinetuneError
 from finetune.files import parse_json, read_object, write_json
-from finetune.gc_settings import raise_gc_thresholds
 from finetune.privacy import keep_private
-from finetune.recipe import load_recipe, write_recipe
+from finetune.recipe import write_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive, is_recorded_process, process_record
-from finetune.settings import AUTO, Recipe
-from finetune.system import is_locked, rename, shell_join, take_lock
+from finetune.settings import Recipe
+from finetune.system import shell_join
 
-from .worker import child_environment, detach, module_command
+from .worker import detach
 from .workspace import Workspace
 
-#: States before the start. status.json is {"state": waiting | preparing | started | failed, "message": ..., "run": ...}.
-OPEN_STATES = ("waiting", "preparing")
-_MOST_CLOSED_ENTRIES = 8  # started and failed entries that are kept
+OPEN_STATES = ("waiting", "preparing")  # states of a start before it has started or failed
+_MOST_ENDED_STARTS = 8  # that are kept
 _POLL_S = 0.3
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One requested start."""
-
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    def status(self) -> dict[str, Any]:
-        # a damaged entry must not block the queue
-        unreadable = {"state": "failed", "message": "its status file can't be read"}
-        return {"problems": [], "fix": "", "run": "", **(read_object(self.path / "status.json") or unreadable)}
-
-    def set_status(self, state: str, message: str = "", **values: Any) -> None:
-        earlier = read_object(self.path / "status.json") or {}
-        write_json(self.path / "status.json", {**earlier, "state": state, "message": message, **values})
-
-
-class Queue:
-    """Queue entries, oldest first."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace, self.folder = workspace, workspace.folder("queue")
-
-    def entries(self) -> list[Entry]:
-        return [Entry(path) for path in sorted(self.folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-
-    def open_entries(self) -> list[Entry]:
-        return [entry for entry in self.entries() if entry.status()["state"] in OPEN_STATES]
-
-    def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
-        """Queue a new run, or a continuation of the run `resume`."""
-        for entry in self.open_entries():
-            if resume and entry.status().get("resume") == resume:  # a second click
-                return entry
-        # hidden until complete: the starter must not see half an entry
-        hidden = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
-        hidden.mkdir(mode=0o700)
-        entry = Entry(hidden)
-        entry.recipe.write_text(write_recipe(recipe), encoding="utf-8")
-        entry.set_status("waiting", "in the queue", resume=resume, force=force)
-        entry = Entry(rename(hidden, self.folder / hidden.name[1:]))
-        closed = [entry for entry in self.entries() if entry.status()["state"] not in OPEN_STATES]
-        for old_entry in closed[:-_MOST_CLOSED_ENTRIES]:
-            shutil.rmtree(old_entry.path, ignore_errors=True)
-        self.ensure_starter()
-        return entry
-
-    def cancel(self, name: str) -> bool:
-        for entry in self.entries():
-            # an entry that has begun can't be removed
-            if entry.path.name == name and entry.status()["state"] == "waiting":
-                shutil.rmtree(entry.path, ignore_errors=True)
-                return True
-        return False
-
-    def ensure_starter(self) -> None:
-        # detached: the queue goes on when the app ends; a second starter exits by itself
-        if self.open_entries() and not is_locked(self.folder / ".lock"):
-            starter = module_command(".background", str(self.workspace.runs))
-            detach(self.workspace.root, starter, self.folder / ".starter.txt")
-
-    def start_all(self) -> None:
-        """Start runs until the queue is empty."""
-        lock = take_lock(self.folder / ".lock", wait_s=1)  # a process that tests the lock holds it for a moment
-        if lock is None:
-            return
-        with lock:
-            while entry := next(iter(self.open_entries()), None):
-                busy = next((run.path.name for run in self.workspace.list_runs() if is_alive(run)), None)
-                if busy is None:
-                    self._start_in_child(entry)
-                    continue
-                message = f"starts when {busy} has ended"
-                # the user may have removed the entry meanwhile
-                if entry.path.exists() and entry.status()["message"] != message:
-                    entry.set_status("waiting", message)
-                time.sleep(_POLL_S)
-
-    def _start_in_child(self, entry: Entry) -> None:
-        # a child process, whose libraries take no memory while the run trains
-        entry.set_status("preparing", "loading libraries")
-        log = entry.path / "log.txt"
-        command = module_command(".background", str(self.workspace.runs), str(entry.path))
-        with log.open("ab") as file:
-            child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=child_environment())
-        if entry.status()["state"] == "preparing":  # the child died before it could write an error
-            last_line = (log.read_text(encoding="utf-8", errors="replace").strip() or "no output").splitlines()[-1][:500]
-            entry.set_status("failed", f"the preparation ended with status {child.returncode}", problems=[last_line], fix="")
-
-    def start(self, entry: Entry) -> None:
-        """Prepare and start the run of an entry."""
-        from finetune.run import control  # here: imports stay at most ten deep
-
-        status = entry.status()
-        try:
-            if resumed_name := status.get("resume"):
-                # a deleted run: `resume` raises the error for the page
-                run = self.workspace.run(resumed_name) or RunDirectory(self.workspace.runs / resumed_name)
-                control.resume(run)
-            else:
-                run = self._create_run(entry, bool(status.get("force")))
-                control.start(run)
-        except FinetuneError as error:
-            # the page shows the error from the status
-            entry.set_status("failed", error.title, problems=error.problems, fix=error.fix)
-        else:
-            entry.set_status("started", "", run=run.path.name)
-
-    def _create_run(self, entry: Entry, force: bool) -> RunDirectory:
-        from finetune.run.prepare import create_run, prepare
-
-        recipe = load_recipe(entry.recipe)
-        prepared = prepare(recipe, force=force, progress=lambda text: entry.set_status("preparing", text))
-        if recipe.output_dir == AUTO:  # the plan chooses the name, the app the folder
-            name = Path(str(prepared.plan.settings.output_dir)).name
-            settings = prepared.plan.settings.model_copy(update={"output_dir": str(self.workspace.runs / name)})
-            prepared = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, settings=settings))
-        entry.set_status("preparing", "writing the run directory")
-        return create_run(prepared)
+_WAITING = "waiting"  # file of a start that still waits; removing the file takes the start back
 
 
 @dataclass(frozen=True)
@@ -169,14 +42,14 @@ class Task:
     #: Folder of status.json and output.txt.
     path: Path
 
-    def begin(self, *arguments: str) -> None:
+    def begin(self, *arguments: str, module: str = "finetune") -> None:
         """Start the command. Raises CommandError if it is running."""
         if (self.status() or {}).get("state") == "running":
             raise CommandError(f"finetune {arguments[0]} is already running")
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         output = self.path / "output.txt"
         output.write_bytes(b"")
-        process = detach(self.root, [sys.executable, "-P", "-m", "finetune", *arguments], output)
+        process = detach(self.root, [sys.executable, "-P", "-m", module, *arguments], output)
         status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
         write_json(self.path / "status.json", {**status, "process": process_record(process)})
 
@@ -208,17 +81,99 @@ def task_of(workspace: Workspace, run: RunDirectory, verb: str) -> Task:
     return Task(workspace.root, workspace.folder("tasks") / run.path.name / verb)
 
 
-def main() -> None:
-    """Start all entries, or the entry in the second argument."""
+class Start(Task):
+    """The start of a run, after earlier starts and running runs."""
+
+    def view(self) -> dict[str, Any]:
+        """Return state and newest line of output, or the result."""
+        status, lines = self.status() or {}, self.output().strip().splitlines()
+        result = self.result()
+        if result is None and status.get("state") == "running":
+            state = "waiting" if (self.path / _WAITING).exists() else "preparing"
+            return {"state": state, "message": lines[-1][:500] if lines else ""}
+        if result is None:
+            result = {"problems": [*lines[-1:], "the process was killed"], "fix": "Start the run again."}
+        if "problems" in result:
+            return {"state": "failed", "problems": result["problems"], "fix": result["fix"]}
+        return {"state": "started", "run": Path(result["run"]).name}
+
+    def take_back(self) -> bool:
+        try:
+            (self.path / _WAITING).unlink()
+        except FileNotFoundError:
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
+    def reason_to_wait(self, workspace: Workspace) -> str:
+        # starts before runs: a start ends when its run is alive
+        if any(start.path.name < self.path.name and start.view()["state"] in OPEN_STATES for start in starts(workspace)):
+            return "starts after an earlier one"
+        running = next((run.path.name for run in workspace.list_runs() if is_alive(run)), None)
+        return f"starts when {running} has ended" if running else ""
+
+
+def starts(workspace: Workspace) -> list[Start]:
+    """Return the requested starts, oldest first."""
+    return [Start(workspace.root, path) for path in sorted(workspace.folder("starts").iterdir()) if path.is_dir()]
+
+
+def start_run(workspace: Workspace, recipe: Recipe, *, force: bool = False) -> Start:
+    """Request a new run."""
+    start = _new_start(workspace)
+    file = start.path / "recipe.yaml"
+    file.write_text(write_recipe(recipe), encoding="utf-8")
+    options = ["--detach", "--json", *(["--force"] if force else [])]
+    start.begin(str(workspace.runs), str(start.path), "run", str(file), *options, module=__name__)
+    return start
+
+
+def resume_run(workspace: Workspace, run: RunDirectory) -> None:
+    """Request the continuation of a run, once."""
+    for start in starts(workspace):
+        if start.path.name.partition("-")[2] == run.path.name and start.view()["state"] in OPEN_STATES:  # a second click
+            return
+    start = _new_start(workspace, f"-{run.path.name}")
+    start.begin(str(workspace.runs), str(start.path), "resume", str(run.path), module=__name__)
+
+
+def _new_start(workspace: Workspace, suffix: str = "") -> Start:
+    ended = [start for start in starts(workspace) if start.view()["state"] not in OPEN_STATES]
+    for start in ended[:-_MOST_ENDED_STARTS]:
+        shutil.rmtree(start.path, ignore_errors=True)
+    path = workspace.folder("starts") / f"{time.time_ns():020d}{suffix}"
+    path.mkdir(mode=0o700)
+    (path / _WAITING).touch()
+    return Start(workspace.root, path)
+
+
+def main() -> int:
+    """Start or resume a run when it is its turn; return the exit status."""
     keep_private()
-    raise_gc_thresholds()
-    queue = Queue(Workspace(Path.cwd(), Path(sys.argv[1])))
-    if len(sys.argv) > 2:
-        hide_gpus()
-        queue.start(Entry(Path(sys.argv[2])))
-    else:
-        queue.start_all()
+    runs, folder, verb, *arguments = sys.argv[1:]
+    workspace, start, printed = Workspace(Path.cwd(), Path(runs)), Start(Path.cwd(), Path(folder)), ""
+    while (start.path / _WAITING).exists() and (reason := start.reason_to_wait(workspace)):
+        if reason != printed:
+            print(reason, flush=True)  # noqa: T201 - the page shows it
+        printed = reason
+        time.sleep(_POLL_S)
+    try:
+        (start.path / _WAITING).unlink()
+    except FileNotFoundError:  # taken back
+        return 0
+    print("loading libraries", flush=True)  # noqa: T201
+    if verb == "run":
+        return subprocess.call([sys.executable, "-P", "-m", "finetune", verb, *arguments])
+    from finetune.run import control  # here: imports stay at most ten deep
+
+    try:
+        control.resume(RunDirectory(Path(arguments[0])))
+    except FinetuneError as error:
+        print(json.dumps(error.as_json()))  # noqa: T201
+        return error.exit_code
+    print(json.dumps({"run": arguments[0]}))  # noqa: T201
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

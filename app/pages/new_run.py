@@ -19,7 +19,7 @@ from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
 
-from ..background import OPEN_STATES
+from ..background import OPEN_STATES, start_run, starts
 from ..language import tr
 from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
 from ..planning.draft import DEMO_RECIPE, DraftState
@@ -50,17 +50,16 @@ class NewRun:
         self._newest_plan: tuple[tuple[str, bool], Plan | None] = (self._newest_request, None)
         self._local_models: list[Model] = []
         self._models_listed_s = -_LISTING_S  # not yet
-        #: Name of the queue entry that was started here, and the stamp of its draft.
+        #: Name of the newest start from this page, and the stamp of its draft.
         self._started = ("", 0)
 
     def html(self, query: Mapping[str, str]) -> str:
         return render("new_run")
 
     def screen(self, mine: str = "") -> dict[str, Any]:
-        """Return the draft, planner progress, and the state of `mine`, this tab's queue entry."""
-        self.context.queue.ensure_starter()
+        """Return the draft, planner progress, and the state of `mine`, this tab's start."""
         edited = self.context.draft.read()
-        statuses = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
+        statuses = {start.path.name: start.view() for start in starts(self.context.workspace)}
         started, stamp = self._started
         if started in statuses and stamp == edited.stamp and statuses[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run starts with an empty draft
@@ -198,13 +197,12 @@ class NewRun:
         return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, draft_stamp: int, name: str = "", *, force: bool = False) -> None:
-        if name := _NOT_IN_NAMES.sub("-", name).strip("-. "):
-            folder = self.context.workspace.runs / name
-            if folder.exists():
-                raise CommandError(f"there is a run called {name} already", "Choose another name.")
-            recipe = recipe.model_copy(update={"output_dir": str(folder)})
-        entry = self.context.queue.add(recipe, force=force)
-        self._started = entry.path.name, draft_stamp
+        model_and_time = f"{Path(recipe.model_name_or_path).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = self.context.workspace.runs / (_NOT_IN_NAMES.sub("-", name).strip("-. ") or model_and_time)
+        if folder.exists():
+            raise CommandError(f"there is a run called {folder.name} already", "Choose another name.")
+        start = start_run(self.context.workspace, recipe.model_copy(update={"output_dir": str(folder)}), force=force)
+        self._started = start.path.name, draft_stamp
 
     def panel(self, name: str, query: str = "", *, check: bool = False) -> str:
         edited = self.context.draft.read()

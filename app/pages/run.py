@@ -14,6 +14,7 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 
+from ..background import resume_run
 from ..language import tr
 from ..views import run as run_view
 from ..views.charts import chart_data
@@ -37,7 +38,6 @@ class RunPage:
             return sweep_page(sweep, tab)
         run = self.context.workspace.run(name) or self._default_run(tab)
         if run is None:
-            self.context.queue.ensure_starter()
             return render("run_none")
         live = self.context.lives.follow(run)
         try:
@@ -91,7 +91,7 @@ class RunPage:
                 ends = tr("The run ends after this step. Its best step is the result.")
                 note_html = note(ends if control.finish(run) else tr("This run is not running."))
             case {"run": "resume"}:
-                context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+                resume_run(context.workspace, run)
                 note_html = note(tr("Queued. The run continues from its newest checkpoint."))
             case {"run": "duplicate"}:
                 context.draft.write(run.recipe.read_text(encoding="utf-8"))

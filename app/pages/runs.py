@@ -10,6 +10,7 @@ from finetune.errors import CommandError, FinetuneError
 from finetune.run.control import delete_run, deleted_runs, rename_run, restore_run
 from finetune.run.directory import RunDirectory
 
+from ..background import starts
 from ..language import tr
 from ..views.markup import TO_NEW_RUN, chart_element, note, problem, problem_of, render
 from ..views.run import pill
@@ -30,7 +31,6 @@ class RunsPage(FollowedPage):
         return render("runs", parts={})
 
     def parts(self) -> dict[str, str]:
-        self.context.queue.ensure_starter()
         workspace = self.context.workspace
         deadline_s = time.monotonic() + 0.5  # later requests read the rest of a long history
         rows, damaged = [], ""
@@ -42,18 +42,17 @@ class RunsPage(FollowedPage):
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, say=sweep_sentence),
-            "queue": render("queue", entries=self._queue_entries()),
+            "queue": render("queue", entries=self._open_and_failed_starts()),
             "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_MOST_ROWS]),
         }
 
-    def _queue_entries(self) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = []
-        for entry in reversed(self.context.queue.entries()):
-            status, name = entry.status(), entry.path.name
-            if status["state"] != "started":
-                # the name begins with nanoseconds
-                entries.append({"name": name, "status": status, "time": clock(int(name.partition("-")[0]) / 1e9)})
-        return entries
+    def _open_and_failed_starts(self) -> list[dict[str, Any]]:
+        views = [(start.path.name, start.view()) for start in reversed(starts(self.context.workspace))]
+        # the name begins with nanoseconds
+        return [
+            {"name": name, "status": view, "time": clock(int(name.partition("-")[0]) / 1e9)} for name, view in views
+            if view["state"] != "started"
+        ]  # fmt: skip
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         names = message.get("runs", ())
@@ -76,7 +75,7 @@ class RunsPage(FollowedPage):
                 names = [restore_run(self.context.workspace.runs, str(folder)).path.name for folder in folders]
                 return {"said": note(tr("Restored {runs}.", runs=", ".join(names)), "ok")}
             case {"cancel": str(name)}, _:
-                is_removed = self.context.queue.cancel(name)
+                is_removed = any(start.take_back() for start in starts(self.context.workspace) if start.path.name == name)
                 return {"said": note(tr("Removed." if is_removed else "It is no longer waiting."))}
         raise KeyError(message)
 

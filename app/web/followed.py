@@ -15,7 +15,6 @@ from fastapi.responses import PlainTextResponse
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 
-from ..background import Queue
 from ..chats import Chats
 from ..live import LiveRuns
 from ..planning.draft import Draft
@@ -37,11 +36,10 @@ class Context:
         self.draft = Draft(workspace)
         log = workspace.folder("planner") / "log.txt"
         self.planner = Worker(workspace, ".planning.process", log=log, silent_s=_SILENT_S)
-        self.queue = Queue(workspace)
         self.chats = Chats(workspace)
 
     def close(self) -> None:
-        # runs and the queue are other processes, and continue
+        # runs and starts are other processes, and continue
         self.planner.close()
         self.chats.close()
         # uploads that no recipe and no message has taken

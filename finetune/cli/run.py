@@ -56,7 +56,7 @@ def run_recipe(
         with show_progress(quiet=as_json) as progress:
             cost = measure_recipe(recipe, progress, force=force)
     with control.early_supervisor() as supervisor:
-        with show_progress(quiet=as_json) as progress:
+        with show_progress(quiet=False) as progress:  # on stderr, even beside JSON: the page shows it
             prepared = prepare(recipe, force=force, progress=progress)
         run = create_run(prepared)
         if not as_json:

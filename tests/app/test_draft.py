@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.background import Queue
+from app.background import Task, start_run, starts
 from app.planning.draft import Draft
 from app.views.new_run import fields
 from app.workspace import Workspace
@@ -83,15 +83,16 @@ def test_a_run_is_not_renamed_to_an_invalid_or_a_taken_name(workspace, name):
         rename_run(some_run(workspace), name)
 
 
-def test_the_queue_is_files_and_keeps_its_order(workspace, monkeypatch):
-    monkeypatch.setattr(Queue, "ensure_starter", lambda self: None)
-    queue = Queue(workspace)
-    entries = [queue.add(load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2, 3)]
-    reopened = Queue(workspace)
-    assert [load_recipe(entry.recipe).seed for entry in reopened.open_entries()] == [1, 2, 3]
-    assert reopened.cancel(entries[0].path.name)
-    assert not reopened.cancel("../../outside")
-    assert [load_recipe(entry.recipe).seed for entry in reopened.open_entries()] == [2, 3]
+def test_starts_are_files_wait_for_earlier_ones_and_can_be_taken_back(workspace, monkeypatch):
+    commands = []
+    monkeypatch.setattr(Task, "begin", lambda task, *arguments, module: commands.append([module, *arguments]))
+    monkeypatch.setattr(Task, "status", lambda task: {"state": "running"})
+    first, second = (start_run(workspace, load_recipe("tiny-cpu", [f"seed={seed}"])) for seed in (1, 2))
+    assert [load_recipe(start.path / "recipe.yaml").seed for start in starts(workspace)] == [1, 2]
+    assert commands[0][:4] == ["app.background", str(workspace.runs), str(first.path), "run"]
+    assert (first.reason_to_wait(workspace), second.reason_to_wait(workspace)) == ("", "starts after an earlier one")
+    assert first.view()["state"] == "waiting" and first.take_back() and not first.take_back()
+    assert starts(workspace) == [second] and second.reason_to_wait(workspace) == ""
 
 
 def some_run(workspace, name="one"):

@@ -1,5 +1,7 @@
 """New run: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
 
+import json
+import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from browser import options_in
 
+from app.background import Task, starts
 from app.language import use_language
 from app.pages.new_run import NewRun
 from app.planning.process import Questions
@@ -21,18 +24,22 @@ from app.views.words import in_words
 from app.worker import SupersededError, Work, call_method, result_of
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
+from finetune.files import write_json
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Alternative, LayerCopies, Plan, ResourceCheck, Suggestion, Verdict, verdict_of
 from finetune.recipe import find_recipe, load_recipe, recipe_from, write_recipe
+from finetune.run.state import process_record
 from finetune.settings.reference import settings_reference
 from finetune.units import GIB
+
+RUNNING = {"state": "running", "process": process_record(os.getpid())}
 
 
 @pytest.fixture
 def page(context, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     context.uploads.mkdir(parents=True)
-    monkeypatch.setattr(context.queue, "ensure_starter", lambda: None)  # no run: only what is queued
+    monkeypatch.setattr(Task, "begin", lambda task, *_, module: write_json(task.path / "status.json", RUNNING))  # no process
     page, questions = NewRun(context), Questions()
 
     def call(method, report=lambda _: None, is_wanted=None, **values):
@@ -48,6 +55,12 @@ def tiny(page):
     page.change({"data": "support"})
     page.change({"gpu": "cpu"})
     return page
+
+
+def end(start, **result):
+    """End the process of a start with this result."""
+    write_json(start.path / "status.json", {"state": "done"})
+    (start.path / "output.txt").write_text(f"planning ...\n{json.dumps(result)}\n")
 
 
 def recipe(page):
@@ -127,10 +140,11 @@ def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason)
 def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(tiny):
     typed(tiny, "lora_r", "24")
     assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["starting"]
-    [entry] = tiny.context.queue.entries()
-    assert "lora_r: 24" in entry.recipe.read_text() and "runs/bikes-7B" in entry.recipe.read_text()
-    entry.set_status("started", run="bikes-7B")
-    assert 'data-go="/run?run=bikes-7B"' in tiny.screen(entry.path.name)["parts"]["progress"]
+    [start] = starts(tiny.context.workspace)
+    recipe_text = (start.path / "recipe.yaml").read_text()
+    assert "lora_r: 24" in recipe_text and "runs/bikes-7B" in recipe_text
+    end(start, run="runs/bikes-7B")
+    assert 'data-go="/run?run=bikes-7B"' in tiny.screen(start.path.name)["parts"]["progress"]
     assert tiny.screen()["parts"]["progress"] == ""
     assert tiny.context.draft.read().values == {}
 
@@ -139,7 +153,7 @@ def test_a_copied_run_gets_a_folder_of_its_own_and_the_demo_leaves_the_draft(tin
     draft = tiny.context.draft
     assert draft.write("model_name_or_path: tiny\ndataset: support\noutput_dir: first\n").recipe.output_dir == "auto"
     tiny.change({"demo": True})
-    tiny.context.queue.entries()[-1].set_status("started", run="demo")
+    end(starts(tiny.context.workspace)[-1], run="runs/demo")
     tiny.screen()
     assert draft.read().model == "tiny"
 
@@ -150,7 +164,7 @@ def test_nothing_starts_without_a_model_and_data_or_under_a_name_that_is_taken(p
     page.change({"data": "support"})
     (page.context.workspace.runs / "taken").mkdir(parents=True)
     assert "run called taken" in page.change({"start": True, "name": "taken"})["parts"]["refused"]
-    assert page.context.queue.entries() == []
+    assert starts(page.context.workspace) == []
 
 
 def test_the_form_has_each_setting_once_with_its_name_and_help():

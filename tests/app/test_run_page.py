@@ -135,7 +135,7 @@ def test_a_tick_sends_only_the_parts_that_the_browser_has_not(page):
 def page(context, kept_run, monkeypatch):
     kept_run(context.workspace.runs)
     queued = []
-    monkeypatch.setattr(context.queue, "add", lambda recipe, **options: queued.append(options))
+    monkeypatch.setattr("app.pages.run.resume_run", lambda workspace, run: queued.append(run.path.name))
     return SimpleNamespace(view=RunPage(context), draft=context.draft, queued=queued)
 
 
@@ -176,7 +176,7 @@ def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
 
 def test_buttons_of_the_head_do_what_they_say(page):
     pressed(page, run="resume")
-    assert page.queued == [{"resume": "finished"}]
+    assert page.queued == ["finished"]
     assert 'data-go="/"' in pressed(page, run="half")
     assert page.draft.read().values["learning_rate"] == 0.002
     pressed(page, run="duplicate")
@@ -188,4 +188,4 @@ def test_buttons_of_the_head_do_what_they_say(page):
 
 def test_a_tampered_recipe_is_refused_in_words(page, tmp_path):
     (tmp_path / "runs/finished/recipe.yaml").write_text("lora_r: many\n")
-    assert 'role="alert"' in pressed(page, run="resume") and page.queued == []
+    assert 'role="alert"' in pressed(page, run="duplicate") and page.draft.read().values == {}

@@ -109,11 +109,11 @@ def test_its_processes_end_and_every_name_is_one_that_windows_takes(resumed, wor
     assert [name for name in names if re.search(r'[<>:"|?*\\]|[. ]$', name)] == []
 
 
-def test_the_pages_queue_starts_a_run(workspace):
+def test_the_page_starts_a_run(workspace):
     code = (
-        "from pathlib import Path; from app.background import Queue; from app.workspace import Workspace; "
-        "from finetune.recipe import load_recipe; here = Path.cwd(); "
-        "Queue(Workspace(here, here / 'queued')).add(load_recipe('tiny-cpu', ['max_steps=2', 'eval_steps=0']))"
+        "from pathlib import Path; from app.background import start_run; from app.workspace import Workspace; "
+        "from finetune.recipe import load_recipe; here = Path.cwd(); overrides = ['max_steps=2', 'eval_steps=0', "
+        "'output_dir=queued/one']; start_run(Workspace(here, here / 'queued'), load_recipe('tiny-cpu', overrides))"
     )
     python(workspace, "-c", code)
     wait_for(lambda: list((workspace / "queued").glob("[!.]*/plan.json")))
