@@ -26,7 +26,7 @@ from finetune.run.directory import RunDirectory, open_run
 from .live import LiveRun
 from .views.answers import answers, evaluations
 from .views.charts import curves, measured_peak
-from .views.markup import Safe, as_on_page, render
+from .views.markup import Safe, render
 from .views.new_run import verdict as plan_verdict
 from .views.run import BROKEN, about, explanation_of, figures, memory, messages, pill, progress, settings_table
 from .views.runs import arms, comparison, losses, sweep_sentence
@@ -66,7 +66,7 @@ def _sweep_report(path: Path) -> str:
 
     sweep = open_sweep(path)
     return _render_report(
-        "report_sweep", path.name, rule=as_on_page(RULE), sentence=sweep_sentence(sweep), losses=Safe(losses(sweep)),
+        "report_sweep", path.name, rule=RULE, sentence=sweep_sentence(sweep), losses=Safe(losses(sweep)),
         arms=arms(sweep, in_report=True),
     )  # fmt: skip
 

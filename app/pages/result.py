@@ -18,9 +18,15 @@ from ..background import Task, task_of
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.answers import evaluations
-from ..views.markup import SCORES, Safe, render
+from ..views.markup import Safe, render
 from ..web.followed import Context
 
+#: Values of `finetune eval --score` by the page's label.
+SCORES = {
+    mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
+    mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
+    mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
+}  # fmt: skip
 _PUSH_KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ROW_ORDERS = {
     "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")

@@ -15,7 +15,7 @@ from finetune.units import GIB, format_bytes
 
 from ..language import mark, tr
 from ..live import Digest, LiveRun, Point, Series, smoothed
-from .markup import Safe, as_on_page, inert, render
+from .markup import Safe, inert, render
 
 #: Size of the SVG box, which the browser stretches, and number of bars of a histogram.
 _WIDE, _HIGH, _BARS = 1000.0, 100.0, 40
@@ -170,8 +170,8 @@ def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
     charts = {name: (tr(title), unit) for name, (title, unit) in CHARTS.items()}
     for name, (label, text) in METRICS.items():
         unit = "percent" if "%" in text else "short"
-        charts[name] = as_on_page(label).capitalize(), unit
-        charts[f"eval/{name}"] = tr("Held-out {metric}", metric=as_on_page(label)), unit
+        charts[name] = label.capitalize(), unit
+        charts[f"eval/{name}"] = tr("Held-out {metric}", metric=label), unit
     for name, (title, unit) in charts.items():
         if name in digest.series:
             lines = [{"name": name, "label": "", "kind": "mean"}]

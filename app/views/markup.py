@@ -15,28 +15,8 @@ from typing import Any
 from finetune.errors import FinetuneError, RecipeError
 from finetune.units import format_bytes, format_count, gib
 
-from ..language import mark, tr, tr_n
+from ..language import tr, tr_n
 
-_OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
-#: A command, up to the end of its line or bracket; shown unchanged.
-_COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip) [a-z]+ [^\n)）]*)")
-#: Values of `finetune eval --score` by the page's label.
-SCORES = {
-    mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
-    mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
-    mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
-}  # fmt: skip
-_OPTION_LABELS = {
-    "score": mark("Score"), "pattern": mark("Pattern"), "tolerance": mark("Tolerance"), "data": mark("Rows"),
-    "output": mark("Folder in the run"),
-    "type": mark("Type"), "to": mark("Separate files for base and adapter"), "public": mark("Public, else private"),
-    "force": mark("Start anyway"),
-}  # fmt: skip
-_SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
-#: An option and its value: number, quoted text, score, GGUF type, or the placeholder `FILE`.
-_OPTION = re.compile(
-    rf"(?<![\w-])--({'|'.join(_OPTION_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
-)
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -80,33 +60,6 @@ def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "")
     # without a stamp the browser fetches the part
     stamp = f' data-stamp="{stamp_of(name, html)}"' if name in parts else ""
     return Safe(f'<div data-part="{name}" class="{css}"{id_attribute}{stamp}>{html}</div>')
-
-
-def as_on_page(text: str) -> str:
-    """Return a finetune message in page terms: settings as in recipes, options as labels."""
-    # split with one group: every second piece is a command, which stays
-    pieces = _COMMAND.split(text)
-    pieces[::2] = [_OPTION.sub(_labelled, _OVERRIDE.sub(_as_in_recipe, piece)) for piece in pieces[::2]]
-    return "".join(pieces)
-
-
-def _as_in_recipe(override: re.Match[str]) -> str:
-    return f"{override[1]}: {override[2]}" if override[1] in _setting_names() else override[0]
-
-
-@cache
-def _setting_names() -> frozenset[str]:
-    from finetune.settings.reference import settings_reference  # here: imports stay at most ten deep
-
-    return frozenset(row.name for row in settings_reference())
-
-
-def _labelled(option: re.Match[str]) -> str:
-    # `--tolerance 0.01` is “Tolerance: 0.01” on the page
-    label, value = tr(_OPTION_LABELS[option[1]]), option[2] or ""
-    if value not in ("", "FILE"):
-        label = tr("{change}: {result}", change=label, result=tr(_SCORE_LABELS.get(value, value)))
-    return f"“{label}”"
 
 
 def page_title(name: str) -> str:
@@ -180,7 +133,7 @@ def _environment() -> Any:
     )  # fmt: skip
     environment.globals |= {name: value for name, value in vars(words).items() if not name.startswith("_")}
     environment.globals |= {
-        "tr": tr, "tr_n": tr_n, "action": lambda **message: Safe(action(**message)), "as_on_page": as_on_page, "part": part,
+        "tr": tr, "tr_n": tr_n, "action": lambda **message: Safe(action(**message)), "part": part,
         "table": table, "problem": problem, "pixels": pixels, "gib": gib, "format_count": format_count,
         "format_bytes": format_bytes,
     }  # fmt: skip

@@ -20,7 +20,7 @@ from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun, smoothed
 from .answers import answers
 from .charts import measured_peak
-from .markup import Safe, as_on_page, chart_element, inert, note, render
+from .markup import Safe, chart_element, inert, note, render
 from .words import STATES, capitalized, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
@@ -158,7 +158,7 @@ def explanation_of(live: LiveRun, state: RunState) -> Safe:
     name, cause = state_name(state.state), _reason_sentence(state.message)
     heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        cause = as_on_page(explanation(event))
+        cause = explanation(event)
         if event.phase in _OUT_OF_MEMORY_HEADINGS:
             heading = tr(_OUT_OF_MEMORY_HEADINGS[event.phase])
         else:  # `step` is the last completed step
@@ -170,7 +170,7 @@ def explanation_of(live: LiveRun, state: RunState) -> Safe:
 
 def _reason_sentence(message: str) -> str:
     # without the command for the terminal: the page has buttons
-    text = as_on_page(_TERMINAL_COMMAND.split(message)[0].strip())
+    text = _TERMINAL_COMMAND.split(message)[0].strip()
     if not text:
         return tr("It left no message.")
     sentence = capitalized(text)

@@ -15,7 +15,7 @@ from ..language import tr
 from ..live import Digest, LiveRun, Point, Series, smoothed
 from .answers import newest_score
 from .charts import MEMORY_METRICS, Line, measured_peak, sparkline, svg_chart
-from .markup import Safe, as_on_page, chart_element, render
+from .markup import Safe, chart_element, render
 from .words import day, duration, loss_text, setting_name, value_text
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Ser
 
 def sweep_sentence(sweep: Sweep) -> str:
     """Return the result of a sweep in words."""
-    return "; ".join(map(as_on_page, sweep.sentence(arm_name).split("; ")))
+    return sweep.sentence(arm_name)
 
 
 def arm_name(values: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def sweep_page(sweep: Sweep, tab: str) -> str:
     best = sorted(results[:_MOST_CURVES], key=lambda arm: arm.name)
     element = chart_element([arm.name for arm in best], [arm_name(arm.values) for arm in best])
     return render(
-        "sweep", name=name, tab=tab, rule=as_on_page(RULE), most=_MOST_CURVES, chart=element,
+        "sweep", name=name, tab=tab, rule=RULE, most=_MOST_CURVES, chart=element,
         command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > _MOST_CURVES,
         parts={"arms": arms(sweep)},
     )  # fmt: skip

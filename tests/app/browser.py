@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from html import unescape
 from pathlib import Path
 
 from finetune.run import control
@@ -115,12 +114,6 @@ NAMES = re.compile(
 )
 #: `key=value` and `--flag`.
 OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
-
-
-def options_in(html):
-    """Texts of HTML with the syntax of options."""
-    texts = re.findall(r"(?:aria-label|placeholder|title|data-title)=\"([^\"]*)\"", html) + re.split(r"<[^>]*>", html)
-    return [text for text in texts if OPTION.search(unescape(text))]
 
 
 #: Texts that are seen or spoken, outside of recipes, commands, logs and what is said in a chat.

@@ -12,7 +12,7 @@ from app import language
 from app.language import SCRIPT_CALL, catalogue, preferred_language, script_texts, tr, tr_n, use_language
 from app.page import PAGES
 from app.views import new_run
-from app.views.markup import as_on_page, render
+from app.views.markup import render
 from app.views.words import setting_name
 from finetune import errors
 from finetune.errors import FinetuneError
@@ -111,15 +111,3 @@ def test_every_module_of_the_page_has_its_texts_translated():
 
 def test_no_text_of_the_catalogue_has_option_syntax():
     assert [text for text in marked() if OPTION.search(text)] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("Use --score loss.", "Use “Score: Loss only, no answers”."), ("Give rows: --data FILE.", "Give rows: “Rows”."),
-        ("Set max_length=512, or dataset.on_bad_rows=skip.", "Set max_length: 512, or dataset.on_bad_rows: skip."),
-        ("the row says a=b", "the row says a=b"),
-    ],
-)  # fmt: skip
-def test_messages_of_the_engine_have_labels_in_place_of_options_and_settings_as_in_a_recipe(text, shown):
-    assert as_on_page(text) == shown

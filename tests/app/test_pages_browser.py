@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser import LONG_S, OPTION, TOKEN, Served, english_texts, served_app, shown_texts
+from browser import LONG_S, TOKEN, Served, english_texts, served_app
 from written_runs import append, make_run, steps
 
 import screenshots
@@ -364,7 +364,7 @@ KEPT = (
 
 
 @pytest.mark.parametrize("language", ["zh-CN", "en-US"])
-def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_commands(served, visit, language):
+def test_every_page_is_in_the_language_of_the_browser(served, visit, language):
     """In English, where the texts are seen to be found, a few of the pages."""
     write_recipe(served)
     page = visit("", locale=language)
@@ -382,7 +382,6 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
             settled(page)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         page.click("nav [popovertarget]")
-        assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
             assert set(english) & catalogue("zh").keys() == set(), name

@@ -8,7 +8,6 @@ import pytest
 from app.background import Task, task_of
 from app.pages import result
 from app.pages.run import RunPage
-from app.views import markup
 from app.workspace import Workspace
 from finetune.cli.app import cli
 from finetune.evaluate.scorers import SCORES
@@ -150,7 +149,7 @@ def parsed(options):
 
 
 def test_every_score_but_a_function_can_be_chosen():
-    assert set(markup.SCORES.values()) == {"", *SCORES}
+    assert set(result.SCORES.values()) == {"", *SCORES}
 
 
 @pytest.mark.parametrize(
