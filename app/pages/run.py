@@ -9,7 +9,6 @@ from fastapi import HTTPException, Response
 from fastapi.responses import FileResponse
 
 from finetune.errors import FinetuneError
-from finetune.recipe import load_recipe, recipe_from, write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
@@ -96,11 +95,6 @@ class RunPage:
             case {"run": "duplicate"}:
                 context.draft.write(run.recipe.read_text(encoding="utf-8"))
                 note_html = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
-            case {"run": "half"}:
-                settings = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
-                rate = context.lives.follow(run).plan().settings.learning_rate / 2
-                context.draft.write(write_recipe(recipe_from({**settings, "learning_rate": rate})))
-                note_html = note(tr("Opening New run with half the learning rate."), attributes=TO_NEW_RUN)
             case {"task": "ask"}:
                 chat.ask(context, run, values)
             case {"task": "picture"}:

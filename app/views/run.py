@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, State
+from finetune.events import Evaluation, OutOfMemory, Result, Retry, State
 from finetune.planner.plan import AS_SET, Plan
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
@@ -21,7 +20,7 @@ from ..live import Digest, LiveRun, smoothed
 from .answers import answers
 from .charts import measured_peak
 from .markup import Safe, chart_element, inert, note, render
-from .words import STATES, capitalized, clock, in_words, precision, state_name
+from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
 TABS = {
@@ -29,12 +28,6 @@ TABS = {
     "details": mark("Details"),
 }  # fmt: skip
 BROKEN = ("diverged", "failed", "lost")  # the reason of the failure replaces the figures
-#: Where the command for the terminal begins in a message.
-_TERMINAL_COMMAND = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
-_OUT_OF_MEMORY_HEADINGS = {
-    "load": mark("Out of memory while loading the model"), "evaluate": mark("Out of memory during evaluation"),
-    "save": mark("Out of memory while saving"),
-}  # fmt: skip
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
 _MESSAGE_KIND_NAMES = {
@@ -88,7 +81,7 @@ def title(live: LiveRun, state: RunState) -> str:
     """Return name, state, buttons and facts."""
     return render(
         "run_title", name=live.run.path.name, pill=pill(state), state=state.state,
-        can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
+        can_finish=not live.run.finish_request.exists(), about=about(live),
     )  # fmt: skip
 
 
@@ -104,18 +97,6 @@ def about(live: LiveRun) -> list[str]:
     return [Path(settings.model_name_or_path).name, data, method, where, started]
 
 
-def _resume_label(live: LiveRun) -> str:
-    step = _newest_checkpoint_step(live)
-    return tr("Resume from step {step}", step=f"{step:,}") if step else tr("Resume")
-
-
-def _newest_checkpoint_step(live: LiveRun) -> int | None:
-    newest = live.digest.newest.get(Checkpoint.kind)
-    if isinstance(newest, Checkpoint) and (live.run.checkpoints / f"checkpoint-{newest.step}").is_dir():
-        return newest.step
-    return None
-
-
 def progress(live: LiveRun, state: RunState) -> str:
     """Return the finished steps and the time left."""
     return render(
@@ -126,55 +107,27 @@ def progress(live: LiveRun, state: RunState) -> str:
 
 def now(live: LiveRun, state: RunState) -> str:
     """Return the smaller plan after out of memory, or the next steps of an ended run."""
-    newest, changes, happened = live.digest.newest, "", mark("Out of memory during a step")
-    retry, out_of_memory = newest.get(Retry.kind), newest.get(OutOfMemory.kind)
-    if isinstance(retry, Retry) and isinstance(out_of_memory, OutOfMemory):
-        override = " ".join(f"{name}={str(value).lower()}" for name, value in retry.changes.items())
-        changes = in_words(override) if override else ""
-        happened = _OUT_OF_MEMORY_HEADINGS.get(out_of_memory.phase or "", happened)
+    newest, changes = live.digest.newest, ""
+    if isinstance(retry := newest.get(Retry.kind), Retry) and OutOfMemory.kind in newest:
+        changes = in_words(" ".join(f"{name}={str(value).lower()}" for name, value in retry.changes.items()))
     return render(
-        "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, resumed_step=_newest_checkpoint_step(live),
-        changes=changes, happened=tr(happened), tabs=TABS, is_full=state.exit_code == DiskFull.exit_code,
-        is_cpu=live.plan().card.is_cpu, result=newest.get(Result.kind),
+        "run_now", run=live.run.path.name, state=state.state, step=live.digest.step, changes=changes, tabs=TABS,
+        is_full=state.exit_code == DiskFull.exit_code, is_cpu=live.plan().card.is_cpu, result=newest.get(Result.kind),
     )  # fmt: skip
 
 
 def failure(live: LiveRun, state: RunState) -> str:
     """Return the cause of a failure, with buttons for remedies."""
-    settings = live.plan().settings
-    # an overflow of float16 is a usual cause: half the learning rate may not cure it
-    diverged_in_float16 = state.state == "diverged" and settings.dtype == "float16"
-    half_rate = f"{settings.learning_rate / 2:.2g}" if state.state == "diverged" and not diverged_in_float16 else ""
-    is_out_of_memory = state.state == "failed" and OutOfMemory.kind in live.digest.newest
-    return render(
-        "run_failure", explanation=explanation_of(live, state), half_rate=half_rate, resume=_resume_label(live),
-        run=live.run.path.name, step=live.digest.step, offers_duplicate=is_out_of_memory or diverged_in_float16,
-    )  # fmt: skip
+    return render("run_failure", explanation=explanation_of(live, state), run=live.run.path.name)
 
 
 def explanation_of(live: LiveRun, state: RunState) -> Safe:
-    """Return heading and cause of a failure."""
-    step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
-    name, cause = state_name(state.state), _reason_sentence(state.message)
-    heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
+    """Return state and cause of a failure."""
+    event = live.digest.newest.get(OutOfMemory.kind)
+    cause = state.message or tr("It left no message.")
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        cause = explanation(event)
-        if event.phase in _OUT_OF_MEMORY_HEADINGS:
-            heading = tr(_OUT_OF_MEMORY_HEADINGS[event.phase])
-        else:  # `step` is the last completed step
-            heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
-    if state.state == "diverged" and live.plan().settings.dtype != "float16":
-        cause += f" {tr('A lower learning rate usually helps.')}"
-    return Safe(f"<h2>{inert(heading)}</h2><p>{inert(cause)}</p>")
-
-
-def _reason_sentence(message: str) -> str:
-    # without the command for the terminal: the page has buttons
-    text = _TERMINAL_COMMAND.split(message)[0].strip()
-    if not text:
-        return tr("It left no message.")
-    sentence = capitalized(text)
-    return sentence if sentence.endswith((".", "?", "!", "。")) else tr("{sentence}.", sentence=sentence)
+        cause = f"{cause}. {explanation(event)}"
+    return Safe(f"<h2>{inert(state_name(state.state))}</h2><p>{inert(cause)}</p>")
 
 
 def figures(digest: Digest, plan: Plan) -> str:
