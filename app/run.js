@@ -57,7 +57,7 @@ document.addEventListener("submit", async (event) => {
   event.preventDefault();
   if (form.dataset.busy) return;
   form.dataset.busy = "1";
-  for (const [name, value] of new FormData(form, event.submitter)) values[name] = name in values ? [values[name], value].flat() : value;
+  for (const [name, value] of new FormData(form)) values[name] = name in values ? [values[name], value].flat() : value;
   if (question) question.value = "";
   const { said, error } = await post(runPage(), { task: form.dataset.task, values }, form.querySelector(".ft-said")).finally(() => delete form.dataset.busy);
   if (question && (said || error)) question.value ||= values.question;

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations
 from finetune.export.targets import GGUF_TYPES
-from finetune.hub import require_repo_id
 from finetune.run.directory import RunDirectory
 
 from ..background import Task, task_of
@@ -27,12 +24,18 @@ SCORES = {
     mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
     mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
-_PUSH_KINDS = {"adapter": mark("Adapter"), "merged": mark("Merged model")}
 ROW_ORDERS = {
     "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")
 }  # fmt: skip
-_COMMAND_OF_PART = {"merged": "merge", "exported": "export", "pushed": "push"}
-_FOLDER_NAME = re.compile(r"[^\W_][\w.-]{0,98}")  # without separators and leading dots
+_COMMAND_OF_PART = {"merged": "merge", "exported": "export"}
+#: Options by command and form field; a checkbox has no value.
+_OPTIONS = {
+    "eval": {
+        "score": "--score={}", "pattern": "--pattern={}", "tolerance": "--tolerance={}", "rows": "--rows={}", "data": "--data={}",
+    },
+    "export": {"type": "--type={}", "to": "--to=gguf-adapter"}, "merge": {}, "report": {},
+}  # fmt: skip
+_SCORE_OF_FIELD = {"pattern": "regex", "tolerance": "numeric"}  # shown, and sent, with this score only
 
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
@@ -47,9 +50,8 @@ def evaluate_pane(context: Context, run: RunDirectory) -> str:
 
 def use_pane(run: RunDirectory) -> str:
     """Return the forms of Use it."""
-    kinds = [*((name, tr(label)) for name, label in _PUSH_KINDS.items()), *((path, path) for path in _gguf_files(run))]
     types = [(name, gguf.label) for name, gguf in GGUF_TYPES.items()]
-    return render("use", kinds=kinds, types=types, serve=f"finetune serve {shlex.quote(run.path.name)}")
+    return render("use", types=types, run=shlex.quote(run.path.name))
 
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
@@ -65,40 +67,16 @@ def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str
 
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
-    """Start a form's command. Raises CommandError, ValueError or KeyError."""
-    task_of(context.workspace, run, verb).begin(verb, str(run.path), *_OPTIONS_OF_COMMAND[verb](context, run, values), "--json")
-
-
-def _eval_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
-    if rows not in ("", *local_datasets(context.workspace)):
-        raise CommandError(tr("Choose rows from the list."))
-    if score not in SCORES.values():
-        raise ValueError(score)
-    options = ["--score", score] if score else []
-    if score == "regex" and pattern:
-        options.append(f"--pattern={pattern}")
-    if score == "numeric" and (tolerance := float(values["tolerance"] or 0)):
-        options += ["--tolerance", repr(tolerance)]
-    if rows:
-        options.append(f"--data={rows}")
-    if most := int(values["most"] or 0):
-        options += ["--rows", str(most)]
-    return options
-
-
-def _merge_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    folder = values["folder"].strip()
-    if not _FOLDER_NAME.fullmatch(folder):
-        refused = tr("{name} is not a valid folder name", name=repr(folder[:100]))
-        raise CommandError(refused, tr("Use letters, digits, `.`, `-` and `_`."))
-    return [f"--output={run.path / folder}"]
-
-
-def _export_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    if (name := values["type"]) not in GGUF_TYPES:
-        raise ValueError(name)
-    return [f"--type={name}", *(["--to=gguf-adapter"] if "apart" in values else [])]
+    """Start a form's command, which checks its options. Raises CommandError or KeyError."""
+    score = values.get("score", "")
+    if score not in SCORES.values():  # as FILE.py:FUNCTION: a click must not run a file's code
+        raise CommandError(f"{score!r} is not a score of this page")
+    if verb == "compare":
+        options = _compare_options(context, run, values)
+    else:
+        wanted = {name: value for name, value in values.items() if value and _SCORE_OF_FIELD.get(name, score) == score}
+        options = [option.format(wanted[name]) for name, option in _OPTIONS[verb].items() if name in wanted]
+    task_of(context.workspace, run, verb).begin(verb, str(run.path), *options, "--json")
 
 
 def _compare_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
@@ -110,30 +88,6 @@ def _compare_options(context: Context, run: RunDirectory, values: Mapping[str, A
     return [*paths, f"--output={run.path / 'comparison.html'}"]
 
 
-def _push_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    repo, kind, how = values["repo"].strip(), values["kind"], values["how"]
-    if how not in ("--dry-run", "--yes"):
-        raise ValueError(how)
-    if kind not in (*_PUSH_KINDS, *_gguf_files(run)):
-        raise CommandError(tr("Choose what to push."))
-    require_repo_id(repo)
-    # only files that the last dry run listed are pushed
-    if how == "--yes":
-        dry_run = task_of(context.workspace, run, "push").result() or {}
-        expected = {"repo": repo, "kind": kind if kind in _PUSH_KINDS else "gguf", "public": "public" in values, "sent": False}
-        is_listed = {key: dry_run.get(key) for key in expected} == expected
-        if not is_listed or (kind not in _PUSH_KINDS and Path(kind).name not in {file["name"] for file in dry_run["files"]}):
-            raise CommandError(tr("Press Dry run first to see the files."))
-    chosen = f"--{kind}" if kind in _PUSH_KINDS else f"--gguf={run.path / kind}"
-    return [repo, chosen, "--public", how] if "public" in values else [repo, chosen, how]
-
-
-_OPTIONS_OF_COMMAND: dict[str, Callable[[Context, RunDirectory, Mapping[str, Any]], list[str]]] = {
-    "eval": _eval_options, "merge": _merge_options, "export": _export_options, "report": lambda *_: [],
-    "compare": _compare_options, "push": _push_options,
-}  # fmt: skip
-
-
 def _reports_html(run: RunDirectory, report: Task, compare: Task) -> str:
     progress = "".join(
         _task_html(verb, task) for verb, task in (("report", report), ("compare", compare))
@@ -142,11 +96,6 @@ def _reports_html(run: RunDirectory, report: Task, compare: Task) -> str:
     files = {"report.html": tr("Download the report"), "comparison.html": tr("Download the comparison")}
     written = {file: label for file, label in files.items() if (run.path / file).is_file()}
     return progress + render("reports", run=run.path.name, files=written, is_being_written=bool(progress))
-
-
-def _gguf_files(run: RunDirectory) -> list[str]:
-    paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
-    return [path.relative_to(run.path).as_posix() for path in paths]
 
 
 def _task_html(verb: str, task: Task) -> Safe:

@@ -429,7 +429,7 @@ def test_start_and_the_page_are_a_few_tabs_away_and_start_is_always_in_sight(ser
 
 def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit):
     write_recipe(served)
-    for name, last in {"new run": "nr-start", "use": "result-push"}.items():
+    for name, last in {"new run": "nr-start", "use": "result-gguf"}.items():
         page = visit(screenshots.ADDRESSES[name])
         page.wait_for_selector(f"#{last}", state="attached")
         page.wait_for_timeout(3000)

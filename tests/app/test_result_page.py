@@ -1,4 +1,4 @@
-"""Result shows what a run has, pushes only what a dry run has listed, and its choices become options of the command."""
+"""Result shows what a run has, and the choices of its forms become options of the command."""
 
 import json
 from types import SimpleNamespace
@@ -12,8 +12,6 @@ from app.workspace import Workspace
 from finetune.cli.app import cli
 from finetune.evaluate.scorers import SCORES
 from finetune.run.directory import RunDirectory
-
-REPO = "alice/support-lora"
 
 
 @pytest.fixture
@@ -87,57 +85,21 @@ def test_a_report_can_be_downloaded_once_it_is_written(page):
     assert page.submit("report") == "" and page.started == [["report"]]
 
 
-def push(page, repo=REPO, kind="adapter", how="--dry-run", **more):
-    return page.submit("push", repo=repo, kind=kind, how=how, **more)
+CHOSEN = {"score": "", "pattern": "", "tolerance": "", "data": "", "rows": ""}
 
 
-def test_only_what_a_dry_run_has_listed_is_pushed(page):
-    assert "Dry run" in push(page, how="--yes") and page.started == []
-    for name in ("", "--public", "no repo", "a/b/c"):
-        assert "OWNER/NAME" in push(page, name)
-    push(page)
-    assert page.started == [["push", REPO, "--adapter", "--dry-run"]]
-    listed = {"repo": REPO, "kind": "adapter", "public": False, "sent": False, "files": [{"name": "README.md", "bytes": 9}]}
-    done(page, "push", listed)
-    assert "Nothing is pushed yet" in shown(page, "pushed") and "README.md" in shown(page, "pushed")
-    for other in ({"public": "on"}, {"repo": "alice/other"}, {"kind": "merged"}):
-        assert "Dry run" in push(page, how="--yes", **other)
-    assert push(page, how="--yes") == ""
-    assert page.started[1:] == [["push", REPO, "--adapter", "--yes"]]
-
-
-def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
-    (page.run.path / "gguf").mkdir()
-    (page.run.path / "gguf" / "model.gguf").write_bytes(b"GGUF")
-    assert '<option value="gguf/model.gguf">' in result.use_pane(page.run)
-    push(page, kind="gguf/model.gguf", public="on")
-    assert page.started == [["push", REPO, f"--gguf={page.run.path}/gguf/model.gguf", "--public", "--dry-run"]]
-    assert "what to push" in push(page, kind="../other.gguf")
-
-
-CHOSEN = {"score": "", "pattern": "", "tolerance": "0", "rows": "", "most": "0"}
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rows": "/etc/passwd"}, {"score": "sql"}, {"most": "x"}, {"tolerance": [1]}, {"score": None}]
-)
-def test_what_the_form_does_not_offer_starts_nothing(page, wrong):
-    assert "ft-problem" in page.submit("eval", **CHOSEN | {"score": "numeric"} | wrong) and page.started == []
+def test_a_score_that_the_form_does_not_offer_starts_nothing(page):
+    assert "ft-problem" in page.submit("eval", **CHOSEN | {"score": "mine.py:score"}) and page.started == []
 
 
 def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
     assert "Not run yet" in shown(page, "exported")
-    page.submit("export", type="q8_0", apart="on")
+    page.submit("export", type="q8_0", to="on")
     assert page.started == [["export", "--type=q8_0", "--to=gguf-adapter"]]
     done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
                           "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
     exported = shown(page, "exported")
     assert "answer to 119 of 120 prompts" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
-
-
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
-def test_a_merged_model_is_a_folder_of_the_run(page, name):
-    assert "is not a valid folder" in page.submit("merge", folder=name) and page.started == []
 
 
 def parsed(options):
@@ -155,13 +117,12 @@ def test_every_score_but_a_function_can_be_chosen():
 @pytest.mark.parametrize(
     ("chosen", "read"),
     [({}, {"score": None, "data": None, "rows": None}),
-     ({"score": "regex", "pattern": "--json", "rows": "-x.jsonl", "most": "20"},
+     ({"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": "20"},
       {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "as_json": False}),
-     ({"score": "numeric", "pattern": "ignored", "tolerance": "0.01", "most": ""},
+     ({"score": "numeric", "pattern": "ignored", "tolerance": "0.01", "rows": ""},
       {"score": "numeric", "tolerance": 0.01, "pattern": None})],
 )  # fmt: skip
 def test_choices_become_options(page, chosen, read):
-    (page.context.workspace.root / "-x.jsonl").write_text("")
     assert page.submit("eval", **CHOSEN | chosen) == ""
     options = parsed(page.started[0][1:])
     assert {name: options[name] for name in read} == read
