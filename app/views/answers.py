@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import itertools
-import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +14,10 @@ from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 
 from ..language import current, mark, tr
-from .markup import Safe, inert, render
+from .markup import Safe, render
 
 #: Text and image files: rows with different images may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]
-_WORDS = re.compile(r"\s+|[^\s\w]|\w+")
-_MOST_WORDS = 400  # longer answers are shown without marks: difflib is quadratic
 _PICTURES_PER_SAMPLE = 4
 _ROWS_SHOWN = 12
 _SHORT_SCORE_NAMES = {
@@ -65,48 +59,12 @@ def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     return file_thumbnail(path)
 
 
-def _prompt_row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[Safe | None]]:
+def _prompt_row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[str | None]]:
     # images, prompt, expected answer, and the answer of each step
     expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
-    cells: list[Safe | None] = [None] * len(steps)
-    earlier = None
-    for index, step in enumerate(steps):
-        if step in by_step:
-            answer = by_step[step].answer or ""
-            cells[index] = mark_differences(answer, expected, earlier)
-            earlier = answer
+    answers = [by_step[step].answer or "" if step in by_step else None for step in steps]
     text, paths = prompt
-    return pictures_of(paths), text, expected, cells
-
-
-def mark_differences(answer: str, expected: str, earlier: str | None) -> Safe:
-    """Return `answer` with wrong words struck through and newly right words marked."""
-    return Safe(_mark_differences(answer, expected, earlier) or f"<em>{tr('empty answer')}</em>")
-
-
-@functools.lru_cache(1024)  # a page asks each second
-def _mark_differences(answer: str, expected: str, earlier: str | None) -> str:
-    answer_words, expected_words = _WORDS.findall(answer), _WORDS.findall(expected)
-    if not expected or max(len(answer_words), len(expected_words)) > _MOST_WORDS:
-        return inert(answer)
-    was_right = set(range(len(expected_words)))  # the first answer: nothing is newly right
-    if earlier is not None:
-        blocks = _matcher(_WORDS.findall(earlier), expected_words).get_matching_blocks()
-        was_right = {block.b + number for block in blocks for number in range(block.size)}
-    html = ""
-    for kind, start, end, expected_start, expected_end in _matcher(answer_words, expected_words).get_opcodes():
-        if kind == "equal":
-            # one mark for adjacent words that are newly right
-            for is_old, indices in itertools.groupby(range(expected_start, expected_end), was_right.__contains__):
-                text = inert("".join(expected_words[index] for index in indices))
-                html += text if is_old or text.isspace() else f"<ins>{text}</ins>"
-        elif start < end:
-            html += f"<del>{inert(''.join(answer_words[start:end]))}</del>"
-    return html
-
-
-def _matcher(answer_words: Sequence[str], expected_words: Sequence[str]) -> difflib.SequenceMatcher[str]:
-    return difflib.SequenceMatcher(None, answer_words, expected_words, autojunk=False)
+    return pictures_of(paths), text, expected, answers
 
 
 def evaluations(
@@ -120,8 +78,8 @@ def evaluations(
         results.append((stored[name], stored_results.measures(stored[name]), rows[:rows_shown]))
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=stored_results.unreadable_evaluations(run),
-        forgetting=stored_results.read_forgetting(run),
-        title_of=lambda title: tr(_SCORE_NAMES.get(title) or title), mark_differences=mark_differences, results=results,
+        forgetting=stored_results.read_forgetting(run), title_of=lambda title: tr(_SCORE_NAMES.get(title) or title),
+        results=results,
     )  # fmt: skip
 
 

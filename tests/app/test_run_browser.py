@@ -37,7 +37,7 @@ def test_tabs_are_addresses(served, visit):
     page.wait_for_selector(".ft-tabs [data-tab=use][aria-current=page]")
     page.wait_for_selector(".ft-pane-use >> text=Not run yet")
     samples = visit("run?run=tabbed&tab=answers", permissions=["clipboard-read", "clipboard-write"])
-    samples.wait_for_selector(".ft-pane-answers del >> text=the")
+    samples.wait_for_selector(".ft-pane-answers td.mono")
     samples.click(".ft-pane-answers [data-copy]")
     samples.wait_for_selector(".ft-pane-answers [data-copy] >> text=Copied")
 

@@ -10,7 +10,7 @@ from written_runs import append, make_run, step, steps
 
 from app.live import LiveRun
 from app.pages.run import RunPage
-from app.views.answers import answers, mark_differences
+from app.views.answers import answers
 from app.views.run import failure, figures, html_parts, memory, now, progress, title
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
@@ -88,10 +88,7 @@ def test_memory_above_the_forecasts_range_is_said(follow):
     assert "<b>More than forecast.</b> 1.5 GiB" in memory(live.digest, dataclasses.replace(live.plan(), forecast=high))
 
 
-def test_an_answers_wrong_words_are_struck_and_those_that_became_right_marked():
-    assert mark_differences("billing · low", "returns · low", None) == "<del>billing</del> · low"
-    assert mark_differences("sent-back · low", "sent-back · low", "billing · low") == "<ins>sent-back</ins> · low"
-    assert mark_differences("<b>x</b>", "", None) == "&lt;b&gt;x&lt;/b&gt;"
+def test_the_answers_of_the_first_and_the_newest_step_stand_side_by_side():
     table = answers([Sample(step=at, prompt="p", expected="a", answer="b") for at in (0, 2, 3)])
     assert "Before training" in table and "Step 3" in table and "Step 2" not in table and table.count("<tr>") == 2
 
