@@ -62,7 +62,7 @@ const postOptions = (message, body = JSON.stringify(message)) => ({ method: "POS
 const noteOf = (css, textContent) => Object.assign(document.createElement("p"), { className: `ft-note ${css}`, textContent }).outerHTML;
 const answerTo = async (message) => {
   const response = await fetch("/ft/new/change", postOptions(message)).catch(() => null);
-  if (!response || response.status >= 500) return null;
+  if (!response || response.status > 500) return null;
   if (response.ok) return response.json().catch(() => ({ parts: {} })); // the next tick has the screen
   return { parts: { refused: noteOf("bad", await response.text()) } };
 };

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import FinetuneError
 from finetune.units import format_bytes, format_count, gib
 
 from ..language import tr, tr_n
@@ -93,21 +93,6 @@ def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> Safe:
     labels_attribute = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
     # without points, which the element fetches: a page does not redraw an equal element
     return Safe(f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{labels_attribute}></ft-chart>')
-
-
-#: Errors in handling a malformed message, which the page's scripts never send.
-MALFORMED_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
-
-
-def refusal(error: Exception) -> Safe:
-    """Return the box of an error in handling a message."""
-    if isinstance(error, RecipeError):
-        title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
-        return problem(title, error.problems, error.fix)
-    # a UnicodeError, though a ValueError, comes from the text of a file
-    if isinstance(error, MALFORMED_MESSAGE) and not isinstance(error, UnicodeError):
-        return problem(tr("Not done"), [tr("the server does not know this request")], tr("Reload the page."))
-    return problem_of(error)
 
 
 def pixels(width: int, height: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from finetune.run.directory import RunDirectory
 from ..chats import Chats
 from ..live import LiveRuns
 from ..planning.draft import Draft
-from ..views.markup import MALFORMED_MESSAGE, refusal, stamp_of
+from ..views.markup import problem_of, stamp_of
 from ..worker import Worker
 from ..workspace import Workspace
 
@@ -88,8 +87,8 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str]], message: Mappi
     """Return the answer to a message; `said` explains an error."""
     try:
         return {"said": ""} | act(message)
-    except (FinetuneError, OSError, *MALFORMED_MESSAGE) as error:
-        return {"said": refusal(error)}
+    except (FinetuneError, OSError) as error:
+        return {"said": problem_of(error)}
 
 
 def named_run(context: Context, name: str) -> RunDirectory:
@@ -105,9 +104,7 @@ def explain_errors(api: Any) -> None:
     def explained(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return PlainTextResponse(error.detail, error.status_code)
-        if isinstance(error, MALFORMED_MESSAGE):  # damaged values, or a mistake of this app
-            traceback.print_exception(error)
         return PlainTextResponse(f"These files can't be read: {error}", 409)
 
-    for kind in (HTTPException, FinetuneError, OSError, *MALFORMED_MESSAGE):
+    for kind in (HTTPException, FinetuneError, OSError):
         api.add_exception_handler(kind, explained)

@@ -68,11 +68,8 @@ def test_the_cookie_decides_then_what_the_browser_prefers(cookie, accepted, code
 
 def test_the_language_is_that_of_the_request_and_ends_with_it():
     with use_language("zh"):
-        assert (
-            tr("Runs") == "训练记录"
-            and tr_n("{n} setting to correct", "{n} settings to correct", 1200) == "1,200 项设置需要更正"
-        )
-    assert tr("Runs") == "Runs" and tr_n("{n} setting to correct", "{n} settings to correct", 1) == "1 setting to correct"
+        assert tr("Runs") == "训练记录" and tr_n("{n} row", "{n} rows", 1200) == "1,200 行"
+    assert tr("Runs") == "Runs" and tr_n("{n} row", "{n} rows", 1) == "1 row"
 
 
 def test_scripts_get_only_the_texts_that_they_use():

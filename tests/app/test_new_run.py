@@ -120,19 +120,21 @@ def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
     ("message", "reason"),
     [
         ({"set": "learning_rate", "text": "quick"}, "learning_rate"), ({"set": "lora_r", "text": "-1"}, "lora_r"),
-        ({"set": "trust_remote_code", "text": "true"}, "Not done"), ({"set": "text", "text": "lora_rr: 3"}, "lora_rr"),
+        ({"set": "text", "text": "lora_rr: 3"}, "lora_rr"),
         ({"override": "lora_r=many"}, "lora_r"),
         ({"set": "price_per_hour", "text": "-1"}, "price_per_hour"),
         ({"set": "memory_budget", "text": "much"}, "memory_budget"),
         ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
-        ({"upload": "/etc/passwd"}, "was not uploaded here"), ({}, "Not done"),
-        ({"walk": 9}, "Not done"),
-        ({"row": "x"}, "Not done"), ({"set": "dataset.test_split_size", "text": "some"}, "test_split_size"),
+        ({"upload": "/etc/passwd"}, "was not uploaded here"),
+        ({"set": "dataset.test_split_size", "text": "some"}, "test_split_size"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason):
     before = recipe(tiny)
     assert reason in unescape(tiny.change(message)["parts"]["refused"])
+    assert recipe(tiny) == before
+    with pytest.raises(KeyError):  # not a field of the form
+        tiny.change({"set": "trust_remote_code", "text": "true"})
     assert recipe(tiny) == before
 
 

@@ -86,12 +86,6 @@ def test_a_damaged_run_is_named_and_hides_no_other(context):
     assert ">first</h1>" in page and "can&#x27;t be read" in page
 
 
-@pytest.mark.parametrize("message", [{}, {"deed": "delete"}, {"deed": "delete", "runs": ["../x", 3]}, {"runs": 1}])
-def test_a_message_that_means_nothing_changes_nothing_and_says_so(context, message):
-    assert "Not done" in acted(context, **message)
-    assert len(context.workspace.list_runs()) == 2
-
-
 def test_a_page_that_can_not_be_made_says_why(monkeypatch):
     monkeypatch.setitem(HTML_OF_COMPONENT, "first-html-999", lambda _query: int("damaged"))
     assert b"damaged" in complete(b'{"type": "html", "props": {"value": "first-html-999"}}', "/runs", {})
