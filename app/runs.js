@@ -34,11 +34,9 @@ const applyState = () => {
   const count = tr("{n} chosen", { n: state.chosen.size });
   if (bar.firstChild.textContent !== count) bar.firstChild.textContent = count;
   bar.querySelector("[data-deed=compare]").disabled = state.chosen.size < 2;
-  for (const [name, list] of [["queued", "queue"], ["deleted", "trash"]]) {
-    const number = find(`#runs-${list} [data-count]`)?.dataset.count ?? "", shown = find(`#runs-${name}`);
-    shown.parentElement.hidden = !number;
-    if (shown.textContent !== number) shown.textContent = number;
-  }
+  const number = find("#runs-queue [data-count]")?.dataset.count ?? "", queued = find("#runs-queued");
+  queued.parentElement.hidden = !number;
+  if (queued.textContent !== number) queued.textContent = number;
 };
 
 const choose = (row, isChosen, isSpan) => {

@@ -1,4 +1,4 @@
-"""Runs: table, comparison, queue and trash."""
+"""Runs: table, comparison and queue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
-from finetune.run.control import delete_run, deleted_runs, rename_run, restore_run
+from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import RunDirectory
 
 from ..background import starts
-from ..language import tr
+from ..language import mark, tr
 from ..views.markup import TO_NEW_RUN, chart_element, note, problem, problem_of, render
 from ..views.run import pill
 from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
@@ -43,7 +43,6 @@ class RunsPage(FollowedPage):
             "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, say=sweep_sentence),
             "queue": render("queue", entries=self._open_and_failed_starts()),
-            "trash": render("trash", deleted=deleted_runs(workspace.runs)[:_MOST_ROWS]),
         }
 
     def _open_and_failed_starts(self) -> list[dict[str, Any]]:
@@ -71,9 +70,6 @@ class RunsPage(FollowedPage):
                 return {"said": note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)}
             case {"deed": "delete"}, [_, *_]:
                 return {"said": self._delete(runs)}
-            case {"restore": [*folders]}, _:
-                names = [restore_run(self.context.workspace.runs, str(folder)).path.name for folder in folders]
-                return {"said": note(tr("Restored {runs}.", runs=", ".join(names)), "ok")}
             case {"cancel": str(name)}, _:
                 is_removed = any(start.take_back() for start in starts(self.context.workspace) if start.path.name == name)
                 return {"said": note(tr("Removed." if is_removed else "It is no longer waiting."))}
@@ -89,12 +85,14 @@ class RunsPage(FollowedPage):
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
 
     def _delete(self, runs: list[RunDirectory]) -> str:
-        deleted, refused = [], ""
+        answer = ""
         for run in runs:
             try:
-                deleted.append((run.path.name, delete_run(run)))
+                folder = delete_run(run)
             except FinetuneError as error:
-                refused += problem(tr("Not deleted"), error.problems, error.fix)
+                answer += problem(tr("Not deleted"), error.problems, error.fix)
                 continue
             self.context.lives.pop(run.path, None)
-        return refused + render("undo", deleted=deleted, folders=[folder.name for _, folder in deleted])
+            template = mark("Deleted {run}. To restore it, move {folder} to {path}.")
+            answer += note(tr(template, run=run.path.name, folder=folder, path=run.path))
+        return answer

@@ -1,4 +1,4 @@
-"""Start, stop, resume, rename, delete and restore runs. A run outlives the process that started it."""
+"""Start, stop, resume, rename and delete runs. A run outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _CHOOSE_RESULT = {"eval_steps", "early_stopping_patience"}  # settings that choo
 _SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
 _WHY_FIXED = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
-#: Folder of deleted runs, and the suffix of their names: time and a number.
-_TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
+_TRASH = ".trash"  # folder of deleted runs, whose names get the time and a number
 
 
 @contextlib.contextmanager
@@ -178,27 +177,6 @@ def delete_run(run: RunDirectory) -> Path:
     target = run.path.parent / _TRASH / f"{run.path.name}-{stamp}"
     target.parent.mkdir(exist_ok=True, mode=0o700)
     return rename(run.path, target)
-
-
-def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
-    """Return name and folder of each deleted run, last deleted first."""
-    folders = [
-        path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
-    ]
-    folders.sort(key=lambda path: path.name[-22:], reverse=True)  # by the stamp
-    return [(_STAMP.sub("", path.name), path) for path in folders]
-
-
-def restore_run(runs: Path, folder_name: str) -> RunDirectory:
-    """Move a deleted run back under its name. Raises CommandError."""
-    name = next((name for name, path in deleted_runs(runs) if path.name == folder_name), None)
-    if name is None:
-        raise CommandError(f"{folder_name[:100]!r} is not in the trash", f"See {runs / _TRASH}")
-    if (runs / name).exists():
-        raise CommandError(f"{name!r} exists already", "Rename that run first.")
-    run = RunDirectory(rename(runs / _TRASH / folder_name, runs / name))
-    register(run)
-    return run
 
 
 def _refuse_alive(run: RunDirectory) -> None:

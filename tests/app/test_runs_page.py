@@ -11,11 +11,9 @@ from app.pages.run import RunPage
 from app.pages.runs import RunsPage
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
-from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
 from finetune.events import Evaluation, Result, State
 from finetune.files import write_json
-from finetune.run.control import delete_run, deleted_runs, restore_run
 
 ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_loss=0.5), State(state="finished", exit_code=0)]
 
@@ -45,19 +43,11 @@ def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
     assert row["peak"] == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
 
 
-def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):
-    status = acted(context, deed="delete", runs=["first", "second"])
-    assert "Deleted 2 runs" in status and context.workspace.list_runs() == []
-    folders = [path.name for _, path in deleted_runs(context.workspace.runs)]
-    assert sorted(name for name, _ in deleted_runs(context.workspace.runs)) == ["first", "second"]
-    assert "Restored" in acted(context, restore=folders)
-    assert {run.path.name for run in context.workspace.list_runs()} == {"first", "second"}
-    deleted = delete_run(context.workspace.run("first"))
-    make_run(context.workspace.runs, "first", steps(1, 2))
-    assert "exists already" in acted(context, restore=[deleted.name])
-    for name in ("../first", "first", "..", ""):
-        with pytest.raises(CommandError):
-            restore_run(context.workspace.runs, name)
+def test_deleted_runs_are_moved_and_the_answer_says_where(context):
+    answer = acted(context, deed="delete", runs=["first", "second"])
+    assert context.workspace.list_runs() == [] and answer.count("To restore it, move ") == 2
+    folders = list((context.workspace.runs / ".trash").iterdir())
+    assert len(folders) == 2 and all(str(folder) in answer for folder in folders)
 
 
 def test_a_run_is_renamed_and_its_recipe_duplicated(context):
