@@ -197,8 +197,10 @@ class NewRun:
         return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, draft_stamp: int, name: str = "", *, force: bool = False) -> None:
-        model_and_time = f"{Path(recipe.model_name_or_path).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = self.context.workspace.runs / (_NOT_IN_NAMES.sub("-", name).strip("-. ") or model_and_time)
+        folder, name = Path(recipe.output_dir), _NOT_IN_NAMES.sub("-", name).strip("-. ")
+        if name or recipe.output_dir == AUTO:
+            model_and_time = f"{Path(recipe.model_name_or_path).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            folder = self.context.workspace.runs / (name or model_and_time)
         if folder.exists():
             raise CommandError(f"there is a run called {folder.name} already", "Choose another name.")
         start = start_run(self.context.workspace, recipe.model_copy(update={"output_dir": str(folder)}), force=force)
