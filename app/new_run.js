@@ -25,7 +25,6 @@ const takeScreen = (answer) => {
   state.stamp = answer.stamp;
   state.mine = answer.mine || state.mine;
   show(answer.parts);
-  find("[data-undo]").hidden = !answer.undo;
   find("[data-doing]").textContent = answer.doing;
   if (state.starting && !answer.starting) find("#new-run > :is([data-part=refused], [data-part=progress]):not(:empty)")?.scrollIntoView({ block: "center" });
   setStart(state.canStart, answer.starting);

@@ -68,7 +68,7 @@ class NewRun:
             is_starting = statuses[mine]["state"] in OPEN_STATES
             parts["starting" if is_starting else "progress"] = render("started", status=statuses[mine])
         return {
-            "stamp": edited.stamp, "parts": parts, "doing": self.context.planner.doing, "undo": self.context.draft.can_undo,
+            "stamp": edited.stamp, "parts": parts, "doing": self.context.planner.doing,
             "values": views.changed_values(edited), "starting": is_starting,
         }  # fmt: skip
 
@@ -144,8 +144,6 @@ class NewRun:
                 problem = self._refused_rows()[number]
                 text = data_views.source_text(self.context.workspace.root, problem.rows[at])
                 return {"row": data_views.refused_row(number, at, problem, text)}
-            case {"undo": True}:
-                draft.undo()
             case {"clear": True}:
                 draft.clear()
             case {"demo": True}:

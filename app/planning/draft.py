@@ -24,9 +24,6 @@ from ..workspace import Workspace
 DEMO_RECIPE = "tiny-cpu"  # bundled model and data, trains on any machine
 #: Stand-ins for missing choices, so that the draft can be checked and planned.
 _STAND_INS = {"model_name_or_path": "tiny", "dataset": {"path": "support"}}
-#: Settings that suit any model, so that choosing another model does not reset them.
-_OF_ANY_MODEL = ("dataset", "gpu", "price_per_hour", "memory_budget")
-_MOST_UNDONE = 50
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,6 @@ class DraftState:
 
     #: Settings without defaults, as in a recipe file.
     values: dict[str, Any]
-    #: Names of typed settings.
-    typed: tuple[str, ...]
     #: `values` with stand-ins for missing choices.
     recipe: Recipe
     #: Changes with each edit.
@@ -69,35 +64,29 @@ class Draft:
     def __init__(self, workspace: Workspace) -> None:
         # a file: every tab and restart shows the same draft
         self._path, self._lock = workspace.folder("draft") / "draft.json", threading.RLock()
-        self._earlier: list[dict[str, Any]] = []
 
     def read(self) -> DraftState:
         stored = read_object(self._path) or {}
         # another version's settings may be invalid
         with contextlib.suppress(RecipeError, TypeError, ValueError):
-            return _checked(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
-        return _checked({}, (), 0)
+            return _checked(stored.get("values") or {}, int(stored.get("stamp") or 0))
+        return _checked({}, 0)
 
     def change(self, **settings: Any) -> DraftState:
         """Set settings by dotted name, with `__` for the dot; None unsets."""
         with self._lock:
             before = self.read()
-            values, typed = copy.deepcopy(before.values), {*before.typed}
+            values = copy.deepcopy(before.values)
             if settings.get("model_name_or_path", before.model) != before.model:
-                # settings that nobody typed came from a recipe for the old model
-                values = {name: value for name, value in values.items() if name in typed or name in _OF_ANY_MODEL}
                 values.pop("model_revision", None)
             for dotted, value in settings.items():
                 *groups, name = dotted.split("__")
                 group = functools.reduce(lambda outer, key: outer.setdefault(key, {}), groups, values)
-                top_level_name = dotted.partition("__")[0]
                 if value is None:
                     group.pop(name, None)
-                    typed.discard(top_level_name)
                 else:
                     group[name] = value
-                    typed.add(top_level_name)
-            return self._store(values, typed)
+            return self._store(values)
 
     def apply(self, override: str) -> DraftState:
         """Set `key=value key=value`, shell-quoted."""
@@ -108,7 +97,7 @@ class Draft:
             recipe = parse_recipe(write_recipe(before.recipe), "recipe", overrides).model_dump(exclude_unset=True, mode="json")
             stand_ins = {*_STAND_INS, "gpu"} - {*before.values, *changed}
             values = {name: value for name, value in recipe.items() if name not in stand_ins}
-            return self._store(values, changed.union(before.typed))
+            return self._store(values)
 
     def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> DraftState:
         """Replace the settings by a recipe, except chosen settings in `keep`."""
@@ -118,33 +107,22 @@ class Draft:
             if not is_typed:
                 values.pop("output_dir", None)  # the folder of the run whose recipe this is
             values |= {name: before.values[name] for name in keep if name in before.values}
-            return self._store(values, values if is_typed else ())
+            return self._store(values)
 
     def clear(self) -> DraftState:
-        return self._store({}, ())
+        return self._store({})
 
-    def undo(self) -> DraftState:
-        with self._lock:
-            if self._earlier:
-                write_json(self._path, {**self._earlier.pop(), "stamp": self.read().stamp + 1})
-            return self.read()
-
-    @property
-    def can_undo(self) -> bool:
-        return bool(self._earlier)
-
-    def _store(self, values: dict[str, Any], typed: Any) -> DraftState:
+    def _store(self, values: dict[str, Any]) -> DraftState:
         with self._lock:
             before = self.read()
-            after = _checked(values, typed, before.stamp + 1)
+            after = _checked(values, before.stamp + 1)
             if after.values == before.values:
                 return before
-            write_json(self._path, {"values": after.values, "typed": after.typed, "stamp": after.stamp})
-            self._earlier = [*self._earlier[1 - _MOST_UNDONE :], {"values": before.values, "typed": before.typed}]
+            write_json(self._path, {"values": after.values, "stamp": after.stamp})
             return after
 
 
-def _checked(values: dict[str, Any], typed: Any, stamp: int) -> DraftState:
+def _checked(values: dict[str, Any], stamp: int) -> DraftState:
     dataset = {**_STAND_INS["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
     default_gpu = {} if usable_devices() else {"gpu": "cpu"}
     recipe = recipe_from({**_STAND_INS, **default_gpu, **values, "dataset": dataset})
@@ -153,7 +131,7 @@ def _checked(values: dict[str, Any], typed: Any, stamp: int) -> DraftState:
             "trust_remote_code: the page does not run a model's own code",
             "Allow it on the command line: finetune run RECIPE.yaml",
         )
-    return DraftState(values, tuple(sorted(typed)), recipe, stamp)
+    return DraftState(values, recipe, stamp)
 
 
 def as_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The pages that list runs, in Chromium: search, filters, choosing, renaming, deleting with undo; Home.
+"""The pages that list runs, in Chromium: search, filters, choosing, renaming, deleting; Home.
 
 Fails on any console message, any request to another host and any HTTP 5xx.
 """
