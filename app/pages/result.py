@@ -30,9 +30,7 @@ ROW_ORDERS = {
 _COMMAND_OF_PART = {"merged": "merge", "exported": "export"}
 #: Options by command and form field; a checkbox has no value.
 _OPTIONS = {
-    "eval": {
-        "score": "--score={}", "pattern": "--pattern={}", "tolerance": "--tolerance={}", "rows": "--rows={}", "data": "--data={}",
-    },
+    "eval": {name: f"--{name}={{}}" for name in ("score", "pattern", "tolerance", "rows", "data")},
     "export": {"type": "--type={}", "to": "--to=gguf-adapter"}, "merge": {}, "report": {},
 }  # fmt: skip
 _SCORE_OF_FIELD = {"pattern": "regex", "tolerance": "numeric"}  # shown, and sent, with this score only
