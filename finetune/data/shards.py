@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.conversation import Example
-from finetune.data.pictures.source import FileStat, source_from_dict, source_to_dict
+from finetune.data.pictures.source import source_from_dict, source_to_dict
 from finetune.data.report import Refused
 
 if TYPE_CHECKING:
@@ -139,9 +139,7 @@ class TokenisedSource:
     unused_columns: tuple[str, ...] = ()
     rows_read: int = 0
     refused: list[Refused] = field(default_factory=list)
-    tables: list[Any] = field(default_factory=list)  # of Arrow; not in the cache's JSON
-    pictures: dict[str, FileStat] = field(default_factory=dict)  # path of each image file -> its stat
-    sha256: str = ""  # of the tables in the cache
+    tables: list[pa.Table] = field(default_factory=list)
 
 
 class StoredRows:

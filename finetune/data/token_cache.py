@@ -8,11 +8,13 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -33,12 +35,10 @@ from finetune.data.shards import TokenisedSource, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
-from finetune.files import cache_dir, sha256_of, write_text
+from finetune.files import cache_dir, read_object, sha256_of, write_text
 from finetune.gc_settings import raise_gc_thresholds
-from finetune.serialise import read_json_as, to_json
 from finetune.settings import DatasetRecipe
-from finetune.system import replace as move
-from finetune.system import usable_cpus
+from finetune.system import take_lock, usable_cpus
 
 Progress = Callable[[int], None]  # called with the number of tokenised rows
 _SAMPLE_ROWS = 1000  # rows read to detect the format
@@ -52,6 +52,7 @@ _SELECTING_SETTINGS = (
     "max_rows",
 )  # fmt: skip
 _ENCODE_ROWS = 256  # in one call of the encoder
+_HASH_THREADS = 4  # that verify the files of a cached source
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")  # whose versions are in the cache key
 
 
@@ -116,75 +117,107 @@ def tokenise_source(
     path, stat = source.path, source.info.stat
     if path is None or stat is None or stat[0] < SMALL_BYTES:
         return _tokenise(SourceReader(source, dataset, limit), encoder, progress)
-    file = cache_folder() / f"{_cache_key(source, dataset, limit, encoder)}.arrow"
-    if (tokenised := _read_cached(file, source.name)) is None:
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")  # another process may write the same rows
-        with disk_errors(file.parent, "tokenised rows"):
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with pa.OSFile(str(temporary), "wb") as output, pa.ipc.new_file(output, table_of([], []).schema) as writer:
-                    tokenised = _tokenise(SourceReader(source, dataset, limit), encoder, progress, writer.write_table)
-                if file_stat(path) != stat:
-                    raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
-                tokenised.sha256 = sha256_of(temporary)
-                move(temporary, file)
-                write_text(file.with_suffix(".json"), with_checksum(json.dumps(to_json(tokenised))))
-                tokenised.tables = [_map_table(file)]
-            finally:
-                temporary.unlink(missing_ok=True)
+    folder = cache_folder() / _cache_key(source, dataset, limit, encoder)
+    tokenised = _read_cached(folder, source.name)
+    if tokenised is None:
+        with disk_errors(folder, "tokenised rows"):
+            folder.mkdir(parents=True, exist_ok=True)
+            while (lock := take_lock(folder / "lock", 0.5)) is None:
+                progress(0)
+        try:
+            tokenised = _read_cached(folder, source.name)  # another process may have written it meanwhile
+            if tokenised is None:
+                tokenised = _tokenise(SourceReader(source, dataset, limit), encoder, progress, folder)
+            if file_stat(path) != stat:
+                # processes that have the files mapped can still read them
+                shutil.rmtree(folder, ignore_errors=True)
+                raise DataError(f"{source.name}: was changed while it was read", "Run the command again.")
+        finally:
+            lock.release()
     progress(tokenised.rows_read)
     return tokenised
 
 
-def _read_cached(file: Path, name: str) -> TokenisedSource | None:
-    """Return the rows in a file; None if it is missing or damaged, or if an image changed."""
-    tokenised = read_json_as(file.with_suffix(".json"), TokenisedSource)
-    if tokenised is None or any(file_stat(Path(image)) != stat for image, stat in tokenised.pictures.items()):
-        return None
-    try:
-        if sha256_of(file) != tokenised.sha256:
-            return None
-        tables = [_map_table(file)]
-    except OSError:
-        return None
-    refused = [replace(row, file=name) for row in tokenised.refused]  # the data file may have another name now
-    return replace(tokenised, file=name, refused=refused, tables=tables)
-
-
 def cache_folder() -> Path:
-    """Return the folder of all entries: KEY.arrow, sealed by the hash in KEY.json."""
+    """Return the folder of all entries."""
     return cache_dir() / "tokens"
 
 
-def _tokenise(
-    reader: SourceReader, encoder: Encoder, progress: Progress, write: Callable[[pa.Table], object] | None = None
-) -> TokenisedSource:
+def _tokenise(reader: SourceReader, encoder: Encoder, progress: Progress, folder: Path | None = None) -> TokenisedSource:
     tokenised = TokenisedSource(reader.parser.file, reader.parser.format, reader.parser.columns)
-    write = write or tokenised.tables.append
+    batches: dict[int, tuple[ParsedBatch, pa.Table | str]] = {}
+    work = partial(_tokenise_batch, folder, reader.parser, encoder)
     # after an unread column that stops the run, rows are only parsed, for the other problems
-    tasks = ((rows, not reader.unused.stops_run) for rows in reader.batches())
-    with contextlib.closing(results_in_forks(partial(_tokenise_batch, reader.parser, encoder), tasks)) as results:
-        for row_count, parsed, table in results:
+    tasks = ((index, rows, not reader.unused.stops_run) for index, rows in enumerate(reader.batches()))
+    with contextlib.closing(results_in_forks(work, tasks)) as results:
+        for index, row_count, parsed, table_or_hash in results:
+            batches[index] = parsed, table_or_hash
             tokenised.rows_read += row_count
-            tokenised.refused += parsed.refused
-            tokenised.pictures |= parsed.picture_files
             reader.unused.merge(parsed.unused)
-            write(table)
             progress(tokenised.rows_read)
     tokenised.unused_columns = reader.finish()
+    ordered = [batch for _, batch in sorted(batches.items())]
+    tokenised.refused = [row for parsed, _ in ordered for row in parsed.refused]
+    if folder is None:
+        tokenised.tables = [table for _, table in ordered]
+    else:
+        metadata = {
+            "sha256": [sha256 for _, sha256 in ordered], "read": tokenised.rows_read, "format": tokenised.format,
+            "columns": tokenised.columns, "unused_columns": tokenised.unused_columns,
+            "refused": [(row.row, row.field, row.reason) for row in tokenised.refused],
+            "pictures": {name: stat for parsed, _ in ordered for name, stat in parsed.picture_files.items()},
+        }  # fmt: skip
+        with disk_errors(folder, "tokenised rows"):
+            tokenised.tables = [_map_table(_shard_path(folder, index)) for index in range(len(ordered))]
+            # the last file: a folder without it is unfinished
+            write_text(folder / "source.json", with_checksum(json.dumps(metadata)))
     return tokenised
 
 
 def _tokenise_batch(
-    parser: RowParser, encoder: Encoder, rows: list[Any], is_used: bool
-) -> tuple[int, ParsedBatch, pa.Table]:  # fmt: skip
+    folder: Path | None, parser: RowParser, encoder: Encoder, index: int, rows: list[Any], is_used: bool
+) -> tuple[int, int, ParsedBatch, pa.Table | str]:
+    """Return index, number of rows, the parsed batch without examples, and its table, or its file's hash in a folder."""
     parsed = parser.parse(rows)
     examples = parsed.examples if is_used and not parsed.unused.stops_run else []
     results: list[Any] = []
     for start in range(0, len(examples), _ENCODE_ROWS):
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
     # the table has the examples: they needn't be sent to the parent process, too
-    return len(rows), replace(parsed, examples=[]), table_of(examples, results)
+    table, parsed = table_of(examples, results), replace(parsed, examples=[])
+    if folder is None:
+        return index, len(rows), parsed, table
+    path = _shard_path(folder, index)
+    with disk_errors(folder, "tokenised rows"):
+        path.unlink(missing_ok=True)  # not overwritten: a process may have a damaged one mapped
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        return index, len(rows), parsed, sha256_of(path)
+
+
+def _read_cached(folder: Path, name: str) -> TokenisedSource | None:
+    """Return the rows in a folder; None if unfinished or damaged, or if an image changed."""
+    metadata = read_object(folder / "source.json")
+    if metadata is None:
+        return None
+    # JSON has lists for tuples
+    if any(file_stat(Path(image)) != (stat and tuple(stat)) for image, stat in metadata["pictures"].items()):
+        return None
+    paths = [_shard_path(folder, index) for index in range(len(metadata["sha256"]))]
+    try:
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing takes longer than mapping the files
+            if list(pool.map(sha256_of, paths)) != metadata["sha256"]:
+                return None
+        tables = [*map(_map_table, paths)]
+    except OSError:
+        return None
+    refused = [Refused(name, *row) for row in metadata["refused"]]
+    unused_columns = tuple(metadata["unused_columns"])
+    return TokenisedSource(name, metadata["format"], metadata["columns"], unused_columns, metadata["read"], refused, tables)
+
+
+def _shard_path(folder: Path, index: int) -> Path:
+    return folder / f"{index:05d}.arrow"
 
 
 def _map_table(path: Path) -> pa.Table:
@@ -216,7 +249,7 @@ _MAX_PROCESSES = 8  # more processes don't help: one process reads and distribut
 
 
 def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Generator[Any, None, None]:
-    """Yield `work(*task)` of each task, in order. Closing ends the forks."""
+    """Yield `work(*task)` of each task, in any order. Closing ends the forks."""
     # macOS and Windows can't fork safely
     count = min(usable_cpus(), _MAX_PROCESSES) if sys.platform == "linux" else 1
     # the first task runs here, so that an error of all tasks comes before the forks; without forks, all tasks do
@@ -234,16 +267,14 @@ def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]])
                 process.start()
             child_end.close()
             processes[parent_end] = process
-        idle, running, results = [*processes], dict[Connection, int](), dict[int, Any]()  # tasks and results by their number
-        numbered = enumerate(itertools.chain(second_task, remaining))
-        next_number = 0
+        idle, remaining = [*processes], itertools.chain(second_task, remaining)
         while True:
-            for number, task in itertools.islice(numbered, len(idle)):
-                running[idle[-1]] = number
+            for task in itertools.islice(remaining, len(idle)):
                 idle.pop().send(task)
-            if not running:
+            busy = [connection for connection in processes if connection not in idle]
+            if not busy:
                 return
-            for connection in wait([*running]):
+            for connection in wait(busy):
                 assert isinstance(connection, Connection)
                 try:
                     result = connection.recv()
@@ -254,11 +285,8 @@ def results_in_forks(work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]])
                     ) from None
                 if isinstance(result, Exception):
                     raise result
-                results[running.pop(connection)] = result
                 idle.append(connection)
-            while next_number in results:
-                yield results.pop(next_number)
-                next_number += 1
+                yield result
     finally:
         for process in processes.values():
             process.kill()
