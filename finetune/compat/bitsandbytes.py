@@ -37,19 +37,8 @@ def replaced_int8_matmul(function: Callable[..., Any]) -> AbstractContextManager
 
 def without_cpu_repacking() -> AbstractContextManager[Any]:
     """Temporarily create 4-bit layers that are not repacked on a CPU."""
+    # on a CPU with AVX512-BF16 the first evaluation would permanently repack bitsandbytes' Linear4bit for inference
     return replace("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-
-
-def disable_cpu_repacking(model: Any, *, only_failing: bool = False) -> None:
-    """Disable CPU repacking of a model's 4-bit layers, or only of layers where it would fail."""
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            # bitsandbytes' `_convert_weight_packed_for_cpu` needs multiples of 32 rows and 64 columns
-            fails = module.out_features % 32 or module.in_features % 64
-            if fails or not only_failing:
-                module.support_avx512bf16_for_cpu = False
 
 
 @contextmanager

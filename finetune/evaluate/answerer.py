@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.tokens import Encoder
@@ -237,7 +236,6 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
     Raise CommandError for an unusable adapter, RecipeError for an adapter of another base.
     """
     base = build_base(settings, load_config(settings), device="cpu" if device == "cpu" else 0, weights=True, offloads=True)
-    disable_cpu_repacking(base, only_failing=True)
     grow_vocabulary(base, settings, tokenizer)  # the tokenizer gives the rows of new tokens their values
     if adapter:  # compared now, because `build_base` may have downloaded the base model
         require_same_base(adapter, settings)

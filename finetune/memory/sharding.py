@@ -242,7 +242,7 @@ def _full_units(config_values: dict[str, Any], settings: Settings) -> Units:
 
 
 def _units_of_model(config: Any, settings: Settings) -> Units:
-    from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
+    from finetune.compat.bitsandbytes import own_quantisation_maps
     from finetune.compat.torch import fake_tensor_mode
     from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise
     from finetune.memory.tracker import StorageTracker
@@ -250,7 +250,7 @@ def _units_of_model(config: Any, settings: Settings) -> Units:
     from finetune.model.build import build_base
     from finetune.model.quantisation import model_dtype
 
-    with without_cpu_repacking(), fake_dora_weights():
+    with fake_dora_weights():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         with own_quantisation_maps(), fake_tensor_mode():
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))

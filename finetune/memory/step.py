@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from finetune.compat.bitsandbytes import replaced_state_buffers, without_cpu_repacking
+from finetune.compat.bitsandbytes import replaced_state_buffers
 from finetune.compat.torch import backward
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.data.report import first_line
@@ -55,7 +55,7 @@ class Simulation:
 def step_tracker(capability: Capability | None, more_rules: Mapping[Any, Rule] = {}) -> Iterator[StorageTracker]:
     """Yield a tracker for a GPU of this compute capability, or for the CPU (None)."""
     rules, workspace_bytes = {**rules_for(capability), **more_rules}, cublas_workspace_bytes(capability)
-    with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+    with fake_dora_weights(), garbage_collection_paused():
         yield StorageTracker(rules, workspace_bytes=workspace_bytes)
 
 

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
@@ -113,9 +112,7 @@ def _is_special_linear(module: torch.nn.Module) -> bool:
 
 
 def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
-    """Set train mode and the adapters' dtype, and disable repacking of 4-bit weights."""
-    # on a CPU with AVX512-BF16 the first evaluation would permanently repack bitsandbytes' Linear4bit for inference
-    disable_cpu_repacking(model)
+    """Set train mode and the adapters' dtype."""
     # TRL casts adapters of a quantised model to bf16
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
     model.train()

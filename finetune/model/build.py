@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.compat.transformers import kernels_by_device, keys_repeated, loading_with, replace_with_quantised_layers
 from finetune.data.report import first_line
 from finetune.errors import RecipeError
@@ -55,7 +56,7 @@ def build_base(
         config = _without_quantization(config)  # the quantiser reads the codes itself
     path = resolve_model_path(settings)
     offloading: Any = offload_while_loading(settings) if offloads else nullcontext()
-    with load_errors(path), loading_with(quantiser), offloading as finish_offloading:
+    with load_errors(path), loading_with(quantiser), without_cpu_repacking(), offloading as finish_offloading:
         model, loading_info = _class_to_build(config).from_pretrained(
             path,
             config=config,
@@ -129,7 +130,8 @@ def build_on_meta(
         text = text if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: {text}"
         raise RecipeError(f"a {config.model_type} model can't be built from this config.json: {text}", hint) from error
     if isinstance(quantization, BitsAndBytesConfig):
-        replace_with_quantised_layers(model, quantization, dtype, quantiser)
+        with without_cpu_repacking():
+            replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
     kernels_by_device(model, falls_back_to_torch)
