@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from finetune.api.callback import MemoryCallback
     from finetune.api.forecasts import Fit, fits
-    from finetune.api.memory_techniques import lean, offload_layers
+    from finetune.api.memory_techniques import lean
     from finetune.api.plans import plan, read_plan
     from finetune.api.tracking import track
 
 __version__ = "0.1.0"
-__all__ = ["Fit", "MemoryCallback", "fits", "lean", "offload_layers", "plan", "read_plan", "track"]
+__all__ = ["Fit", "MemoryCallback", "fits", "lean", "plan", "read_plan", "track"]
 
 _MODULES = {
     "Fit": "forecasts", "MemoryCallback": "callback", "fits": "forecasts", "lean": "memory_techniques",
-    "offload_layers": "memory_techniques", "plan": "plans", "read_plan": "plans", "track": "tracking",
+    "plan": "plans", "read_plan": "plans", "track": "tracking",
 }  # fmt: skip
 
 

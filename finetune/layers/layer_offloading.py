@@ -316,25 +316,6 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool)
     return LayerOffloading(decoder_layers(model), storage, settings.offloaded_layers)
 
 
-def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
-    """Offload `count` layers (default: all) of a loaded model with adapters to CPU."""
-    base: Any = base_of(model)
-    layers = decoder_layers(model)
-    offloading = LayerOffloading(layers, HostStorage(), len(layers) if count is None else count)
-    offloading.finish()
-    # gradient checkpointing, which every offloaded layer needs, may be on already or be turned on later
-    base.layer_offloading, enable = offloading, base.activation_checkpointing_enable
-
-    def enable_and_wrap(*arguments: Any, **named: Any) -> None:
-        enable(*arguments, **named)
-        offloading.wrap_checkpoints()
-
-    base.activation_checkpointing_enable = enable_and_wrap
-    if base.is_activation_checkpointing:
-        offloading.wrap_checkpoints()
-    return offloading
-
-
 @contextmanager
 def offload_while_loading(settings: Settings) -> Iterator[Callable[[Any], None]]:
     """Offload each layer as transformers loads a model. Yields a function to call with the loaded model."""
