@@ -34,10 +34,9 @@ from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import compile_problem
 from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
-from finetune.methods.trl_arguments import trl_arguments
 from finetune.model.generate import greedy_answers
 from finetune.model.padding import without_mask
-from finetune.model.techniques import apply_techniques, step_context
+from finetune.model.techniques import apply_techniques, step_context, training_arguments
 from finetune.planner.plan import Plan
 from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.directory import RunDirectory
@@ -45,8 +44,8 @@ from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.seal import rotate, seal
-from finetune.settings.compatibility import lean_layers_conflict
-from finetune.settings.methods import NOT_TRAINED
+from finetune.settings.compatibility import lean_layers_conflict, padding_multiple
+from finetune.settings.methods import METHODS, NOT_TRAINED
 
 _PARTIAL = ".partial"
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64  # limits in tokens: the KV cache of an 8B model stays below 300 MB
@@ -62,11 +61,50 @@ class OneCardConfig(SFTConfig):
 
 
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
-    """Return the SFTConfig for a plan."""
-    return OneCardConfig(**trl_arguments(
-        plan.settings, output_dir=str(run.checkpoints), total_steps=plan.total_steps,
-        evaluates=bool(plan.data and plan.data.eval_rows), on_cpu=plan.card.is_cpu,
-    ))  # fmt: skip
+    """Return the SFTConfig for a plan, with TRL's silent truncation, dropping of rows and NaN filter switched off."""
+    settings, on_cpu, warmup_steps = plan.settings, plan.card.is_cpu, plan.settings.warmup_steps
+    arguments: dict[str, Any] = dict(
+        output_dir=str(run.checkpoints),
+        dataset_kwargs={"skip_prepare_dataset": True},  # examples come tokenised, with labels, none over max_length
+        max_length=None,
+        packing=False,  # packed already by finetune/data/splits.py, which checks that nothing is lost
+        padding_free=settings.packing,
+        pad_to_multiple_of=padding_multiple(settings, settings.per_device_train_batch_size),
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        per_device_eval_batch_size=settings.per_device_eval_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        num_train_epochs=settings.num_train_epochs,
+        max_steps=settings.max_steps or -1,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=round(settings.warmup_ratio * (plan.total_steps or 0)) if warmup_steps is None else warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        bf16=settings.dtype == "bfloat16",
+        fp16=settings.dtype == "float16",
+        use_cpu=on_cpu,
+        ddp_find_unused_parameters=False,
+        save_on_each_node=settings.launch.num_machines > 1,  # each machine has its run directory
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # the filter would replace NaN with the last finite loss
+        eval_strategy="steps" if settings.eval_steps and plan.data and plan.data.eval_rows else "no",
+        eval_steps=settings.eval_steps or None,
+        prediction_loss_only=True,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=None,  # see finetune.run.seal.rotate
+        report_to=[],  # trackers follow the events, see finetune.run.trackers
+        disable_tqdm=True,
+        dataloader_num_workers=settings.dataloader_num_workers,
+        dataloader_pin_memory=not on_cpu,
+        accelerator_config={"non_blocking": not on_cpu},  # copy a batch while the step before it still runs
+        remove_unused_columns=not METHODS[settings.method].has_own_format and settings.vision is not True,
+        **training_arguments(settings),
+    )
+    return OneCardConfig(**arguments)
 
 
 @contextlib.contextmanager

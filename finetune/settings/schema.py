@@ -212,7 +212,7 @@ class LaunchRecipe(_Strict):
 class Recipe(_Strict):
     """The user's choices. `auto` leaves a setting to the planner, which gives a reason for its choice."""
 
-    # Settings of training reach the trainer in methods/trl_arguments.py, an optimizer's also in model/techniques.py.
+    # Settings of training reach the trainer in run/training.py, an optimizer's also in model/techniques.py.
     # Settings of this machine: `_LOCAL_SETTINGS` of export/model_card.py; those TRL lacks: `_NOT_IN_PLAIN_TRL` of api/plans.py.
     # -- model
     model_name_or_path: str = _model(
