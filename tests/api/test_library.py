@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from trl import SFTConfig, SFTTrainer
 
 import finetune
@@ -74,23 +74,6 @@ def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
     assert "checkpointing=True" in refused.value.fix and plain.state.global_step == 0
     assert not callback.fit and callback.error is None
     assert {name: id(parameter) for name, parameter in plain.model.named_parameters()} == before
-
-
-def test_out_of_memory_is_explained(tmp_path, capsys):
-    plain = trainer(tmp_path)
-
-    class FullGpu(TrainerCallback):
-        def on_step_begin(self, args, state, control, model, **_):
-            model.register_forward_pre_hook(self.refuse)
-
-        def refuse(self, *_):
-            raise torch.OutOfMemoryError("no memory is left")
-
-    plain.add_callback(FullGpu())
-    plain.add_callback(finetune.MemoryCallback(plain, gpu="rtx-3060"))
-    with pytest.raises(torch.OutOfMemoryError):
-        plain.train()
-    assert "out of memory; the step was forecast to allocate" in capsys.readouterr().err
 
 
 def test_a_step_that_fits_is_forecast_and_trained(tmp_path, capsys):
