@@ -40,6 +40,7 @@ _SPLIT_WORDS = {
 _SEVERAL_SPLITS = "several"  # the split of a file whose name has words of several splits, such as train_test.csv
 _MAX_LISTED = 8  # most names that a message lists
 _WILDCARDS = set("*?[")
+_PATH_MARKS = _WILDCARDS | set("/\\")
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
         return [Source(path_text, bundled[purpose])]
     if os.path.isdir(path):  # noqa: PTH112
         raise DataError(f"{name}: is a directory without data files", f"Name a folder with {', '.join(FOLDER_TYPES)}.")
-    refuse_url(path_text)
+    require_path_or_id(path_text)
     if hub.HUB_ID.fullmatch(path_text) and path.suffix.lower() not in (*READERS, *_UNSUPPORTED_SUFFIXES):
         return []
     folder = path.parent
@@ -329,10 +330,14 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
     raise DataError(f"{name}: there is no such file", f"{hint}Paths start from {Path.cwd()}")
 
 
-def refuse_url(path_text: str) -> None:
-    """Raise DataError for a URL."""
+def require_path_or_id(path_text: str) -> None:
+    """Raise DataError for text that is neither a path nor a hub id."""
+    name = printable(path_text, 200)
     if _URL_SCHEME.match(path_text):
-        raise DataError(f"{printable(path_text, 200)}: is a URL", "Download it, and give the file's path.")
+        raise DataError(f"{name}: is a URL", "Download it, and give the file's path.")
+    # the file may be on another machine, so only the text is checked
+    if not (hub.HUB_ID.fullmatch(path_text) or Path(path_text).suffix or not _PATH_MARKS.isdisjoint(path_text)):
+        raise DataError(f"{name}: there is no such file", "Write a file's path, or an id like owner/name.")
 
 
 def _file_source(path: Path, name: str = "") -> Source:

@@ -167,14 +167,14 @@ def rows_with_pictures(pictures: Sizes) -> RowReader:
 
 def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
     """Read the recipe's rows if they are on this machine; refused rows become `problem`."""
-    from finetune.data.sources import is_local, refuse_url
+    from finetune.data.sources import is_local, require_path_or_id
 
     # `downloaded`: a hub dataset is on this machine, too
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
     missing = [path for path in paths if not downloaded and not is_local(path)]
     try:
         for path in missing:
-            refuse_url(path)
+            require_path_or_id(path)
         if missing:
             return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
         selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
