@@ -64,20 +64,6 @@ def fake_experts() -> AbstractContextManager[Any]:
     return wrap(_EXPERTS, lambda can_use, input, weight, offs: weight.dtype == torch.bfloat16 and can_use(input, weight, offs))
 
 
-def keep_fsdp_wrap_policy() -> None:
-    """Keep the FSDP wrap policy of Trainer for models with adapters."""
-
-    # PEFT's policy combines two policies, which accelerate's FSDP2 does not recognise: it would wrap no layer, and every GPU
-    # would gather the whole model for the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy)
-    def update_and_restore(update: Callable[..., None], model: Any, accelerator: Any) -> None:
-        plugin = accelerator.state.fsdp_plugin
-        policy = plugin.auto_wrap_policy
-        update(model, accelerator)
-        plugin.auto_wrap_policy = policy
-
-    wrap("transformers.trainer.update_fsdp_plugin_peft", update_and_restore)
-
-
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
     """Replace linear layers by bitsandbytes', without reading weights."""
     from transformers.modeling_utils import local_torch_dtype

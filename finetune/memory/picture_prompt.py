@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-import finetune.model
 from finetune.bundled import model_path
 from finetune.compat.processors import processor_from_settings, token_types
 from finetune.data.pictures.placement import PICTURE_MARK
@@ -28,7 +27,7 @@ from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
 from finetune.settings.vision import Sizes, pixel_limit
 
-_FACTS_FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
+_FACTS_FILE = Path(__file__).parents[1] / "model" / "picture_processors.json"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Base models of which each FSDP2 rank has its own rows only."""
+"""The base model of a run, under FSDP2 with only this rank's rows of each 4-bit weight."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.compat.accelerate import shard_with
 from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.model.build import build_base
 from finetune.settings import Settings
+from finetune.settings.compatibility import loads_own_rows
 from finetune.system import return_freed_memory
 
 #: The modules that use a parameter, and the parameter's name in each. Tied parameters have several.
 Uses = list[tuple[torch.nn.Module, str]]
 
 
-def load_own_rows(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, rank: int) -> PreTrainedModel:
-    """Return the base model with this rank's rows of each weight. accelerate shards it by FSDP2 before the first step."""
+def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, rank: int) -> PreTrainedModel:
+    """Return the base model on `device`, with this rank's rows only where the settings allow it."""
+    if loads_own_rows(settings):
+        return _load_own_rows(settings, config, device, rank)
+    return build_base(settings, config, device=device, weights=True, offloads=True)
+
+
+def _load_own_rows(
+    settings: Settings, config: PretrainedConfig, device: torch.device | str | int, rank: int
+) -> PreTrainedModel:
     rows_device = "cpu" if settings.launch.offload == "cpu" else device
 
     def drop_other_rows(parameter: Any) -> None:
@@ -61,6 +69,8 @@ def load_own_rows(settings: Settings, config: PretrainedConfig, device: torch.de
 
 def _shard(uses: dict[Any, Uses], shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
     """Shard `model` with accelerate's function while its frozen parameters are on meta, then set this rank's rows."""
+    from torch.distributed.tensor import DTensor, Shard
+
     for parameter, places in uses.items():
         _set_parameter(places, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     prepared = shard_default(accelerator, model)

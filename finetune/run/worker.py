@@ -40,7 +40,7 @@ from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
-from finetune.settings.compatibility import loads_own_rows, shards_weights
+from finetune.settings.compatibility import shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.system import ignore_hangup, receive_line, redirect_output, take_lock
 from finetune.units import format_bytes
@@ -152,14 +152,13 @@ class Worker:
         from datasets import load_from_disk
         from transformers import set_seed
 
+        from finetune.compat.accelerate import keep_fsdp_wrap_policy
         from finetune.compat.peft import save_without_vocabulary
-        from finetune.compat.transformers import keep_fsdp_wrap_policy
         from finetune.data.tokenizer import read_tokenizer
         from finetune.memory.depth import fewest_layers
         from finetune.model.adapters import attach_adapters, prepare_for_training
-        from finetune.model.build import build_base
         from finetune.model.library_warnings import quiet_libraries
-        from finetune.model.own_rows import load_own_rows
+        from finetune.model.own_rows import load_base
         from finetune.model.padding import needs_padding_mask
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
@@ -180,10 +179,7 @@ class Worker:
             keep_fsdp_wrap_policy()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local_rank)
-        if loads_own_rows(settings):
-            base = load_own_rows(settings, config, device, self.rank.number)
-        else:
-            base = build_base(settings, config, device=device, weights=True, offloads=True)
+        base = load_base(settings, config, device, self.rank.number)
         tokenizer = read_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)

@@ -16,10 +16,10 @@ from accelerate import FullyShardedDataParallelPlugin, accelerator
 from torch.distributed.tensor import DTensor
 from transformers import trainer
 
-from finetune.compat.transformers import keep_fsdp_wrap_policy
+from finetune.compat.accelerate import keep_fsdp_wrap_policy
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.own_rows import load_own_rows
+from finetune.model.own_rows import load_base
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe
@@ -104,7 +104,7 @@ settings = settings_for("tiny")
 with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))  # imports and pools
 settings = settings_for(sys.argv[1])
 with PeakMemory() as peak:
-    model = sharded(with_adapters(load_own_rows(settings, load_config(settings), "cpu", dist.get_rank())))
+    model = sharded(with_adapters(load_base(settings, load_config(settings), "cpu", dist.get_rank())))
 parameters = list(model.parameters())
 loss, norm = loss_and_norm(model)
 values = {
