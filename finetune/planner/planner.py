@@ -20,17 +20,17 @@ from finetune.model.prequantised import stored_notes, stored_quantisation, train
 from finetune.planner import defaults, resources
 from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history
-from finetune.planner.plan import Choices, DataStatistics, Plan, Suggestion, Verdict, verdict_of
+from finetune.planner.plan import LEAST_LENGTH, Choices, DataStatistics, Plan, Suggestion, Verdict, as_overrides, verdict_of
 from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, why_lean
 from finetune.planner.shape import MAMBA2, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
-from finetune.planner.suggest import suggest
 from finetune.printable import Progress
-from finetune.settings import AUTO, Recipe, Settings
-from finetune.settings.base_formats import NF4
+from finetune.settings import AUTO, Recipe, Settings, resolved
+from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
+from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_bytes
 
 #: Bounds of measured / modelled time where the GPU's rates are known: beyond them the cause is another, such as a shared GPU.
@@ -299,10 +299,54 @@ class _Planner:
         return dataclasses.replace(forecast, peak_high_bytes=high_bytes, at_limit=forecast.at_limit and not worst_error)
 
     def _suggestions(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> tuple[Suggestion, ...]:
-        longest = attempt.search.job.batches.longest
-
-        def forecast_of(changed: Settings) -> Forecast:
+        # single changes that save memory, the largest saving first
+        suggestions = []
+        for changes, cost in _changes(self.recipe, settings, self.data):
+            every_layer = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
+            try:
+                changed = resolved(settings, **changes, **every_layer)
+            except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
+                continue
             self.report_progress("forecasting a smaller setting")
-            return self._forecast(changed, min(changed.max_length, longest))
+            high_bytes = self._forecast(changed, min(changed.max_length, attempt.search.job.batches.longest)).peak_high_bytes
+            saved_bytes = forecast.peak_high_bytes - high_bytes
+            if saved_bytes > 0:
+                suggestions.append(Suggestion(as_overrides(changes), saved_bytes, high_bytes, cost))
+        return tuple(sorted(suggestions, key=lambda suggestion: -suggestion.saves_bytes))
 
-        return suggest(self.recipe, settings, forecast, forecast_of, self.data)
+
+def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> Iterator[tuple[dict[str, Any], str]]:
+    base = base_format_of(settings)
+    if base not in QUANTISED and not is_open(recipe, NF4):
+        yield {NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time"
+    elif base in QUANTISED and base.bits > NF4.bits:
+        yield {base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}"
+    if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
+        steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
+        single_rows = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+        yield single_rows, "same effective batch, smaller micro-batches: slower on short rows"
+    is_set = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
+    if is_set and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
+        every_layer = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        yield every_layer, "forward pass runs twice: up to 45 % more time"
+    if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
+        yield {"optim": EIGHT_BIT}, "8-bit optimizer states"
+    drop = {"excess_length": "drop"} if settings.excess_length == "raise" else {}
+    least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
+    for length in (settings.max_length // 2, settings.max_length // 4):
+        if length >= least:
+            yield {"max_length": length, **drop}, _length_cost(length, data)
+    if recipe.layer_offloading is False and not settings.vision:
+        recomputing = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
+        cost = "layer weights in host memory, copied to the GPU during computation"
+        yield {"layer_offloading": "cpu", **recomputing}, cost
+    if settings.lora_r > 8:
+        yield {"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less"
+
+
+def _length_cost(length: int, data: DataStatistics | None) -> str:
+    if data is None or not data.lengths:
+        return "longer rows are dropped"
+    longer = [row_tokens for row_tokens in data.lengths if row_tokens > length]
+    share = sum(longer) / data.total_tokens if data.total_tokens else 0.0
+    return f"{len(longer):,} of {data.rows:,} rows ({share:.1%} of the tokens) are longer"
