@@ -31,10 +31,12 @@ from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_op
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
-from finetune.units import format_bytes
 
 #: Bounds of measured / modelled time where the GPU's rates are known: beyond them the cause is another, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
+
+#: Most forecasts of compiled layers until one fits; each takes seconds.
+MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
 AT_LIMIT = "by a replay of the allocator, torch fits the budget only by freeing cached blocks, which stalls the GPU each time"
 
@@ -141,7 +143,7 @@ class _Planner:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
-            replayed: list[EvaluatedStrategy] = []
+            replayed, compiled_misfits = list[EvaluatedStrategy](), 0
             while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
                 if candidate not in replayed:
                     candidate = self._replay_uneven_rows(attempt.choices, search, candidate)
@@ -153,6 +155,9 @@ class _Planner:
                     return fitting
                 if compiled := self._with_compiled_layers(fitting, options):
                     return compiled
+                compiled_misfits += 1
+                if compiled_misfits == MOST_COMPILED:
+                    search.rule_out_compiling(options, f"{MOST_COMPILED} plans with compiled layers did not fit")
         return None
 
     def _replay_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
@@ -179,16 +184,18 @@ class _Planner:
         settings = self._settings_of(compiled, chosen.strategy)
         try:
             forecast = self._forecast(settings, search.job.batches.longest)
+            reason = why_not_compiled(forecast)
         except RecipeError as error:
-            search.rule_out_compiling(options, error.problems[0])
+            reason = error.problems[0]
+        if reason:
+            search.rule_out_compiling(options, reason)
             return None
         # compiled layers are not replayed over rows of uneven length: take at least the margin of lean layers
         margin_bytes = chosen.forecast.peak_high_bytes - chosen.forecast.allocated_bytes
         high_bytes = max(forecast.peak_high_bytes, forecast.allocated_bytes + margin_bytes)
-        forecast, excess_bytes = dataclasses.replace(forecast, peak_high_bytes=high_bytes), high_bytes - self.budget_bytes
-        too_large = f"compiled layers need {format_bytes(excess_bytes)} more than the budget" if excess_bytes > 0 else ""
-        if reason := why_not_compiled(forecast) or too_large:  # compiled layers allocate about what lean ones do: one attempt
-            search.rule_out_compiling(options, reason)
+        forecast = dataclasses.replace(forecast, peak_high_bytes=high_bytes)
+        search.note_compiled(chosen, forecast)
+        if forecast.peak_high_bytes > self.budget_bytes:
             return None
         compiled = compiled.with_reason("lean_layers", "layers are compiled")
         compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")

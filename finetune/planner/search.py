@@ -16,7 +16,7 @@ from finetune.settings import AUTO, resolved
 from finetune.settings.base_formats import INT8
 from finetune.settings.compatibility import BUFFERS, compiling_conflict
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
-from finetune.units import GIB
+from finetune.units import GIB, format_bytes
 
 #: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
 #: Llama-3.1-8B, 3.1 with dropout.
@@ -145,6 +145,7 @@ class Search:
     why_lean: Callable[[Strategy], str]
     evaluated: list[EvaluatedStrategy] = field(default_factory=list)
     _lean_because: dict[Strategy, str] = field(default_factory=dict)
+    _more_compiled: dict[bool | str, float] = field(default_factory=dict)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
 
     @property
@@ -221,11 +222,21 @@ class Search:
         """Return why the strategy's layers are not compiled."""
         if strategy not in self._lean_because:
             self._lean_because[strategy] = self.why_lean(strategy)
+        lean = self.high_bytes(strategy) if strategy.checkpointing in self._more_compiled else 0
+        more = lean + self._more_compiled.get(strategy.checkpointing, 0) * strategy.micro - self.budget_bytes
+        if not self._lean_because[strategy] and more > 0 and lean <= self.budget_bytes:
+            return f"compiled layers need {format_bytes(round(more))} more than the budget"
         return self._lean_because[strategy]
 
     def rule_out_compiling(self, strategies: Iterable[Strategy], reason: str) -> None:
         for strategy in strategies:
             self._lean_because[strategy] = self.lean_because(strategy) or reason
+        self._timings.clear()
+
+    def note_compiled(self, lean: EvaluatedStrategy, compiled: Forecast) -> None:
+        """Store the extra bytes of compiled layers per row, by checkpointing."""
+        more = compiled.peak_high_bytes - lean.forecast.peak_high_bytes
+        self._more_compiled[lean.strategy.checkpointing] = more / lean.strategy.micro
         self._timings.clear()
 
     def _of_this_job(self) -> list[EvaluatedStrategy]:
