@@ -34,7 +34,6 @@ from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 
 #: Bounds of measured / modelled time where the GPU's rates are known: beyond them the cause is another, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
-
 #: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
