@@ -230,14 +230,14 @@ class NewRun:
     def _model_panel(self, edited: DraftState, query: str, *, check: bool) -> str:
         if time.monotonic() - self._models_listed_s > _LISTING_S:
             self._local_models, self._models_listed_s = local_models(self.context.workspace), time.monotonic()
-        matches = [model for model in self._local_models if query.lower() in model.name.lower()]
+        matches = {model.name: model for model in self._local_models if query.lower() in model.name.lower()}
         hub_error = ""
         if query:
             try:
-                matches += search_models(query)
+                matches |= {model.name: model for model in search_models(query) if model.name not in matches}
             except FinetuneError as error:
                 hub_error = note("; ".join(error.problems))
-        models = list({model.name: model for model in matches}.values())[:_MOST_MODELS]
+        models = list(matches.values())[:_MOST_MODELS]
         verdicts = self._verdicts_of([model.name for model in models], edited.recipe, check=check)
         return views.model_panel(models, edited, verdicts, query, hub_error)
 

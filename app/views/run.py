@@ -124,10 +124,10 @@ def failure(live: LiveRun, state: RunState) -> str:
 def explanation_of(live: LiveRun, state: RunState) -> Safe:
     """Return state and cause of a failure."""
     event = live.digest.newest.get(OutOfMemory.kind)
-    cause = state.message or tr("It left no message.")
+    lines = [state.message or tr("It left no message.")]
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        cause = f"{cause}. {explanation(event)}"
-    return Safe(f"<h2>{inert(state_name(state.state))}</h2><p>{inert(cause)}</p>")
+        lines.append(explanation(event))
+    return Safe(f"<h2>{inert(state_name(state.state))}</h2>{''.join(f'<p>{inert(line)}</p>' for line in lines)}")
 
 
 def figures(digest: Digest, plan: Plan) -> str:

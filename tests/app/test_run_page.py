@@ -42,7 +42,7 @@ def test_out_of_memory_has_the_message_and_the_plans_expectation(follow):
     event = OutOfMemory(phase="train", message="Tried to allocate 2.00 GiB.", forecast_allocated_bytes=4 * GIB)
     live = follow(*steps(1, 4), event, State(state="failed", message="out of memory in phase train", exit_code=5))
     card = failure(live, live.state())
-    assert "<h2>Failed</h2><p>out of memory in phase train. Tried to allocate 2.00 GiB." in card
+    assert "<h2>Failed</h2><p>out of memory in phase train</p><p>Tried to allocate 2.00 GiB." in card
     assert "4.00 GiB allocated" in card and "other settings" in card
 
 
