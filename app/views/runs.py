@@ -1,4 +1,4 @@
-"""Page of all runs as HTML: table, comparison, sweeps, queue, trash."""
+"""Page of all runs as HTML: table, comparison, sweeps."""
 
 from __future__ import annotations
 
@@ -122,9 +122,8 @@ def sweep_page(sweep: Sweep, tab: str) -> str:
     best = sorted(results[:_MOST_CURVES], key=lambda arm: arm.name)
     element = chart_element([arm.name for arm in best], [arm_name(arm.values) for arm in best])
     return render(
-        "sweep", name=name, tab=tab, rule=RULE, most=_MOST_CURVES, chart=element,
-        command="" if sweep.is_finished else f"finetune sweep {sweep.path}", has_fewer=len(results) > _MOST_CURVES,
-        parts={"arms": arms(sweep)},
+        "sweep", name=name, tab=tab, rule=RULE, most=_MOST_CURVES, chart=element, has_fewer=len(results) > _MOST_CURVES,
+        command="" if sweep.is_finished or sweep.is_running else f"finetune sweep {sweep.path}", parts={"arms": arms(sweep)},
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def choose_device(
             for device in devices
         ]
         gpus += [f"{card.index}, which can't be used ({card.why})" for card in lost_cards]
-        plan_only = f"To plan only: finetune plan RECIPE --gpu {name or 'rtx-4090'}."
+        plan_only = f"To plan only: finetune plan RECIPE --gpu {gpu if name else 'rtx-4090'}."
         fix = f"Set gpu=auto, or the index of one of these GPUs. {plan_only}" if allowed else _NO_CARD_FIX
         if lost_cards and not devices:
             fix = f"{lost_cards[0].fix} {fix}"

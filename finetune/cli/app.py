@@ -104,8 +104,7 @@ command(
         flag("detach", "Start in the background and return."),
         flag("measure", "First measure the held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "The time left is estimated from earlier runs on this machine, and after ten steps from this run. Ctrl-C finishes the "
-    "current step, saves a checkpoint and stops.",
+    "The time left is estimated from the newest steps. Ctrl-C finishes the current step, saves a checkpoint and stops.",
     "run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl"
 )
 command(
@@ -116,10 +115,10 @@ command(
         option("free", "Free GPU memory to assume, e.g. 22.1GiB."),
         option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
         option("images", "Without data: images of each example, e.g. 1024x1024, or 1024x1024x3 for three."),
-        flag("why", "Also print memory by part, every setting with its reason, and all notes."),
+        flag("why", "Also print memory by part, every setting with its reason, and other plans."),
         flag("measure", "Measure the base model's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "Earlier runs on this GPU give the run time. Weights are loaded only with --measure-quantisation.\n\n"
+    "Earlier runs on this GPU correct the run time. Weights are loaded only with --measure-quantisation.\n\n"
     "Exit codes: 0 the run fits, 3 it does not fit or the GPU can't be used, 4 the data needs a change.",
     "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
     "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
@@ -254,7 +253,7 @@ command(
         *RUN, output("Folder to write; default RUN/merged."),
         option("max_shard_size", "Maximum file size, e.g. 5GB; default as in the base model."),
     ],
-    "Merges tensor by tensor: the model need not fit in memory.", "merge latest --output models/support"
+    "Merges tensor by tensor where possible: then the model need not fit in memory.", "merge latest --output models/support"
 )
 command(
     RESULT, "export", "export.export_run", "Export to GGUF, checked in llama.cpp, with a Modelfile for Ollama.",

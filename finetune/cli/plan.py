@@ -122,6 +122,8 @@ def _print_choices(plan: Plan) -> None:
     for part in (shown, others):
         if part.row_count:
             out.print("", part)
+    if plan.verdict == Verdict.NO_FIT:
+        out.print("The largest model that fits:  finetune plan RECIPE --largest model")
     if plan.data_problem:
         report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
 
@@ -159,7 +161,6 @@ def _changes(plan: Plan) -> Table:
     shown = table(">at most", f"{'fits' if sufficient else 'smaller, but too big'} with", "cost")
     for row in sufficient or plan.suggestions:
         shown.add_row(format_bytes(row.peak_bytes), escape(row.override), escape(row.cost))
-    shown.add_row("", "a smaller model", "finetune plan RECIPE --largest model")
     return shown
 
 

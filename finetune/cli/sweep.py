@@ -121,8 +121,8 @@ def _print_arms(sweep: Sweep) -> None:
     for entry in facts["left_out"]:
         out.print(f"  [yellow]left out:[/] {escape(label(entry['values']))}: {escape(entry['reason'])}")
     out.print(f"They train in this order, with the same seed, rows and order of rows. {RULE}")
-    time_text = "not measured here" if facts["forecast_s"] is None else f"about {format_seconds(facts['forecast_s'])} at most"
-    out.print(f"Time: {time_text}\n")
+    all_s = facts["forecast_s"]
+    out.print(f"Time of all steps: {'not known' if all_s is None else f'about {format_seconds(all_s)}'}\n")
 
 
 def _print_result(sweep: Sweep, as_json: bool) -> int:

@@ -151,16 +151,14 @@ class UnusedColumns:
     def error(self, blocking: list[str], ignored: list[str]) -> DataError:
         """Return the error of columns that stop a run; `ignored` are columns that the recipe leaves out."""
         names = list(dict.fromkeys(name.removeprefix(FIELD) for name in blocking))
-        described = ", ".join(f"{printable(name)} ({describe(self.uses[name].kinds)})" for name in blocking)
+        kinds = {name: describe(self.uses[name].kinds) for name in blocking}
+        described = ", ".join(printable(name) + (f" ({text})" if text else "") for name, text in kinds.items())
         fixes = [fix for meaning, fix in _FIXES.items() if meaning in map(meaning_of, names)]
-        return DataError(
-            f"{self.file}: unused columns may change what the model learns: {described}",
-            "\n".join([
-                *fixes,
-                "To train on a column, map it with dataset.columns (fields: instruction, input, output, system, reasoning).",
-                f"To leave it out:  {override('ignore_columns', [*ignored, *names])}",
-            ]),
-        )  # fmt: skip
+        if not all(name.startswith(FIELD) for name in blocking):
+            fields = "instruction, input, output, system, reasoning"
+            fixes.append(f"To train on a column, map it with dataset.columns (fields: {fields}).")
+        fixes.append(f"To leave it out:  {override('ignore_columns', [*ignored, *names])}")
+        return DataError(f"{self.file}: unused columns may change what the model learns: {described}", "\n".join(fixes))
 
 
 def _digest(value: Any) -> str:

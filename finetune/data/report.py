@@ -147,8 +147,8 @@ def printable(text: str, limit: int = 60) -> str:
 def override(name: str, value: Any) -> str:
     """Return a setting of `dataset` as an argument to type."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
-    if "'" in text:  # JSON is YAML, too, and its quotes are not the shell's
-        text = json.dumps(value, ensure_ascii=False)
+    if "'" in text or re.search(r"\d[eE]\d", text):  # 1e3 is a number in YAML 1.2
+        text = json.dumps(value).replace("\x7f", "\\u007f")  # JSON is YAML, too, and its quotes are not the shell's
     return shlex.quote(f"dataset.{name}={text}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
 import hashlib
@@ -323,11 +324,12 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
     require_path_or_id(path_text)
     if hub.HUB_ID.fullmatch(path_text) and path.suffix.lower() not in (*READERS, *_UNSUPPORTED_SUFFIXES):
         return []
-    folder = path.parent
-    siblings = os.listdir(folder) if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
+    folder, siblings = path.parent, list[str]()
+    with contextlib.suppress(OSError, ValueError):  # missing or not readable, or a name that no folder can have
+        siblings = os.listdir(folder)  # noqa: PTH208
     similar = [printable(str(folder / sibling), 200) for sibling in difflib.get_close_matches(path.name, siblings)]
     hint = f"Did you mean {', '.join(similar)}? " if similar else ""
-    raise DataError(f"{name}: there is no such file", f"{hint}Paths start from {Path.cwd()}")
+    raise DataError(f"{name}: there is no such file, or it can't be read", f"{hint}Paths start from {Path.cwd()}")
 
 
 def require_path_or_id(path_text: str) -> None:

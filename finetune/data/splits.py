@@ -145,6 +145,9 @@ class LimitedSplit:
         selected = self.stored.sequences.filter(mask)
         ends, chunk_counts = self._ends[mask], self._chunk_counts[mask]
         offsets = np.append(0, np.cumsum(_chunk_lengths(ends, chunk_counts)))
+        if offsets[-1] > np.iinfo(np.int32).max:
+            problem = f"the rows have {offsets[-1]:,} tokens; at most {np.iinfo(np.int32).max:,} can be cut"
+            raise DataError(problem, "Set dataset.max_rows, or choose  excess_length=drop")
         # when truncating, the longest end is max_length; chunks have all tokens
         sliced = (pc.list_slice(selected[name], 0, int(ends.max())) for name in ("input_ids", "labels"))
         ids, labels = (pc.list_flatten(array).to_numpy().copy() for array in sliced)

@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
+from finetune.card import cuda
+from finetune.card.allocator import has_windows_driver
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.tokens import Encoder
@@ -31,7 +33,6 @@ from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
-from finetune.run.card import limit_card
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
@@ -50,9 +51,9 @@ class Answerer:
         folder = adapter_folder(run, required=need_adapter)
         self.run, self.plan = run, read_plan(run.plan)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
-        if self.device == "cuda":
+        if self.device == "cuda" and has_windows_driver():
             # a batch too large must raise, and be halved: the Windows driver would spill it to host memory
-            limit_card(self.plan)
+            cuda.limit_reserved(cuda.free_bytes())
         self.encoder = run_encoder(run)
         self.tokenizer = self.encoder.tokenizer
         self.plain = is_plain(run)  # trained on prompts without the chat template

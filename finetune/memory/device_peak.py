@@ -223,13 +223,13 @@ def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    # with evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best
+    # with evaluations the best checkpoint is kept beside the newest
     adapter_bytes, best = run.parts["adapters"], int(bool(settings.eval_steps))
     layer_bytes = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
     checkpoint_bytes = 3 * adapter_bytes  # the fp32 adapter and AdamW's two moments
     checkpoints = settings.save_total_limit + 1 + best  # one more while a checkpoint is written
     merged_bytes = 2 * run.parameters  # 16-bit weights
-    return layer_bytes + checkpoints * checkpoint_bytes + (1 + best) * adapter_bytes + merged_bytes
+    return layer_bytes + checkpoints * checkpoint_bytes + adapter_bytes + merged_bytes
 
 
 def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:

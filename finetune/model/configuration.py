@@ -49,7 +49,7 @@ def resolve_model_path(settings: Recipe) -> str:
         return str(path)
     if name.startswith(("/", "./", "../", "~")) and not path.exists():
         problem = f"the base model's folder is missing: {path.absolute()}"
-        raise ModelError(problem, "Restore it, or give its new path: --model FOLDER")
+        raise ModelError(problem, "Restore it, or set model_name_or_path to its new path.")
     if not hub.HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
             f"model_name_or_path {name} is neither a model folder nor a hub id",

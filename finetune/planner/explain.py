@@ -100,7 +100,7 @@ def _explain_optimizer(compare: Comparison) -> str:
         return "torch's AdamW"
     if optim == FUSED:
         saved_bytes = compare.high_bytes() - compare.high_bytes(optim=EIGHT_BIT)
-        return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved_bytes))}"
+        return f"one kernel for all adapters; 8-bit states would save only about {format_bytes(max(0, saved_bytes))}"
     return f"{compare.against(optim=FUSED)} vs fused AdamW"
 
 

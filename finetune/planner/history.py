@@ -37,9 +37,9 @@ class History:
         factors = _ratios(self.timed, "measured_step_s", "modelled_step_s")
         return statistics.median(factors) if factors else None
 
-    def summary(self, card_name: str) -> str:
+    def summary(self, card_name: str, *, rates_known: bool) -> str:
         notes = [f"{len(self.rows)} earlier run{'s' * (len(self.rows) != 1)} on {card_name}"]
-        if self.speed_factor is not None:
+        if rates_known and self.speed_factor is not None:
             notes.append(f"steps took {self.speed_factor:.2f} times the modelled time")
         for name in ("allocated", "reserved", "process"):
             if errors := self.errors(name):
@@ -57,7 +57,7 @@ def record_run(plan: Plan, check: ForecastCheck, *, step_s: float | None) -> Non
     row = {
         "card": plan.card.name, "model": plan.settings.model_name_or_path,
         # `step_s`: the median without the first steps, which warm up
-        "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
+        "modelled_step_s": None if plan.settings.vision else plan.modelled_step_s, "measured_step_s": step_s,
         "forecast_allocated_bytes": check.predicted_allocated_bytes, "measured_allocated_bytes": check.measured_allocated_bytes,
         "forecast_reserved_bytes": check.predicted_reserved_bytes, "measured_reserved_bytes": check.measured_reserved_bytes,
         "forecast_process_bytes": check.predicted_peak_bytes if plan.card.is_cpu else None,

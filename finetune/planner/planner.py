@@ -239,7 +239,7 @@ class _Planner:
             slow = "a hard disk or a network drive takes many times longer (FINETUNE_CACHE sets the folder)"
             notes.append(f"assumes a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s; {slow}")
         if self.history.rows:
-            notes.append(self.history.summary(self.card.name))
+            notes.append(self.history.summary(self.card.name, rates_known=knows_rates(self.card)))
         if attempt.evaluated.forecast.at_limit:
             notes.append(AT_LIMIT)
         if not attempt.verdict.fits:

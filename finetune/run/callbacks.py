@@ -134,7 +134,7 @@ class RunCallback(TrainerCallback):
         """Stop on request: pause with a checkpoint, or finish early with an evaluation."""
         self._require_directory()
         if self.trainer.seal_facts.done():
-            self.trainer.seal_facts.result()  # raises if a file of the base model is damaged
+            self.trainer.seal_facts.result()  # raises if a file of the base model can't be read
         # resuming is bit-exact only after a complete optimizer step
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
@@ -240,10 +240,15 @@ class RunCallback(TrainerCallback):
             if value is not None and not math.isfinite(value):
                 self.diverged = f"{name} is {value} at step {step}."
 
+    @property
+    def collapsed(self) -> bool:
+        """Whether the chosen answers have become unlikely."""
+        return self._collapsed_steps >= _COLLAPSED_STEPS
+
     def _check_collapse(self, step: int, counts: dict[str, Any]) -> None:
         # preference losses only push rejected answers below chosen ones: both can become unlikely
         collapse = self.trainer.method.collapse(counts)
         self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
-        if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
+        if self.collapsed and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
             self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."

@@ -31,8 +31,8 @@ def explanation(event: OutOfMemory) -> str:
         return event.message
     expected = _sizes(event.forecast_allocated_bytes, event.forecast_reserved_bytes)
     measured = _sizes(event.peak_allocated_bytes, event.peak_reserved_bytes)
-    result = f"; {measured}, when it failed" if measured else ""
-    return f"{event.message} The plan expected in phase {event.phase} at most {expected}{result}."
+    result = f"; at the failure: {measured}" if measured else ""
+    return f"{event.message.rstrip('.')}. The plan expected at most {expected} in phase {event.phase}{result}."
 
 
 def _sizes(allocated: int | None, reserved: int | None) -> str:

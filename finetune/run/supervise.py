@@ -206,7 +206,8 @@ class Supervisor:
             message = no_smaller_plan_message(plan, phase, holders_of(self.cards), self.run.recipe)
             if changes is not None:
                 untried = " ".join(f"{name}={value}" for name, value in changes.items())
-                message = f"out of memory in phase {phase} after {attempt - 1} retries; the next setting to try:  {untried}"
+                tried = f" after {attempt - 1} retries" if attempt > 1 else ""
+                message = f"out of memory in phase {phase}{tried}; the next setting to try:  {untried}"
             self._emit_end("failed", errors.OutOfMemory.exit_code, message)
             return False
         adjust(self.run, changes)

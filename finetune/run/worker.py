@@ -127,7 +127,7 @@ class Worker:
         finally:
             trainer.finish_sealing()
         if callback.diverged:
-            raise Diverged(callback.diverged, self._divergence_advice())
+            raise Diverged(callback.diverged, self._divergence_advice(collapsed=callback.collapsed))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"paused at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -293,11 +293,12 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _divergence_advice(self) -> str:
+    def _divergence_advice(self, *, collapsed: bool) -> str:
         intact, _ = newest_verified(self.run.checkpoints)
         newest = f"The last good checkpoint is {intact.path.name}." if intact else "There is no checkpoint yet."
         rate = f"learning_rate={self.plan.settings.learning_rate / 4:.2g}"
-        changes = f"dtype=float32, or {rate}" if self.plan.settings.dtype == "float16" else rate  # float16 ends at 65,504
+        may_overflow = self.plan.settings.dtype == "float16" and not collapsed  # float16 ends at 65,504
+        changes = f"dtype=float32, or {rate}" if may_overflow else rate
         return f"{newest} Try {changes}. If this was one of the first steps, check the base model's files and the examples."
 
 

@@ -161,8 +161,8 @@ class DatasetRecipe(_Strict):
     )
     eval_path: str | list[str] | None = _data(None, TOKENS, "Local file(s) with held-out rows.")
     name: str | None = _data(None, TOKENS | RESULT, "Configuration of a hub dataset.")
-    split: str = _data("train", TOKENS | RESULT, "Split to train on, from a hub dataset, a saved folder or a file.")
-    eval_split: str | None = _data(None, TOKENS, "Split to hold out, from the same dataset, folder or file.")
+    split: str = _data("train", TOKENS | RESULT, "Split to train on, from a hub dataset, a saved folder or a column 'split'.")
+    eval_split: str | None = _data(None, TOKENS, "Split to hold out, from the same dataset, folder or column 'split'.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
     format: AutoOr[RowFormat] = _data(AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns.")
     columns: dict[str, str] = _data(
@@ -213,7 +213,6 @@ class Recipe(_Strict):
     """The user's choices. `auto` leaves a setting to the planner, which gives a reason for its choice."""
 
     # Settings of training reach the trainer in run/training.py, an optimizer's also in model/techniques.py.
-    # Settings of this machine: `_LOCAL_SETTINGS` of export/model_card.py; those TRL lacks: `_NOT_IN_PLAIN_TRL` of api/plans.py.
     # -- model
     model_name_or_path: str = _model(
         ..., TOKENS | PARAMETERS | COST | RESULT, "Model folder, hub id, or `tiny` for the bundled base model.", min_length=1

@@ -58,7 +58,7 @@ def test_a_plan_begins_with_its_verdict_and_ends_with_what_to_type_on_that_gpu(c
     assert lines[1].startswith("fits, with ") and lines[-1] == "Next on that machine: finetune run tiny-cpu lora_r=4 gpu=auto"
     show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS, why=True)
     every = capsys.readouterr().out.splitlines()
-    assert set(lines) - set(every) == {"All settings and reasons: add --why"} and "save_steps = 0" in every
+    assert set(lines) - set(every) == {"All settings, other plans and reasons: add --why"} and "save_steps = 0" in every
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ def test_the_message_stands_beside_forecast_and_measured_peaks():
     memory = Memory(peak_allocated_bytes=22 * GIB, peak_reserved_bytes=23 * GIB)
     event = described(RuntimeError(f"{MESSAGE}\nException raised from malloc"), forecast, memory)
     assert explanation(event) == (
-        f"{MESSAGE} The plan expected in phase train at most 20.0 GiB allocated and 21.0 GiB reserved; "
-        "22.0 GiB allocated and 23.0 GiB reserved, when it failed."
+        f"{MESSAGE} The plan expected at most 20.0 GiB allocated and 21.0 GiB reserved in phase train; "
+        "at the failure: 22.0 GiB allocated and 23.0 GiB reserved."
     )
 
 
 def test_an_error_without_text_is_named_by_its_type():
     event = described(MemoryError(), PhaseForecast(GIB, None, None), Memory())
-    assert explanation(event) == "MemoryError. The plan expected in phase train at most 1.00 GiB allocated."
+    assert explanation(event) == "MemoryError. The plan expected at most 1.00 GiB allocated in phase train."
     assert explanation(OutOfMemory(phase="load", message=MESSAGE)) == MESSAGE
