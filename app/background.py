@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -22,15 +21,15 @@ from finetune.recipe import write_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive, is_recorded_process, process_record
 from finetune.settings import Recipe
-from finetune.system import shell_join
+from finetune.system import exec_command, shell_join
 
 from .worker import detach
 from .workspace import Workspace
 
 OPEN_STATES = ("waiting", "preparing")  # states of a start before it has started or failed
-_MOST_ENDED_STARTS = 8  # that are kept
+_MOST_ENDED_STARTS = 8  # on disk
 _POLL_S = 0.3
-_WAITING = "waiting"  # file of a start that still waits; removing the file takes the start back
+_WAITING = "waiting"  # file of a start that waits; removing it cancels the start
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,12 @@ class Start(Task):
             state = "waiting" if (self.path / _WAITING).exists() else "preparing"
             return {"state": state, "message": lines[-1][:500] if lines else ""}
         if result is None:
-            result = {"problems": [*lines[-1:], "the process was killed"], "fix": "Start the run again."}
+            result = {"problems": [*lines[-1:], "the process ended without a result"], "fix": "Start the run again."}
         if "problems" in result:
             return {"state": "failed", "problems": result["problems"], "fix": result["fix"]}
         return {"state": "started", "run": Path(result["run"]).name}
 
-    def take_back(self) -> bool:
+    def cancel(self) -> bool:
         try:
             (self.path / _WAITING).unlink()
         except FileNotFoundError:
@@ -159,11 +158,11 @@ def main() -> int:
         time.sleep(_POLL_S)
     try:
         (start.path / _WAITING).unlink()
-    except FileNotFoundError:  # taken back
+    except FileNotFoundError:  # canceled
         return 0
     print("loading libraries", flush=True)  # noqa: T201
     if verb == "run":
-        return subprocess.call([sys.executable, "-P", "-m", "finetune", verb, *arguments])
+        return exec_command([sys.executable, "-P", "-m", "finetune", verb, *arguments])
     from finetune.run import control  # here: imports stay at most ten deep
 
     try:

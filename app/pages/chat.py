@@ -56,9 +56,9 @@ def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
     if not has_adapter(run):
         raise CommandError(tr("{run} has no adapter or checkpoint", run=run.path.name), tr("Wait for its first checkpoint."))
     context.chats.ask(
-        run, question[:_QUESTION_CHARACTERS], int(values["most"] or _DEFAULT_NEW_TOKENS), models=_WHO[values["who"]][1],
+        run, question[:_QUESTION_CHARACTERS], int(float(values["most"] or _DEFAULT_NEW_TOKENS)), models=_WHO[values["who"]][1],
         system=str(values["system"]).strip()[:_QUESTION_CHARACTERS], pictures=str(values.get("waiting", "")).split(),
-        temperature=float(values["temperature"] or 0), top_p=float(values["top_p"] or 1), seed=int(values["seed"] or 0),
+        temperature=float(values["temperature"] or 0), top_p=float(values["top_p"] or 1), seed=int(float(values["seed"] or 0)),
     )  # fmt: skip
 
 

@@ -141,7 +141,10 @@ class NewRun:
                 text = write_recipe(draft.read().recipe)
                 return {"row": data_views.marked_row(self.context.planner.call("row", recipe=text, index=int(index)))}
             case {"walk": number, "at": at}:
-                problem = self._refused_rows()[number]
+                problems = self._refused_rows()
+                if number >= len(problems) or at >= len(problems[number].rows):
+                    raise CommandError("the rows have changed", "Open the data panel again.")
+                problem = problems[number]
                 text = data_views.source_text(self.context.workspace.root, problem.rows[at])
                 return {"row": data_views.refused_row(number, at, problem, text)}
             case {"clear": True}:
@@ -195,13 +198,14 @@ class NewRun:
         return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, draft_stamp: int, name: str = "", *, force: bool = False) -> None:
-        folder, name = Path(recipe.output_dir), _NOT_IN_NAMES.sub("-", name).strip("-. ")
-        if name or recipe.output_dir == AUTO:
-            model_and_time = f"{Path(recipe.model_name_or_path).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            folder = self.context.workspace.runs / (name or model_and_time)
+        name, workspace = _NOT_IN_NAMES.sub("-", name).strip("-. "), self.context.workspace
+        if not name and recipe.output_dir == AUTO:
+            model = _NOT_IN_NAMES.sub("-", Path(recipe.model_name_or_path).name).strip("-. ") or "model"
+            name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = workspace.runs / name if name else workspace.root / recipe.output_dir
         if folder.exists():
             raise CommandError(f"there is a run called {folder.name} already", "Choose another name.")
-        start = start_run(self.context.workspace, recipe.model_copy(update={"output_dir": str(folder)}), force=force)
+        start = start_run(workspace, recipe.model_copy(update={"output_dir": str(folder)}), force=force)
         self._started = start.path.name, draft_stamp
 
     def panel(self, name: str, query: str = "", *, check: bool = False) -> str:

@@ -71,7 +71,7 @@ class RunsPage(FollowedPage):
             case {"deed": "delete"}, [_, *_]:
                 return {"said": self._delete(runs)}
             case {"cancel": str(name)}, _:
-                is_removed = any(start.take_back() for start in starts(self.context.workspace) if start.path.name == name)
+                is_removed = any(start.cancel() for start in starts(self.context.workspace) if start.path.name == name)
                 return {"said": note(tr("Removed." if is_removed else "It is no longer waiting."))}
         raise KeyError(message)
 

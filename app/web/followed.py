@@ -63,7 +63,7 @@ class FollowedPage(ABC):
         """Return the HTML of each part."""
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """Handle a button's message; return HTML by part. Raises the errors that `attempted` handles."""
+        """Handle a button's message; return HTML by part. Raises KeyError for an unknown message."""
         raise KeyError(message)
 
     def changed(self, shown: str = "") -> dict[str, Any]:
@@ -87,7 +87,7 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str]], message: Mappi
     """Return the answer to a message; `said` explains an error."""
     try:
         return {"said": ""} | act(message)
-    except (FinetuneError, OSError) as error:
+    except (FinetuneError, OSError, UnicodeError) as error:
         return {"said": problem_of(error)}
 
 

@@ -79,7 +79,7 @@ def show_progress(quiet: bool) -> Iterator[Progress]:
             task, now_s = message.partition(":")[0], time.monotonic()
             if now_s - printed_s.get(task, -_REPEAT_S) >= _REPEAT_S:
                 printed_s[task] = now_s
-                err.print(f"[dim]{escape(message)} ...[/]")
+                err.print(f"[dim]{escape(message)} ...[/]", soft_wrap=True)
 
         yield report
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 
 
-# model/quantisation.py loads the formats, memory/rules.py has the memory of their kernels. Layers of bitsandbytes are told from
-# others in model/adapters.py, memory/fake_model.py and layers/lean_layers.py. evaluate/quantisation.py measures each format, and
-# every table of recipe/tools/ switches each off.
+# model/quantisation.py loads the formats, memory/rules.py has the memory of their kernels. model/adapters.py,
+# memory/fake_model.py and layers/lean_layers.py recognise the layers of bitsandbytes. evaluate/quantisation.py measures each
+# format, and every table of recipe/tools/ switches each off.
 @dataclass(frozen=True)
 class BaseFormat:
     """A format of the base weights."""

@@ -96,7 +96,7 @@ def test_starts_are_files_wait_for_earlier_ones_and_can_be_taken_back(workspace,
     assert [load_recipe(start.path / "recipe.yaml").seed for start in starts(workspace)] == [1, 2]
     assert commands[0][:4] == ["app.background", str(workspace.runs), str(first.path), "run"]
     assert (first.reason_to_wait(workspace), second.reason_to_wait(workspace)) == ("", "starts after an earlier one")
-    assert first.view()["state"] == "waiting" and first.take_back() and not first.take_back()
+    assert first.view()["state"] == "waiting" and first.cancel() and not first.cancel()
     assert starts(workspace) == [second] and second.reason_to_wait(workspace) == ""
 
 
