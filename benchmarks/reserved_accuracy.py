@@ -151,7 +151,7 @@ def main() -> int:
         line = {
             "row": row.source, "allocated_bytes": run.peak_allocated, "reserved_bytes": run.peak_reserved,
             "allocated_error": run.peak_allocated / row.measured_bytes - 1,
-            "reserved_error": run.peak_reserved / (row.reserved_bytes or 0) - 1, "retries": run.retries,
+            "reserved_error": run.peak_reserved / (row.reserved_bytes or 0) - 1,
         }  # fmt: skip
         print(json.dumps(line), flush=True)
     print(f"{len(rows)} rows of fitcheck-llm have tier A and both metrics")
