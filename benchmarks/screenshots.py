@@ -48,7 +48,7 @@ def main() -> int:
         link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
         errors = take(link, out, chosen.only)
     for page in chosen.only if chosen.sheets else ():
-        sheet(out, page).save(chosen.sheets / f"{page}.webp", quality=72, method=6)
+        sheet(out, page).save(chosen.sheets / f"{page.replace(' ', '-')}.webp", quality=72, method=6)
     print("\n".join(errors) or f"{out}: no console errors")
     return 1 if errors else 0
 
