@@ -21,7 +21,7 @@ PAGES = pages()
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 MINIMAL = "model_name_or_path: tiny\ndataset: {path: support}\n"
 #: Programs of a block that is not run, besides finetune, python and make.
-OTHERS = {"uv", "pipx", "source", "ssh", "docker", ".venv/bin/python", ".venv/bin/ruff", ".venv/bin/mypy"}
+OTHERS = {"lm-eval", "uv", "pipx", "source", "ssh", "docker", ".venv/bin/python", ".venv/bin/ruff", ".venv/bin/mypy"}
 
 
 def inline_code(page):

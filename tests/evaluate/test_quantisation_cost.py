@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config
 
 from finetune.card import find_card
+from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.errors import CommandError
 from finetune.evaluate.quantisation import FormatLoss, QuantisationCost, held_out_rows, measure, measure_plan
 from finetune.model.configuration import resolve_model_path
@@ -42,7 +43,8 @@ def independent_losses(path, rows):
     means = {}
     for label, quantisation in quantisations.items():
         arguments = {"quantization_config": quantisation} if quantisation else {}
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map={"": "cpu"}, **arguments)
+        with without_cpu_repacking():  # repacked 4-bit weights compute in bfloat16
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map={"": "cpu"}, **arguments)
         total = tokens = 0
         for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
             count = sum(label != -100 for label in labels[1:])
