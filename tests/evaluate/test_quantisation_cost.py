@@ -39,18 +39,16 @@ def independent_losses(path, rows):
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
     )
-    quantisations = {"32 bit": None, "int8": BitsAndBytesConfig(load_in_8bit=True), "NF4": nf4}
     means = {}
-    for label, quantisation in quantisations.items():
-        arguments = {"quantization_config": quantisation} if quantisation else {}
-        with without_cpu_repacking():  # repacked 4-bit weights compute in bfloat16
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map={"": "cpu"}, **arguments)
+    for label, quantisation in {"32 bit": None, "int8": BitsAndBytesConfig(load_in_8bit=True), "NF4": nf4}.items():
         total = tokens = 0
-        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
-            count = sum(label != -100 for label in labels[1:])
-            with torch.no_grad():
+        with without_cpu_repacking(), torch.no_grad():  # repacked 4-bit weights compute in bfloat16
+            loading = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": quantisation}
+            model = AutoModelForCausalLM.from_pretrained(path, **loading)
+            for ids, labels in zip(*rows.values(), strict=True):
+                count = sum(label != -100 for label in labels[1:])
                 loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
-            total, tokens = total + loss * count, tokens + count
+                total, tokens = total + loss * count, tokens + count
         means[label] = total / tokens
     return means
 
