@@ -81,17 +81,17 @@ def killed_before_seal(at):
 
 
 def put_in(phase, what, run):
-    import finetune.model.build as build
+    import finetune.model.own_rows as own_rows
     from finetune.run.training import RunTrainer
 
     if phase == "load":
-        real = build.build_base
+        real = own_rows.load_base
 
         def load(*arguments, **named):
             once(run, what)
             return real(*arguments, **named)
 
-        build.build_base = load
+        own_rows.load_base = load
         return
     name = {"evaluate": "prediction_step", "save": "save_model"}.get(phase, "training_step")
     real_method = getattr(RunTrainer, name)
