@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.privacy import keep_private
-from finetune.system import let_waiting_threads_sleep
+from finetune.system import keep_private, let_waiting_threads_sleep
 
 from .web.server import serve
 

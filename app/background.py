@@ -16,12 +16,11 @@ from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.files import parse_json, read_object, write_json
-from finetune.privacy import keep_private
 from finetune.recipe import write_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive, is_recorded_process, process_record
 from finetune.settings import Recipe
-from finetune.system import exec_command, shell_join
+from finetune.system import exec_command, keep_private, shell_join
 
 from .worker import detach
 from .workspace import Workspace

@@ -15,8 +15,7 @@ from finetune.evaluate.paired import difference, format_difference
 from finetune.evaluate.results import read_evaluations
 from finetune.evaluate.scorers import score_range
 from finetune.events import ForecastCheck, Start, read_events
-from finetune.files import read_object, write_output
-from finetune.manifest import changes_in
+from finetune.files import changes_in, read_object, write_output
 from finetune.planner.history import cost_of, seconds_spent
 from finetune.planner.plan import plan_was_edited
 from finetune.run.accuracy import outcome

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
-from finetune.gc_settings import raise_gc_thresholds
-from finetune.privacy import SETTINGS, keep_private
-from finetune.system import start_detached
+from finetune.system import SETTINGS, keep_private, raise_gc_thresholds, start_detached
 
 if TYPE_CHECKING:
     from .workspace import Workspace

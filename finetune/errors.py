@@ -1,9 +1,11 @@
-"""Errors that a user can act on."""
+"""Errors that a user can act on; out-of-memory and full-disk errors of all libraries."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from collections.abc import Iterator
 
 #: Access tokens of hubs and clouds. Errors mask them.
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
@@ -105,3 +107,41 @@ class DiskFull(FinetuneError, exit_code=7, cause="disk", run_state="paused", tit
 def exit_code_causes() -> dict[int, str]:
     """Return the cause of each exit code."""
     return dict(sorted(_CAUSES.items()))
+
+
+#: Texts of torch's allocators, of the CUDA driver (without the final dot that transformers looks for), and of cuBLAS.
+_MEMORY_TEXTS = (
+    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator: not enough memory",
+)  # fmt: skip
+
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+#: safetensors and torch's zip writer turn the errno into text of their own exceptions.
+_DISK_TEXTS = (
+    "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
+    "os error 30", "PytorchStreamWriter failed writing file", "] . unexpected pos ",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error or one of its causes says that memory ran out."""
+    import torch  # slow: a command that prints a recipe's error doesn't need it
+
+    return any(
+        isinstance(cause, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _MEMORY_TEXTS))
+        for cause in _with_causes(error)
+    )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error or one of its causes says that a disk is full or read-only."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _DISK_ERRNOS) or any(text in str(cause) for text in _DISK_TEXTS)
+        for cause in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:  # libraries wrap the driver's error in their own
+        yield error
+        error = error.__cause__ or error.__context__

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_tran
 
 from pydantic import Field
 
-from finetune.checksum import is_damaged, with_checksum
+from finetune.files import is_damaged, with_checksum
 from finetune.serialise import from_json, parse_leniently, to_json
 from finetune.system import one_writer_at_a_time
 

@@ -1,9 +1,11 @@
-"""Differences between Linux and Windows."""
+"""Processes, locks and signals on Linux and Windows; settings of a process."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import shlex
@@ -20,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+
 
 WINDOWS = sys.platform == "win32"  # native Windows; WSL is Linux
 _IN_USE_S = 5.0  # seconds for which Windows may refuse to rename a file that a reader or a virus scanner has open
@@ -228,3 +231,37 @@ def let_waiting_threads_sleep() -> None:
     """Let OpenMP's waiting threads sleep; call before importing torch."""
     # by default they spin for milliseconds: with other programs on the CPU, small operators take twenty times as long
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+#: Without these, the hub's client also fetches a list of agents and sends the versions of libraries.
+SETTINGS = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "USE_HUB_KERNELS": "0"}
+
+
+def keep_private() -> None:
+    """Disable telemetry and the package `kernels`."""
+    os.environ.update(SETTINGS)
+    # libraries load native code from the hub with `kernels`; bitsandbytes does so when imported on a CPU, and has no option
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
+
+
+_DEFAULT_THRESHOLDS = gc.get_threshold()
+
+
+def raise_gc_thresholds() -> None:
+    """Raise the thresholds before torch is imported."""
+    gc.set_threshold(50_000, 20, 20)
+    atexit.register(_hide_leak_report)  # exit handlers run in reverse order: the first registered runs last
+
+
+def restore_gc_thresholds() -> None:
+    """Restore the default thresholds before training."""
+    # training's reference cycles can hold tensors; the objects of the imports stay, so they need no scan
+    gc.freeze()
+    gc.set_threshold(*_DEFAULT_THRESHOLDS)
+
+
+def _hide_leak_report() -> None:
+    # Triton 3.9 reports uncollected objects on stderr in thirty lines; its own processes hide the report, too
+    if gc.get_freeze_count() and "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

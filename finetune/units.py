@@ -1,8 +1,10 @@
-"""Format bytes, seconds and counts for readers."""
+"""Format bytes, seconds, counts and untrusted text for readers."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _FACTORS = {
@@ -59,3 +61,19 @@ def format_count(count: int | float | None) -> str:
 def format_measured(value: float | None, form: str = ".4f") -> str:
     """Return a value in the format `form`, or `not measured`."""
     return "not measured" if value is None else format(value, form)
+
+
+#: Callback that shows what a long task is doing.
+Progress = Callable[[str], None]
+
+
+def printable(text: str) -> str:
+    """Escape control and bidirectional characters."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )

@@ -23,7 +23,7 @@ import pytest  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from warm import CLIENT, start_server  # noqa: E402
 
-from finetune.gc_settings import raise_gc_thresholds  # noqa: E402
+from finetune.system import raise_gc_thresholds  # noqa: E402
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its words would come after pytest's closing line
 raise_gc_thresholds()  # each process imports all that a run does

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError
-from finetune.privacy import SETTINGS
-from finetune.system import port_socket
+from finetune.system import SETTINGS, port_socket
 
 from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit

@@ -17,9 +17,9 @@ from finetune.cli.render import err, out, show_progress
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
 from finetune.data.tool_calls import Answer, assistant_message, display_text
 from finetune.errors import CommandError
-from finetune.printable import printable
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
+from finetune.units import printable
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer

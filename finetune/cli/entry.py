@@ -14,10 +14,8 @@ import typer
 from finetune.cli.app import cli
 from finetune.cli.output import report
 from finetune.errors import CommandError, DiskFull, FinetuneError
-from finetune.gc_settings import raise_gc_thresholds
-from finetune.printable import printable
-from finetune.privacy import keep_private
-from finetune.system import let_waiting_threads_sleep
+from finetune.system import keep_private, let_waiting_threads_sleep, raise_gc_thresholds
+from finetune.units import printable
 
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # full or not writable
 

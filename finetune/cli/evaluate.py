@@ -10,10 +10,9 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.planner.plan import read_plan
-from finetune.printable import printable
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
-from finetune.units import format_seconds
+from finetune.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from finetune.evaluate.results import Comparison, Forgetting

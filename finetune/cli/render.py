@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import DataError
-from finetune.printable import Progress, printable
-from finetune.units import format_bytes, format_count, format_seconds
+from finetune.units import Progress, format_bytes, format_count, format_seconds, printable
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError

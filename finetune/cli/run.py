@@ -18,7 +18,6 @@ from finetune.cli.output import print_json
 from finetune.cli.render import err, out, print_summary, show_progress, state_text, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, CommandError, Diverged
-from finetune.printable import printable
 from finetune.run import control
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
@@ -28,7 +27,7 @@ from finetune.run.pace import Pace
 from finetune.run.state import read_state
 from finetune.settings.methods import MAIN_METRICS, METRICS
 from finetune.system import caught_interrupts, shell_join
-from finetune.units import format_bytes, format_count, format_seconds
+from finetune.units import format_bytes, format_count, format_seconds, printable
 
 if TYPE_CHECKING:
     from finetune.data.report import DataReport

@@ -25,7 +25,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from finetune.checksum import with_checksum
 from finetune.data.column_semantics import UnusedColumns
 from finetune.data.pictures.source import disk_errors, file_stat
 from finetune.data.readers import Row, file_type
@@ -35,10 +34,9 @@ from finetune.data.shards import TokenisedSource, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
-from finetune.files import cache_dir, read_object, sha256_of, write_text
-from finetune.gc_settings import raise_gc_thresholds
+from finetune.files import cache_dir, read_object, sha256_of, with_checksum, write_text
 from finetune.settings import DatasetRecipe
-from finetune.system import take_lock, usable_cpus
+from finetune.system import raise_gc_thresholds, take_lock, usable_cpus
 
 Progress = Callable[[int], None]  # called with the number of tokenised rows
 _SAMPLE_ROWS = 1000  # rows read to detect the format

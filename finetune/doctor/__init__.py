@@ -6,8 +6,8 @@ from finetune.doctor.downloads import check_data, check_hub, check_login, check_
 from finetune.doctor.findings import Check, Finding, run_check, worst
 from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_spill
 from finetune.doctor.packages import check_compiler, check_packages, check_stack
-from finetune.printable import Progress
 from finetune.settings import Recipe
+from finetune.units import Progress
 
 __all__ = ["Finding", "examine", "worst"]
 

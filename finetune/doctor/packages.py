@@ -12,9 +12,9 @@ from pathlib import Path
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.doctor.findings import BUSY_FIX, PARTS, Finding
-from finetune.printable import Progress
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
+from finetune.units import Progress
 
 
 def check_packages() -> Finding:

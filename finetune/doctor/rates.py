@@ -19,8 +19,7 @@ from finetune.card.measured import Rates, conditions_of, store_rates
 from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
 from finetune.doctor.findings import Finding
-from finetune.printable import Progress
-from finetune.units import MIB, format_bytes
+from finetune.units import MIB, Progress, format_bytes
 
 #: Seconds of each measurement; operators per measurement of the host, fewer than the 1,024 launches that a GPU queues.
 MEASURED_S, OPERATORS = 1.5, 500

@@ -32,11 +32,11 @@ from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
-from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
+from finetune.units import Progress
 
 _ORIGIN = "origin"  # adapter name under which the adapter that the run continued is loaded
 OnPiece = Callable[[str, bool], None]  # takes a piece of an answer, and whether it is part of the thought

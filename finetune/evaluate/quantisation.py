@@ -21,14 +21,13 @@ from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.shape import shape_of
-from finetune.printable import Progress
-from finetune.privacy import keep_private
 from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
 from finetune.serialise import to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
-from finetune.system import redirect_output
+from finetune.system import keep_private, redirect_output
+from finetune.units import Progress
 
 if TYPE_CHECKING:
     from finetune.data.splits import LimitedSplit

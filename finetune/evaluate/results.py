@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.checksum import with_checksum
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.files import parse_checked, read_object, remove_left_over, write_json
+from finetune.files import parse_checked, read_object, remove_left_over, with_checksum, write_json
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_json_as
 from finetune.units import format_measured

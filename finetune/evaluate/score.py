@@ -24,10 +24,9 @@ from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, score_range, scorer
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
-from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
-from finetune.units import format_seconds
+from finetune.units import Progress, format_seconds
 
 _MAX_LOSS = 700.0  # exp() overflows above 709
 

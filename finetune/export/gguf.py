@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.tokenizer import read_tokenizer
-from finetune.error_kinds import is_disk_full
-from finetune.errors import CommandError
+from finetune.errors import CommandError, is_disk_full
 from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.results import answers_without_thoughts
 from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
@@ -28,9 +27,9 @@ from finetune.export.targets import GGUF_TYPES
 from finetune.files import read_object, read_safetensors_header, write_json
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.planner.plan import read_plan
-from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.system import link_or_copy
+from finetune.units import Progress
 
 _GENERATION_TAG = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
 

@@ -18,8 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.data.report import first_line
 from finetune.data.tokenizer import read_tokenizer
-from finetune.error_kinds import is_disk_full
-from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
+from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory, is_disk_full
 from finetune.export import shards
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.model.build import build_base, build_on_meta
@@ -30,13 +29,12 @@ from finetune.model.new_tokens import grow_vocabulary
 from finetune.model.quantisation import model_dtype
 from finetune.model.transformers_config import load_config
 from finetune.planner.plan import read_plan
-from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
 from finetune.system import rename
-from finetune.units import format_bytes
+from finetune.units import Progress, format_bytes
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 _FILE_BYTES = 5 * 10**9  # as transformers and the hub split models

@@ -11,9 +11,8 @@ from finetune.errors import SECRET, FinetuneError
 from finetune.evaluate import results
 from finetune.events import ForecastCheck, read_events
 from finetune.export.targets import TARGETS
-from finetune.files import read_object
+from finetune.files import MANIFEST, read_object
 from finetune.hub import REPO_ID
-from finetune.manifest import MANIFEST
 from finetune.model.configuration import card_value
 from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import yaml

@@ -13,7 +13,7 @@ from finetune.data.tokens import Encoder
 from finetune.errors import CommandError, DataError, FinetuneError
 from finetune.export.ollama import conversations
 from finetune.export.targets import GGUF_TYPES
-from finetune.printable import Progress
+from finetune.units import Progress
 
 #: llama.cpp's own script, and the command that fetches it.
 CONVERTER, _CLONE = "convert_hf_to_gguf.py", "git clone --depth 1 https://github.com/ggml-org/llama.cpp"

@@ -20,9 +20,9 @@ from finetune.export.model_card import CARD, model_card, require_nothing_private
 from finetune.export.targets import TARGETS
 from finetune.files import MAX_JSON_BYTES, parse_json, read_limited
 from finetune.hub import is_switched_off, require_repo_id
-from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
+from finetune.units import Progress
 
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}

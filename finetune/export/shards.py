@@ -22,8 +22,8 @@ from finetune.errors import CommandError
 from finetune.files import read_safetensors_header, write_safetensors
 from finetune.layers.host_memory import bytes_of
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
-from finetune.printable import Progress
 from finetune.system import sync_file
+from finetune.units import Progress
 
 #: Dtypes of tensors that can change, by their names in a file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

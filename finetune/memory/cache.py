@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_object, write_text
+from finetune.files import cache_dir, read_object, with_checksum, write_text
 from finetune.requirements import installed_version
 from finetune.serialise import from_json, to_json
 

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from finetune.checksum import with_checksum
 from finetune.errors import ModelError
 from finetune.files import (
     IS_LFS_POINTER,
@@ -20,6 +19,7 @@ from finetune.files import (
     read_safetensors_header,
     sha256_in_subprocess,
     sha256_of,
+    with_checksum,
     write_text,
 )
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file

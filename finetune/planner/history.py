@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.checksum import with_checksum
 from finetune.events import ENDED_STATES, Event, ForecastCheck, RunWarning, Start, State
-from finetune.files import cache_dir, parse_checked, write_text
+from finetune.files import cache_dir, parse_checked, with_checksum, write_text
 from finetune.planner.plan import Plan
 
 FILE = "history.jsonl"

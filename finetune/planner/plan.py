@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
-from finetune.files import read_json
+from finetune.files import is_damaged, read_json
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.serialise import from_json, to_json
 from finetune.settings import AUTO, Recipe, Settings, resolve

@@ -25,12 +25,12 @@ from finetune.planner.search import EvaluatedStrategy, Search, compiling_pays, w
 from finetune.planner.shape import MAMBA2, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
-from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
+from finetune.units import Progress
 
 #: Bounds of measured / modelled time where the GPU's rates are known: beyond them the cause is another, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0

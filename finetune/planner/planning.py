@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from finetune.data.preparation import EncodedRows, SelectedRows
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan
-    from finetune.printable import Progress
+    from finetune.units import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
 RowReader = Callable[[Recipe], "RowsRead"]

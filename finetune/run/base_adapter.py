@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.files import read_object, write_json
-from finetune.manifest import MANIFEST, require_unchanged, write_manifest
+from finetune.files import MANIFEST, read_object, require_unchanged, write_json, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, adapter_problems, weights_fingerprint
 from finetune.recipe.complete import read_base_adapter

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
 from finetune.events import Evaluation, Result, read_events
-from finetune.files import read_object
-from finetune.manifest import changes_in, write_manifest
+from finetune.files import changes_in, read_object, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.directory import RunDirectory

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
-from finetune.files import cache_dir, parse_checked
-from finetune.manifest import require_unchanged
+from finetune.files import cache_dir, parse_checked, require_unchanged, with_checksum
 from finetune.system import is_locked, rename, take_lock
 
 _UNFINISHED = ".being-made"  # lock file of a run directory under construction; without a lock its process was killed

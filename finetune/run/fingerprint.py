@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, ModelError
-from finetune.files import read_object, sha256_of
-from finetune.manifest import MANIFEST, require_unchanged
+from finetune.files import MANIFEST, read_object, require_unchanged, sha256_of
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
     adapter_problems,

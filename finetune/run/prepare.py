@@ -11,20 +11,18 @@ from finetune.card import Card, find_card
 from finetune.card.compiler import COMPILER_FIX, triton_problem
 from finetune.distributed.processes import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
-from finetune.files import existing_parent, free_disk_bytes, write_json
-from finetune.manifest import write_manifest
+from finetune.files import existing_parent, free_disk_bytes, write_json, write_manifest
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Plan, Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
-from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter
 from finetune.run.directory import RunDirectory, create, register
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.trackers import missing_trackers
 from finetune.settings import Recipe
-from finetune.units import format_bytes
+from finetune.units import Progress, format_bytes
 
 if TYPE_CHECKING:
     from finetune.data.preparation import SelectedRows

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import read_json, read_object
-from finetune.manifest import MANIFEST, changes_in, write_manifest
+from finetune.files import MANIFEST, changes_in, read_json, read_object, write_manifest
 from finetune.system import WINDOWS, rename, sync_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")

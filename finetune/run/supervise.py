@@ -23,13 +23,12 @@ from finetune.distributed.processes import Launcher, is_distributed
 from finetune.events import Event, EventReader, EventWriter, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
-from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import Queue, cards_of, holders_of, replacement_message, visibility
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan_message
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
-from finetune.system import WINDOWS, ignore_hangup, receive_line, redirect_output, send_line, take_lock
+from finetune.system import SETTINGS, WINDOWS, ignore_hangup, keep_private, receive_line, redirect_output, send_line, take_lock
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024

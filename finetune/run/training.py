@@ -26,8 +26,7 @@ from finetune.data.shards import PICTURES, picture_sizes
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks
-from finetune.error_kinds import is_disk_full, is_out_of_memory
-from finetune.errors import DiskFull
+from finetune.errors import DiskFull, is_disk_full, is_out_of_memory
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Sample
 from finetune.files import read_json
 from finetune.layers.checkpointing import decoder_layers

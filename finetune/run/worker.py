@@ -22,13 +22,9 @@ from finetune import events
 from finetune.card import cuda
 from finetune.compat.triton import tune_without_buffer
 from finetune.distributed import ranks
-from finetune.error_kinds import is_disk_full, is_out_of_memory
-from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, OutOfMemory
-from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
+from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, OutOfMemory, is_disk_full, is_out_of_memory
 from finetune.model.hybrid import kernel_fallback_notes
 from finetune.planner.plan import Plan, plan_was_edited
-from finetune.printable import printable
-from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_with_forecast, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
@@ -42,8 +38,16 @@ from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
-from finetune.system import ignore_hangup, receive_line, redirect_output, take_lock
-from finetune.units import format_bytes
+from finetune.system import (
+    ignore_hangup,
+    keep_private,
+    raise_gc_thresholds,
+    receive_line,
+    redirect_output,
+    restore_gc_thresholds,
+    take_lock,
+)
+from finetune.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer

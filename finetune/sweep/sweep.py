@@ -18,7 +18,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from finetune.errors import CommandError, DataError, DoesNotFit, FinetuneError, OutOfMemory
 from finetune.evaluate.paired import Difference, difference
-from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -27,7 +26,7 @@ from finetune.run.state import is_alive, read_state
 from finetune.serialise import to_json
 from finetune.settings import AUTO, Recipe
 from finetune.system import is_locked
-from finetune.units import format_seconds
+from finetune.units import Progress, format_seconds
 
 #: Files of a sweep: Optuna's study; lock of the process that trains the arms.
 JOURNAL, LOCK = "study.journal", "lock"

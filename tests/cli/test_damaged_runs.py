@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from finetune.manifest import write_manifest
+from finetune.files import write_manifest
 from finetune.recipe import load_recipe
 from finetune.run.prepare import create_run, prepare
 

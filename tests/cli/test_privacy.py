@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from finetune.privacy import SETTINGS
+from finetune.system import SETTINGS
 
 ENTRIES = {
     "command": "from finetune.cli import process; sys.argv = ['finetune', 'recipes']; process()",

@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 
 from finetune.card import find_card
 from finetune.cli.serve import serve_run, server_commands
-from finetune.files import write_json
-from finetune.manifest import write_manifest
+from finetune.files import write_json, write_manifest
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import recipe_from
 from finetune.run.directory import RunDirectory

@@ -11,7 +11,7 @@ from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.events import EventWriter, ForecastCheck
 from finetune.export.model_card import model_card, without_local_paths
 from finetune.export.push import files_to_send, push
-from finetune.manifest import write_manifest
+from finetune.files import write_manifest
 from finetune.run.directory import RunDirectory
 
 REPO = "alice/support-lora"

@@ -10,8 +10,7 @@ import pytest
 from killed import start_worker
 
 from finetune.events import read_events
-from finetune.files import read_json, sha256_of
-from finetune.manifest import MANIFEST
+from finetune.files import MANIFEST, read_json, sha256_of
 
 
 @pytest.fixture(scope="session")

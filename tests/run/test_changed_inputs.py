@@ -13,8 +13,7 @@ from finetune.errors import RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
 from finetune.export.merge import merge
-from finetune.files import read_json, write_json
-from finetune.manifest import MANIFEST, changes_in, write_manifest
+from finetune.files import MANIFEST, changes_in, read_json, write_json, write_manifest
 from finetune.model.weights import weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe

@@ -6,10 +6,9 @@ import json
 import pytest
 
 from finetune.card import measured_context, record_measurement
-from finetune.checksum import with_checksum
 from finetune.evaluate.results import Journal
 from finetune.events import EventWriter, RunWarning, Step, read_events
-from finetune.files import parse_checked, read_json, write_json
+from finetune.files import parse_checked, read_json, with_checksum, write_json
 from finetune.memory import cache
 from finetune.planner.plan import plan_was_edited
 

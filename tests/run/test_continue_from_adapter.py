@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result
-from finetune.manifest import write_manifest
+from finetune.files import write_manifest
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.recipe.complete import complete

@@ -10,8 +10,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
 from finetune.events import read_events
-from finetune.files import parse_json, read_json, read_safetensors_header
-from finetune.manifest import MANIFEST, changes_in
+from finetune.files import MANIFEST, changes_in, parse_json, read_json, read_safetensors_header
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
 from finetune.planner.history import read_history

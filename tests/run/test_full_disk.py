@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import adapter_hash, started_to
 
-from finetune.error_kinds import is_disk_full
-from finetune.errors import DiskFull
+from finetune.errors import DiskFull, is_disk_full
 from finetune.events import EventWriter, RunWarning, State, read_events
 from finetune.export.merge import merge
 from finetune.files import write_json

@@ -12,7 +12,7 @@ from finetune.system import return_freed_memory
 CODE = """
 import gc, json
 usual = gc.get_threshold()
-from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
+from finetune.system import raise_gc_thresholds, restore_gc_thresholds
 raise_gc_thresholds()
 rarely = gc.get_threshold()
 restore_gc_thresholds()
@@ -23,7 +23,7 @@ gc.freeze()
 
 AT_EXIT = """
 import atexit, gc, os, sys
-from finetune.gc_settings import raise_gc_thresholds
+from finetune.system import raise_gc_thresholds
 atexit.register(os.write, 2, b"a leak report")
 raise_gc_thresholds()
 atexit.register(os.write, 2, b"a tracker's end")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import flip_one_byte
 
-from finetune.manifest import MANIFEST
+from finetune.files import MANIFEST
 from finetune.run.seal import fact_differences, newest_verified, rotate, seal, verify
 
 FACTS = {"lora_r": 16, "data": "abc"}

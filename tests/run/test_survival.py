@@ -11,7 +11,7 @@ from child_faults import in_step, killed_before_seal
 from conftest import adapter_hash, copy_of, events_of, flip_one_byte, fresh_copy, kill, started_to
 
 from finetune.events import EventReader, EventWriter, RunWarning, Start, Step, read_events
-from finetune.manifest import write_manifest
+from finetune.files import write_manifest
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
