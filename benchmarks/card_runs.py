@@ -114,7 +114,7 @@ def on_machine(machine: Machine, *, wsl: bool = False) -> Iterator[None]:
 
 def write_model(name: str, layers: int | None, folder: Path) -> str:
     """Write a model of the catalogue, with its first `layers`, to sparse files; returns its path."""
-    from finetune.model.catalogue import catalogue
+    from finetune.model.names import catalogue
 
     model = folder / f"{name.replace('/', '--')}-{layers}"
     if not model.exists():

@@ -36,7 +36,7 @@ from finetune.memory.rules import cublas_workspace_bytes, rules_for
 from finetune.memory.step import Simulation, first_step, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
-from finetune.model.catalogue import catalogue
+from finetune.model.names import catalogue
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
 from tables import REFERENCE, read_table

@@ -274,6 +274,6 @@ def collect(model: Any) -> None:
 
 def assume_host_memory() -> None:
     """Have planner and worker assume HOST_BYTES of free host memory; nothing is copied, so its pages are never touched."""
-    from finetune.card import host
+    from finetune.card import card
 
-    host.free_for_run = lambda: HOST_BYTES
+    card.free_for_run = lambda: HOST_BYTES

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from finetune.card.card import Card  # noqa: E402
 from finetune.card.find import catalogue as gpus  # noqa: E402
-from finetune.model.catalogue import catalogue as models  # noqa: E402
+from finetune.model.names import catalogue as models  # noqa: E402
 from finetune.planner.shape import shape_of  # noqa: E402
 from finetune.planner.speed import FP32_SHARE, Batches, Job, Timing, time_step  # noqa: E402
 from finetune.planner.strategy import Strategy  # noqa: E402

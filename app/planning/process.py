@@ -135,9 +135,8 @@ class Questions:
 
 def _roles_of(names: list[str], rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
     # the alpaca field of each column, or `ignore`, and whether these are guesses
-    from finetune.data.column_advice import suggested_columns
     from finetune.data.formats import FORMATS
-    from finetune.data.row_parser import choose_parser
+    from finetune.data.row_parser import choose_parser, suggested_columns
 
     values = [row.values for row in rows]
     # nested values are conversations, which have no alpaca fields

@@ -10,9 +10,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from finetune.card.device_selection import cards_here
 from finetune.card.find import catalogue_sizes, find_card
-from finetune.card.visible import usable_devices
+from finetune.card.visible import cards_here, usable_devices
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 from finetune.planner.history import read_history

@@ -136,7 +136,7 @@ def needs() -> str:
 
 def needs_offloaded() -> str:
     """The same with all layers' weights in host memory, and the input embedding where the output layer does not share it."""
-    from finetune.model.catalogue import entries
+    from finetune.model.names import entries
     from finetune.planner.shape import shape_of
     from finetune.recipe import recipe_from
 

@@ -10,11 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.card.card import Card
-from finetune.card.device_selection import choose_device
-from finetune.card.host import host_card
+from finetune.card.card import Card, host_card
 from finetune.card.measured import measured_context, with_measured_rates
 from finetune.card.nvidia import Device
+from finetune.card.visible import choose_device
 from finetune.errors import CardError, CommandError, NoCard
 from finetune.units import GIB, format_bytes
 

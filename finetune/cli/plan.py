@@ -22,7 +22,7 @@ from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
-from finetune.settings.vision import Sizes
+from finetune.settings.compatibility import Sizes
 from finetune.units import format_bytes
 
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")

@@ -17,7 +17,7 @@ from finetune.cli.render import err, out, print_text, table
 from finetune.cli.source import with_model_and_data
 from finetune.errors import CommandError
 from finetune.files import write_output
-from finetune.model.catalogue import entries
+from finetune.model.names import entries
 from finetune.recipe import find_recipe, foreign, load_recipe, shipped_recipes, write_recipe
 from finetune.recipe.foreign import KeyReport, short
 from finetune.settings.reference import settings_reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from finetune.compat.patch_registry import wrap
+from finetune.compat import wrap
 
 
 def shard_with(prepare: Callable[..., Any]) -> None:

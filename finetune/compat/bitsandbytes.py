@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from finetune.compat.patch_registry import replace, wrap
+from finetune.compat import replace, wrap
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer.Optimizer8bit"
 

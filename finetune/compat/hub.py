@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from finetune.compat.patch_registry import replace
+from finetune.compat import replace
 
 
 def set_offline(offline: bool) -> None:

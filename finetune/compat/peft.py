@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import replace, wrap
+from finetune.compat import replace, wrap
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import replace, wrap
+from finetune.compat import replace, wrap
 from finetune.compat.triton import fake_launches
 
 if TYPE_CHECKING:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from inspect import getclosurevars
 from typing import Any
 
-from finetune.compat.patch_registry import replace, wrap
+from finetune.compat import replace, wrap
 
 _EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
 
@@ -251,3 +253,15 @@ def kernels_by_device(model: Any, falls_back_to_torch: Callable[[str, tuple[int,
     for path, _, closure in layer_kernels(model):
         if closure["is_new_implementation"]:
             wrap(path, partial(choose, closure["package"]))
+
+
+def quiet_libraries() -> None:
+    """Hide progress bars, FutureWarnings and bitsandbytes' warnings in this process."""
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # it suggests a kernel for CPUs at each start, and says at each layer and step that int8 casts bf16 inputs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

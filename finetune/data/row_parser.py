@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.data.checks import BadRow, Values, is_blank
-from finetune.data.column_advice import suggested_columns
-from finetune.data.column_semantics import FIELD, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of
+from finetune.data.checks import BadRow, Values, is_blank, is_missing
+from finetune.data.column_semantics import FIELD, REASONING, UnusedColumns, check_media_tags, kinds_of, meaning_of, words_of
 from finetune.data.conversation import Columns, Example, MessageReader, used_fields
 from finetune.data.formats import FORMATS, LABELLED_ANSWERS, column_list, columns_with_values, parse
 from finetune.data.pictures.placement import PictureReference, PictureUse, picture_use, place_pictures, take_pictures
@@ -309,3 +308,25 @@ _FORMATS_HINT = "\n".join([
     "Write rows like one of these, or map your columns with dataset.columns (field: your column):",
     *(f"  {name}: {fmt.example_line}" for name, fmt in FORMATS.items()),
 ])  # fmt: skip
+
+
+#: Last words of the names of columns with questions, and with answers; usual words first.
+_QUESTIONS = "question query instruction prompt input problem request user human message source document article dialogue"
+_ANSWERS = "answer response output completion reply solution assistant bot target summary translation"
+
+
+def suggested_columns(rows: list[Values]) -> dict[str, str]:
+    """Return the columns of instruction and output: by name, or the only two columns of text. Empty if unclear."""
+    columns = dict.fromkeys(name for row in rows for name in row if "system" not in name.lower())
+    texts = [name for name in columns if {type(row[name]) for row in rows if not is_missing(row.get(name))} == {str}]
+    question, answer = _named(texts, _QUESTIONS), _named(texts, _ANSWERS)
+    if len(texts) == 2:
+        question = question or next(name for name in texts if name != answer)
+        answer = answer or next(name for name in texts if name != question)
+    return {"instruction": question, "output": answer} if question and answer else {}
+
+
+def _named(texts: list[str], terms: str) -> str | None:
+    # the shortest name wins: `question` before `follow_up_question`
+    name_of_word = {words_of(name)[-1]: name for name in sorted(texts, key=len, reverse=True)}
+    return next((name_of_word[term] for term in terms.split() if term in name_of_word), None)

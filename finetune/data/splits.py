@@ -14,8 +14,8 @@ from finetune.data.conversation import Example
 from finetune.data.report import Refused
 from finetune.data.shards import StoredRows
 from finetune.errors import DataError, FinetuneError
+from finetune.settings.compatibility import Sizes
 from finetune.settings.methods import NOT_TRAINED
-from finetune.settings.vision import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset

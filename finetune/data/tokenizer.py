@@ -11,7 +11,7 @@ from finetune.data.report import first_line, printable
 from finetune.errors import DataError, ModelError, RecipeError
 from finetune.files import IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer, sha256_of
 from finetune.settings import Recipe
-from finetune.settings.vision import pixel_limit
+from finetune.settings.compatibility import pixel_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

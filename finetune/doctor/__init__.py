@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
 from finetune.doctor.findings import Check, Finding, run_check, worst
-from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_spill
-from finetune.doctor.packages import check_compiler, check_packages, check_stack
+from finetune.doctor.machine import (
+    check_cards,
+    check_compiler,
+    check_disk,
+    check_driver,
+    check_memory,
+    check_packages,
+    check_spill,
+    check_stack,
+)
 from finetune.settings import Recipe
 from finetune.units import Progress
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune import __version__
 from finetune.card import cuda
 from finetune.card.allocator import has_windows_driver
+from finetune.compat.transformers import quiet_libraries
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.tokens import Encoder
@@ -27,7 +28,6 @@ from finetune.evaluate.rows import run_encoder
 from finetune.files import read_object, sha256_of
 from finetune.model.build import build_base
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
-from finetune.model.library_warnings import quiet_libraries
 from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint

@@ -17,8 +17,7 @@ import numpy as np
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.evaluate.paired import difference
-from finetune.model.configuration import read_config
-from finetune.model.prequantised import stored_quantisation, trainable_formats
+from finetune.model.configuration import read_config, stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.shape import shape_of
 from finetune.run.card import Queue, cards_of, visibility

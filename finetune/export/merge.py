@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from peft import PeftModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from finetune.compat.transformers import quiet_libraries
 from finetune.data.report import first_line
 from finetune.data.tokenizer import read_tokenizer
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory, is_disk_full
@@ -24,7 +25,6 @@ from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.model.build import build_base, build_on_meta
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import is_multimodal
-from finetune.model.library_warnings import quiet_libraries
 from finetune.model.new_tokens import grow_vocabulary
 from finetune.model.quantisation import model_dtype
 from finetune.model.transformers_config import load_config

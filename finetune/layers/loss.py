@@ -8,8 +8,7 @@ from typing import Any
 # for the dry run, and for checks of a model before training
 def add_loss(model: Any) -> None:
     """Patch a transformers model or PeftModel with SFTTrainer's fused head and auxiliary router loss."""
-    from finetune.compat.imports import fused_lm_head
-    from finetune.compat.trl import import_without_listing_packages
+    from finetune.compat.trl import fused_lm_head, import_without_listing_packages
 
     import_without_listing_packages()
     config = model.config.get_text_config()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finetune.settings.vision import Sizes
+from finetune.settings.compatibility import Sizes
 
 #: Parts of the ledger, in display order.
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "recomputed", "loss", "workspace", "gathered")

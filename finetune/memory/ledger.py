@@ -94,7 +94,7 @@ class LargestStep:
         """Return the allocated bytes."""
 
         def simulated_bytes() -> DryRun:
-            from finetune.compat.imports import import_libraries
+            from finetune.compat.trl import import_libraries
 
             import_libraries()
             from finetune.memory.depth import inspect_layers

@@ -25,7 +25,7 @@ from finetune.hub import VALID_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
-from finetune.settings.vision import Sizes, pixel_limit
+from finetune.settings.compatibility import Sizes, pixel_limit
 
 _FACTS_FILE = Path(__file__).parents[1] / "model" / "picture_processors.json"
 

@@ -113,7 +113,7 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing_bytes = 2 * max(cards * trained for _, trained in shards.values())
     starting_bytes, gathered_bytes = _gathered_by_fsdp(units, cards)
-    # Of 4-bit weights a rank loads its own rows (finetune/model/own_rows.py), beside one 16-bit matrix and its codes at a time.
+    # Of 4-bit weights a rank loads its own rows (finetune/model/build.py), beside one 16-bit matrix and its codes at a time.
     # Otherwise each rank loads the full model. accelerate keeps the unsharded parameters until all are sharded
     # (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
     unsharded_bytes = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())

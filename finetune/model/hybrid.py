@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
-from finetune.card.compiler import COMPILER_FIX, triton_problem
+from finetune.compat.triton import COMPILER_FIX, triton_problem
 from finetune.requirements import installed_version
 
 

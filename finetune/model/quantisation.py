@@ -11,9 +11,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from finetune.compat.transformers import packing_quantiser
 from finetune.errors import RecipeError
 from finetune.layers.experts import has_experts, pack_experts
+from finetune.model.configuration import BITSANDBYTES, DEQUANTISED, stored_format, stored_quantisation
 from finetune.model.hybrid import layers_kept_in_16_bit
 from finetune.model.language_model import text_config
-from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, stored_format, stored_quantisation
 from finetune.settings import Settings
 from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.compatibility import shards_weights

@@ -16,7 +16,7 @@ from finetune.files import is_damaged, read_json
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.serialise import from_json, to_json
 from finetune.settings import AUTO, Recipe, Settings, resolve
-from finetune.settings.vision import Sizes
+from finetune.settings.compatibility import Sizes
 from finetune.units import format_bytes, format_seconds, gib
 
 #: Version of plan.json, raised when a field is removed or changes its type.

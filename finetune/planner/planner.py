@@ -9,14 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.card.card import Card
-from finetune.card.host import PROCESS_BYTES
+from finetune.card.card import PROCESS_BYTES, Card
 from finetune.errors import RecipeError
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import Forecast, RowShape, why_not_compiled
-from finetune.model.configuration import read_config
+from finetune.model.configuration import read_config, stored_notes, stored_quantisation, trainable_formats
 from finetune.model.hybrid import FLA, MAMBA, kernel_problem
-from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner import defaults, resources
 from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import cost_of, read_history

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError, DataError, FinetuneError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.memory.device_peak import make_forecast
-from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config, vocabulary_size
+from finetune.model.names import entries
 from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.resources import choose_budget
@@ -26,7 +26,7 @@ from finetune.recipe.load import NO_DATASET
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
-from finetune.settings.vision import Sizes
+from finetune.settings.compatibility import Sizes
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:

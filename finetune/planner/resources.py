@@ -6,8 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from finetune.card.card import Card
-from finetune.card.host import host_card
+from finetune.card.card import Card, host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.memory.forecast import Forecast

@@ -119,7 +119,7 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
 def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     import torch
 
-    from finetune.compat.imports import import_libraries
+    from finetune.compat.trl import import_libraries
 
     import_libraries()
     from finetune.layers.experts import EXPERT_COUNTS, adapts_experts, fused_experts, packable_experts

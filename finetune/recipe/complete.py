@@ -14,7 +14,7 @@ from finetune.model.weights import config_problems
 from finetune.serialise import from_json
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import requested_formats
-from finetune.settings.vision import ONLY_WITH_VISION
+from finetune.settings.compatibility import ONLY_WITH_VISION
 
 #: Settings that decide an adapter's parameters and their scale.
 _ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "new_tokens", "trained_embedding_rows")

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from finetune.card import Card, cuda, nvidia
 from finetune.card.allocator import expandable_segments, has_windows_driver
-from finetune.card.compiler import triton_problem
-from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
-from finetune.card.visible import usable_devices
+from finetune.card.visible import problem_of_torch, usable_devices
+from finetune.compat.triton import triton_problem
 from finetune.errors import CardError
 from finetune.files import cache_dir, read_object, write_json
 from finetune.memory.forecast import EXPANDABLE, SEGMENTED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.card.host import free_for_run
+from finetune.card.card import free_for_run
 from finetune.errors import DiskFull
 from finetune.files import cache_dir, free_disk_bytes
 from finetune.planner.plan import Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
-from finetune.card.compiler import COMPILER_FIX, triton_problem
+from finetune.compat.triton import COMPILER_FIX, triton_problem
 from finetune.distributed.processes import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json, write_manifest
@@ -106,11 +106,11 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 def _write_run(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.compat.processors import save_processor
+    from finetune.compat.transformers import quiet_libraries
     from finetune.data.preparation import questions_of
     from finetune.data.splits import pack
     from finetune.data.tokenizer import ProcessorLoader
     from finetune.data.tokens import Encoder
-    from finetune.model.library_warnings import quiet_libraries
 
     quiet_libraries()
     settings, data = prepared.plan.settings, prepared.data

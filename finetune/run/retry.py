@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from finetune.card.host import free_for_run
+from finetune.card.card import free_for_run
 from finetune.errors import CommandError, FinetuneError
 from finetune.files import read_json, write_json
 from finetune.memory.forecast import Forecast

@@ -158,11 +158,11 @@ class Worker:
 
         from finetune.compat.accelerate import keep_fsdp_wrap_policy
         from finetune.compat.peft import save_without_vocabulary
+        from finetune.compat.transformers import quiet_libraries
         from finetune.data.tokenizer import read_tokenizer
         from finetune.memory.depth import fewest_layers
         from finetune.model.adapters import attach_adapters, prepare_for_training
-        from finetune.model.library_warnings import quiet_libraries
-        from finetune.model.own_rows import load_base
+        from finetune.model.build import load_base
         from finetune.model.padding import needs_padding_mask
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config

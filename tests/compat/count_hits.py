@@ -11,7 +11,7 @@ from pathlib import Path
 
 from patched_names import OVERRIDDEN, PATCHED, UNSEEN
 
-from finetune.compat import patch_registry
+import finetune.compat
 from finetune.memory.forecast import RowShape
 
 hits: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class CountedBook(dict):
 
 
 def put(owner, attribute, value):
-    names = [name for name in PATCHED if name.endswith(f".{attribute}") and patch_registry.owner_of(name)[0] is owner]
+    names = [name for name in PATCHED if name.endswith(f".{attribute}") and finetune.compat.owner_of(name)[0] is owner]
     setattr(owner, attribute, counted(names[0], value) if names else value)
 
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     from finetune.settings import resolve_plain
 
     out = Path(sys.argv[1])
-    patch_registry._set = put
+    finetune.compat._set = put
     probe()
     dry_runs()
     training(out.parent)

@@ -44,5 +44,5 @@ def patched_in(module_name: str) -> set[str]:
     return {name for name in names if not name.startswith("triton.") or find_spec("triton")}  # torch for the CPU lacks it
 
 
-MODULES = {name for _, name, _ in pkgutil.iter_modules(finetune.compat.__path__)} - {"patch_registry"}
+MODULES = {name for _, name, _ in pkgutil.iter_modules(finetune.compat.__path__)}
 PATCHED = sorted(set().union(*map(patched_in, MODULES)))

@@ -3,7 +3,7 @@
 import pytest
 from patched_names import OVERRIDDEN, PATCHED, UNSEEN
 
-from finetune.compat.patch_registry import owner_of
+from finetune.compat import owner_of
 
 
 @pytest.mark.parametrize("name", [*PATCHED, *OVERRIDDEN])

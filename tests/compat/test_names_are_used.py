@@ -52,7 +52,7 @@ STARTS = {
         "sys.exit(before != 0 or distributions != [['torch'], ['PyYAML']])"
     ),
     "no packages for rows are read, transformers' files once, and both are still there": (
-        "import sys; from finetune.compat.imports import fused_lm_head, import_libraries;"
+        "import sys; from finetune.compat.trl import fused_lm_head, import_libraries;"
         "import_libraries(); fused_lm_head();"
         "assert not {'pandas', 'datasets', 'pyarrow'} & set(sys.modules);"
         "import datasets, pandas; from transformers import models;"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.card.nvidia import has_kernels
-from finetune.doctor.packages import check_compiler, check_packages, check_stack
+from finetune.doctor.machine import check_compiler, check_packages, check_stack
 from finetune.doctor.probe import architecture_finding, cuda_finding
 
 TORCH = {

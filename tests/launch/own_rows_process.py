@@ -18,8 +18,7 @@ from transformers import trainer
 
 from finetune.compat.accelerate import keep_fsdp_wrap_policy
 from finetune.model.adapters import attach_adapters, prepare_for_training
-from finetune.model.build import build_base
-from finetune.model.own_rows import load_base
+from finetune.model.build import build_base, load_base
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
 from finetune.recipe import load_recipe

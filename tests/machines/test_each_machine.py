@@ -12,7 +12,7 @@ from app.planning.process import Questions
 from app.views.new_run import blocker_of
 from app.worker import Work
 from finetune.card import find_card, record_measurement
-from finetune.card.device_selection import cards_here
+from finetune.card.visible import cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import ForecastCheck, Phase, Step, newest, read_events

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_iter
 import finetune.layers.host_memory
 import finetune.layers.lean_layers
 import finetune.layers.offload
+import finetune.model.build
 import finetune.model.cpu_adamw
-import finetune.model.own_rows
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.forecast import RowShape
@@ -209,7 +209,7 @@ def separate_host_memory(tracker: RealTracker, patch: pytest.MonkeyPatch) -> Non
 
 def count_weights_when_loaded(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:
     """Also those that no operator has read yet."""
-    loaded = finetune.model.own_rows.build_base
+    loaded = finetune.model.build.build_base
 
     def build_base(*arguments, **named):
         model = loaded(*arguments, **named)
@@ -218,7 +218,7 @@ def count_weights_when_loaded(tracker: RealTracker, patch: pytest.MonkeyPatch) -
         tracker.record()
         return model
 
-    patch.setattr(finetune.model.own_rows, "build_base", build_base)
+    patch.setattr(finetune.model.build, "build_base", build_base)
 
 
 def merge_experts_on_host(tracker: RealTracker, patch: pytest.MonkeyPatch) -> None:

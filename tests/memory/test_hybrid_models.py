@@ -16,7 +16,7 @@ from finetune.memory import fake_tensors
 from finetune.memory.forecast import Batch
 from finetune.memory.simulate import simulate
 from finetune.model import hybrid
-from finetune.model.catalogue import catalogue
+from finetune.model.names import catalogue
 from finetune.model.transformers_config import config_from
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from test_depth import both_ways
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
-from finetune.card.host import PROCESS_BYTES
+from finetune.card.card import PROCESS_BYTES
 from finetune.memory.caching_allocator import MIN_BLOCK
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.forecast import Batch, RowShape

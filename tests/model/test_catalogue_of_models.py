@@ -8,8 +8,8 @@ import catalogue_row
 import pytest
 
 from finetune.cli.recipes import show_recipes
-from finetune.model import catalogue
-from finetune.model.catalogue import entries
+from finetune.model import names
+from finetune.model.names import entries
 from finetune.planner.shape import shape_of
 from finetune.recipe import recipe_from
 
@@ -42,7 +42,7 @@ def test_the_catalogue_has_the_models_that_are_fine_tuned_most():
 
 
 def test_every_entry_says_where_its_values_are_from():
-    file = json.loads(Path(catalogue.__file__).with_name("configurations.json").read_text(encoding="utf-8"))
+    file = json.loads(Path(names.__file__).with_name("configurations.json").read_text(encoding="utf-8"))
     for name, row in file["models"].items():
         source = row["source"] if "source" in row else file["models"][row["same_as"]]["source"]
         assert source and set(source.split(", ")) <= set(file["sources"]), name

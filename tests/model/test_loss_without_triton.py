@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl.kernels import chunked_logprob
 
-from finetune.compat import patch_registry
+from finetune.compat import owner_of
 from finetune.compat.trl import compute_loss_without_triton
 
 NAMES = ["trl.trainer.utils._use_triton", *(f"trl.kernels.chunked_logprob.{name}" for name in (
@@ -16,7 +16,7 @@ TOKENS, WIDTH, WORDS = 300, 16, 1000  # neither is a multiple of a slice or a ch
 @pytest.fixture
 def restored_trl(monkeypatch):
     for name in NAMES:
-        owner, attribute = patch_registry.owner_of(name)
+        owner, attribute = owner_of(name)
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
 
 

@@ -8,9 +8,8 @@ import pytest
 from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model import names
-from finetune.model.catalogue import entries
 from finetune.model.configuration import FROM_CONFIG, read_config
-from finetune.model.names import resolve, suggestions
+from finetune.model.names import entries, resolve, suggestions
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 from finetune.recipe.complete import named_model

@@ -1,6 +1,6 @@
 import logging
 
-from finetune.model.library_warnings import quiet_libraries
+from finetune.compat.transformers import quiet_libraries
 
 
 def test_bitsandbytes_says_errors_only(caplog):

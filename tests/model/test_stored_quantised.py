@@ -11,7 +11,7 @@ from small_models import settings as plain_settings
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
-from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
+from finetune.model.configuration import stored_notes, stored_quantisation, trainable_formats
 
 TINY = {**SMALL, "num_hidden_layers": 1}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -7,7 +7,7 @@ import pytest
 from finetune.card import find_card
 from finetune.cli.plan import show_plan
 from finetune.errors import RecipeError
-from finetune.model.catalogue import entries
+from finetune.model.names import entries
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.planning import plan_largest, without_rows
 from finetune.recipe import recipe_from

@@ -166,7 +166,7 @@ def here(monkeypatch):
     def machine(gib):
         memory = psutil.virtual_memory()._replace(total=64 * GIB, available=gib * GIB)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-        monkeypatch.setattr("finetune.card.host._cgroup", lambda *_: None)
+        monkeypatch.setattr("finetune.card.card._cgroup", lambda *_: None)
         return dataclasses.replace(find_card("rtx-4090"), source="measured")
 
     return machine

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.card import catalogue as cards
 from finetune.card import find_card
-from finetune.model.catalogue import catalogue as models
+from finetune.model.names import catalogue as models
 from finetune.planner.planner import make_plan
 from finetune.recipe import load_recipe, shipped_recipes
 

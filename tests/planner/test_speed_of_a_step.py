@@ -9,7 +9,7 @@ from arithmetic_forecast import LLAMA_8B
 
 import speed_accuracy as accuracy
 from finetune.card import find_card
-from finetune.model.catalogue import catalogue
+from finetune.model.names import catalogue
 from finetune.planner.plan import DataStatistics
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, time_step

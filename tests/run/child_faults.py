@@ -81,7 +81,7 @@ def killed_before_seal(at):
 
 
 def put_in(phase, what, run):
-    import finetune.model.own_rows as own_rows
+    import finetune.model.build as own_rows
     from finetune.run.training import RunTrainer
 
     if phase == "load":

@@ -22,7 +22,7 @@ def plan(monkeypatch):
     """A plan on a card of this machine, which has 8 GiB of host memory free."""
     memory = psutil.virtual_memory()._replace(total=16 * GIB, available=8 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr("finetune.card.host._cgroup", lambda *_: None)
+    monkeypatch.setattr("finetune.card.card._cgroup", lambda *_: None)
 
     def make(**changes):
         forecast = Forecast(GIB, GIB, GIB, GIB, GIB, {"weights": GIB}, {"train": GIB})

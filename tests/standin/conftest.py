@@ -58,7 +58,7 @@ def six_layers(tmp_path):
     """A model of six layers and rows of uneven length, in the test's folder."""
     from benchmarks.card_cells import write_rows
     from finetune.bundled import model_path
-    from finetune.model.catalogue import catalogue
+    from finetune.model.names import catalogue
     from standin_gpu.sparse_model import write_sparse_model
 
     shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.bundled import model_path
-from finetune.model.catalogue import catalogue
+from finetune.model.names import catalogue
 from standin_gpu.sparse_model import write_sparse_model
 
 pytestmark = [pytest.mark.standin, pytest.mark.slow]

@@ -17,7 +17,7 @@ from tiny_models import settings
 from finetune.memory.depth import at_depth
 from finetune.memory.forecast import Batch
 from finetune.memory.simulate import simulate
-from finetune.model.catalogue import catalogue
+from finetune.model.names import catalogue
 from finetune.model.transformers_config import config_from
 
 for name in ("ibm-granite/granite-4.0-h-micro", "tiiuae/Falcon-H1-3B-Instruct", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"):
