@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import events
 from finetune.run.directory import RunDirectory
-from finetune.run.pace import Pace
-from finetune.run.state import RunState, read_state
+from finetune.run.state import Pace, RunState, read_state
 
 from .language import mark
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.evaluate.paired import difference, format_difference
-from finetune.evaluate.results import read_evaluations
+from finetune.evaluate.results import difference, format_difference, read_evaluations
 from finetune.evaluate.scorers import score_range
 from finetune.events import ForecastCheck, Start, read_events
 from finetune.files import changes_in, read_object, write_output
@@ -61,7 +60,7 @@ def runs_report(runs: list[RunDirectory]) -> str:
 
 
 def _sweep_report(path: Path) -> str:
-    from finetune.sweep.sweep import RULE, open_sweep
+    from finetune.sweep import RULE, open_sweep
 
     sweep = open_sweep(path)
     return _render_report(

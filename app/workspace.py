@@ -11,9 +11,9 @@ from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory, list_runs
 
 if TYPE_CHECKING:
-    from finetune.sweep.sweep import Sweep
+    from finetune.sweep import Sweep
 
-#: File in each sweep's folder: `finetune.sweep.sweep.JOURNAL`, without importing Optuna.
+#: File in each sweep's folder: `finetune.sweep.JOURNAL`, without importing Optuna.
 JOURNAL = "study.journal"
 
 
@@ -53,7 +53,7 @@ class Workspace:
         if path is None or not (path / JOURNAL).is_file():
             return None
         with contextlib.suppress(FinetuneError, ImportError):  # Optuna is an extra
-            from finetune.sweep.sweep import open_sweep
+            from finetune.sweep import open_sweep
 
             return open_sweep(path)
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import finetune.evaluate.results as stored_results
 from finetune.data.pictures.source import FileStat, file_stat, file_thumbnail
-from finetune.evaluate.paired import rank_rows
+from finetune.evaluate.results import rank_rows
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.errors import DiskFull
 from finetune.events import Evaluation, OutOfMemory, Result, Retry, State
 from finetune.planner.plan import AS_SET, Plan
-from finetune.run.out_of_memory import explanation
+from finetune.run.retry import explanation
 from finetune.run.state import RunState
 from finetune.system import shell_join
 

@@ -19,7 +19,7 @@ from .markup import Safe, chart_element, render
 from .words import day, duration, loss_text, setting_name, value_text
 
 if TYPE_CHECKING:
-    from finetune.sweep.sweep import Sweep
+    from finetune.sweep import Sweep
 
 _MOST_CURVES = 5  # can be told apart in one chart
 
@@ -116,7 +116,7 @@ def arm_name(values: dict[str, Any]) -> str:
 
 def sweep_page(sweep: Sweep, tab: str) -> str:
     """Return a sweep's page: rule, command, curves of the best arms, and table of arms."""
-    from finetune.sweep.sweep import RULE
+    from finetune.sweep import RULE
 
     results, name = sweep.results(), sweep.path.name
     best = sorted(results[:_MOST_CURVES], key=lambda arm: arm.name)

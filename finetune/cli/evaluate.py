@@ -80,7 +80,7 @@ def _show_quantisation(source: str, *, as_json: bool) -> None:
 
 
 def _print_rows(result: Comparison, order: str, limit: int) -> None:
-    from finetune.evaluate.paired import rank_rows
+    from finetune.evaluate.results import rank_rows
 
     rows = rank_rows(result.base.scores, result.tuned.scores, order)[:limit]
     if rows:
@@ -95,7 +95,7 @@ def _print_rows(result: Comparison, order: str, limit: int) -> None:
 
 
 def _print_warnings(result: Comparison) -> None:
-    from finetune.evaluate.paired import format_difference
+    from finetune.evaluate.results import format_difference
     from finetune.evaluate.scorers import NO_CALL_DUE
 
     no_call_due = result.field_differences.get(NO_CALL_DUE)

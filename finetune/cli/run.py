@@ -22,9 +22,8 @@ from finetune.run import control
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
-from finetune.run.out_of_memory import explanation
-from finetune.run.pace import Pace
-from finetune.run.state import read_state
+from finetune.run.retry import explanation
+from finetune.run.state import Pace, read_state
 from finetune.settings.methods import MAIN_METRICS, METRICS
 from finetune.system import caught_interrupts, shell_join
 from finetune.units import format_bytes, format_count, format_seconds, printable

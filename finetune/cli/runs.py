@@ -16,8 +16,7 @@ from finetune.planner.history import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
 from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
-from finetune.run.out_of_memory import explanation
-from finetune.run.retry import adjusted_plan, adjusted_since_s
+from finetune.run.retry import adjusted_plan, adjusted_since_s, explanation
 from finetune.run.state import RunState, read_state
 from finetune.units import format_bytes
 

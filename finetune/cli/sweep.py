@@ -20,7 +20,7 @@ from finetune.cli.ui import page_command
 from finetune.errors import STOPPED, CommandError, RecipeError
 from finetune.recipe.load import load_changes
 from finetune.settings import Recipe
-from finetune.sweep.sweep import JOURNAL, LOCK, RULE, Sweep, create_sweep, label, open_sweep, train_arms
+from finetune.sweep import JOURNAL, LOCK, RULE, Sweep, create_sweep, label, open_sweep, train_arms
 from finetune.system import take_lock
 from finetune.units import format_seconds
 

@@ -1,4 +1,4 @@
-"""Patches of Triton, as of 3.7.1."""
+"""Patches of Triton, as of 3.7.1, and a check for the C compiler that its launchers need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of GPUs, host memory and disk."""
+"""Checks of GPUs, host memory, disk, packages and the C compiler."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from finetune.evaluate.rows import run_encoder
 from finetune.files import read_object, sha256_of
 from finetune.model.build import build_base
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
-from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
+from finetune.model.new_tokens import TRAINED_ROWS, embedding_rows, grow_vocabulary
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
@@ -262,3 +262,42 @@ def _adapter_errors(folder: Any) -> Iterator[None]:
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
+
+
+#: Prompt and answer tokens of a batch, with padding. An 8B model's KV cache of 32,768 tokens takes 4 GiB.
+#: On a CPU, more tokens than its caches hold are slower, and a small batch ends early.
+ANSWER_TOKENS = {"cpu": 8_192, "cuda": 32_768}
+_LOSS_TOKENS = 1_024  # of a batch whose loss is computed
+_MAX_LOGITS = 64 * 2**20  # of such a batch: 256 MiB in float32
+
+
+def loss_batch_tokens(model: Any) -> int:
+    """Return the tokens of a batch whose loss is computed."""
+    return min(_LOSS_TOKENS, _MAX_LOGITS // embedding_rows(model))
+
+
+def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Return batches of row indices, longest first, of at most `max_tokens` padded tokens."""
+    row_batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        # rows are padded to a batch's first row, which is its longest
+        if row_batches and (len(row_batches[-1]) + 1) * lengths[row_batches[-1][0]] <= max_tokens:
+            row_batches[-1].append(index)
+        else:
+            row_batches.append([index])  # even a row of more than `max_tokens`
+    return row_batches
+
+
+def run_halving(rows: list[int], work: Callable[[list[int]], None]) -> None:
+    """Call `work(rows)`, and with half of the rows when GPU memory runs out. Raise the error of a single row."""
+    try:
+        work(rows)
+    except torch.OutOfMemoryError:
+        if len(rows) == 1:
+            raise
+        torch.cuda.empty_cache()
+    else:
+        return
+    # not in `except`, where the error would keep the failed call's tensors alive
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        run_halving(half, work)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.errors import CommandError, FinetuneError
-from finetune.evaluate.paired import difference
+from finetune.evaluate.results import difference
 from finetune.model.configuration import read_config, stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.shape import shape_of
@@ -202,8 +202,7 @@ def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) ->
 
 
 def _row_losses(settings: Settings, rows: Rows, adapter: Path | None, device: str, progress: Progress) -> list[float]:
-    from finetune.evaluate.answerer import load_model
-    from finetune.evaluate.batches import batches, loss_batch_tokens, run_halving
+    from finetune.evaluate.answerer import batches, load_model, loss_batch_tokens, run_halving
     from finetune.evaluate.score import losses
 
     ids, labels, base_format = rows["input_ids"], rows["labels"], base_format_of(settings)

@@ -16,10 +16,19 @@ from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource, source_from_dict
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError, OutOfMemory
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader, chat_format_of
-from finetune.evaluate.batches import ANSWER_TOKENS, batches, loss_batch_tokens, run_halving
-from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Forgetting, Journal, Score, digest, save_result
+from finetune.evaluate.answerer import (
+    ANSWER_TOKENS,
+    Answerer,
+    adapter_folder,
+    answer_journal,
+    answer_limit,
+    answerer_loader,
+    batches,
+    chat_format_of,
+    loss_batch_tokens,
+    run_halving,
+)
+from finetune.evaluate.results import Comparison, Difference, Forgetting, Journal, Score, difference, digest, save_result
 from finetune.evaluate.rows import EvalRows, count_trained, file_rows, held_out_rows, probe_rows, run_encoder
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_score, fitting_score, score_range, scorer
 from finetune.model.generate import MoreInputs, extra_model_inputs

@@ -13,8 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.errors import RecipeError
-from finetune.layers.offload import InOrder, Offload
-from finetune.layers.saved_activations import SavedActivations
+from finetune.layers.offload import InOrder, Offload, SavedActivations
 
 
 def base_of(model: torch.nn.Module) -> PreTrainedModel:

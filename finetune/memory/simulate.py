@@ -14,11 +14,10 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.compat.transformers import auxiliary_loss, keys_repeated, trainers_optimizer
-from finetune.compat.trl import narrow_tiles
+from finetune.compat.trl import add_loss, narrow_tiles
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.layer_offloading import offloading_of
-from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
@@ -29,8 +28,7 @@ from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability
 from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, tag_auxiliary_loss, take_step
 from finetune.memory.tracker import StorageTracker
-from finetune.methods import method_of
-from finetune.methods.method import TrainingMethod
+from finetune.methods import TrainingMethod, method_of
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.hybrid import kernel_fallback_notes

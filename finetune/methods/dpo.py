@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
+from finetune.methods import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward
 from finetune.settings.methods import NOT_TRAINED
 
 

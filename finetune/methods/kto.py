@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finetune.methods.method import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
+from finetune.methods import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
 from finetune.settings.methods import NOT_TRAINED, has_kl
 
 _KL_PREFIX = "kl_"

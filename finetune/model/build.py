@@ -1,4 +1,4 @@
-"""The base model: loaded onto a device for training, built on meta for the forecast."""
+"""The base model: loaded onto a device or as a rank's rows for training, built on meta for the forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's config.json from a folder, the hub or the catalogue, without importing torch."""
+"""A model's config.json from a folder, the hub or the catalogue, without importing torch; how its weights are stored."""
 
 from __future__ import annotations
 

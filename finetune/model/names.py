@@ -1,4 +1,4 @@
-"""Informal model names, resolved to hub ids of the catalogue."""
+"""The packaged catalogue of models, and informal model names resolved to its hub ids."""
 
 from __future__ import annotations
 

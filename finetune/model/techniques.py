@@ -14,8 +14,7 @@ from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.host_memory import is_in_forecast
 from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
-from finetune.layers.offload import offload_beside
-from finetune.layers.saved_activations import SavedActivations
+from finetune.layers.offload import SavedActivations, offload_beside
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3

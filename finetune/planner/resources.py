@@ -1,4 +1,4 @@
-"""Memory budget, host memory and disk of a run."""
+"""Memory budget, host memory and disk of a run, and their checks before layer offloading."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import math
 from pathlib import Path
 
-from finetune.card.card import Card, host_card
-from finetune.errors import FinetuneError, MachineError, RecipeError
-from finetune.files import free_disk_bytes
+from finetune.card.card import Card, free_for_run, host_card
+from finetune.errors import DiskFull, FinetuneError, MachineError, RecipeError
+from finetune.files import cache_dir, free_disk_bytes
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import Choices, ResourceCheck
+from finetune.planner.plan import Choices, Plan, ResourceCheck
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Job
 from finetune.planner.strategy import Strategy
@@ -103,3 +103,28 @@ def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
             "Raise memory_budget, or free GPU memory.",
         )
     return choices, budget_bytes
+
+
+def check_layer_offloading(plan: Plan) -> None:
+    """Raise MachineError or DiskFull when too little host memory or disk is free for the offloaded layers."""
+    check_host_memory(plan)
+    copies = plan.layer_copies
+    if copies is None or copies.place == "cpu" or plan.card.is_cpu:
+        return
+    folder = cache_dir()
+    if copies.weight_bytes > (free_bytes := free_disk_bytes(folder)):
+        needed = f"the file of {copies.layers} layers needs {format_bytes(copies.weight_bytes)}"
+        problem = f"{folder} has {format_bytes(free_bytes)} free, {needed}"
+        raise DiskFull(problem, "Free some space, or set FINETUNE_CACHE to a folder on an NVMe drive.")
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise MachineError when too little host memory is free for the offloaded layers."""
+    copies = plan.layer_copies
+    # a retry or resume may have changed the setting
+    if copies is None or plan.card.is_cpu or copies.place != plan.settings.layer_offloading:
+        return
+    free_bytes = free_for_run()
+    needed_bytes = max(copies.pinned_bytes, copies.weight_bytes) if copies.place == "cpu" else copies.pinned_bytes
+    if needed_bytes > free_bytes:
+        raise too_little_host_memory(copies.place, copies.layers, needed_bytes, free_bytes)

@@ -17,9 +17,8 @@ from finetune.events import Compiled, EventWriter, Memory, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
-from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, read_stop_requests
 from finetune.run.memory import MemorySampler
-from finetune.run.stopping import read_stop_requests
 from finetune.run.training import RunTrainer
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS

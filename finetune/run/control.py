@@ -19,8 +19,7 @@ from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
-from finetune.run import stopping
-from finetune.run.directory import RunDirectory, register, require_data
+from finetune.run.directory import RunDirectory, register, request_stop, request_stop_once, require_data
 from finetune.run.fingerprint import require_base
 from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, living_processes, process_record, read_state
@@ -127,7 +126,7 @@ def stop(run: RunDirectory, signal_number: int = signal.SIGTERM, *, now: bool = 
     for role in ("supervisor", "worker"):  # the worker takes requests when its supervisor is gone
         if role in processes:
             # a worker treats a second request as the first: it does not end immediately
-            request = stopping.request_stop if now or role == "worker" else stopping.request_stop_once
+            request = request_stop if now or role == "worker" else request_stop_once
             request(run, int(processes[role]["pid"]), signal_number)
             return True
     return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked, require_unchanged, with_checksum
-from finetune.system import is_locked, rename, take_lock
+from finetune.system import WINDOWS, is_locked, rename, take_lock
 
 _UNFINISHED = ".being-made"  # lock file of a run directory under construction; without a lock its process was killed
 _REGISTRY = "runs.jsonl"  # in the cache: runs outside runs/, with the folder that started each
@@ -171,3 +172,40 @@ def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:
 
 def _newest_first(runs: list[RunDirectory]) -> list[RunDirectory]:
     return sorted(runs, key=lambda run: (run.plan.stat().st_mtime, run.path.name), reverse=True)
+
+
+def request_stop(run: RunDirectory, pid: int, signal_number: int) -> None:
+    """Request a stop; the signal number sets the exit status."""
+    if WINDOWS:  # os.kill would terminate the process immediately
+        with run.stop_requests.open("ab") as file:
+            file.write(f"{signal_number}\n".encode())
+    else:
+        os.kill(pid, signal_number)
+
+
+def request_stop_once(run: RunDirectory, pid: int, signal_number: int) -> None:
+    """Request a stop, unless one was requested since the run's start."""
+    # A second request ends a run immediately: the lock keeps two commands from both sending one, and is freed if its holder is
+    # killed. On Windows the request itself is a line of `stop_requests`; elsewhere a line is added after the signal.
+    lock = None
+    with contextlib.suppress(OSError):  # a full disk: better two requests than none
+        lock = take_lock(run.stop_lock, wait_s=1)
+    try:
+        with contextlib.suppress(OSError):  # no request yet
+            if run.stop_requests.stat().st_size > 0:
+                return
+        request_stop(run, pid, signal_number)
+        if not WINDOWS:
+            with contextlib.suppress(OSError), run.stop_requests.open("ab") as file:
+                file.write(b"signalled\n")
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def read_stop_requests(run: RunDirectory) -> list[int]:
+    """Return the signal numbers in the run's file."""
+    try:
+        return [int(line) for line in run.stop_requests.read_bytes().splitlines() if line.isdigit()]
+    except OSError:
+        return []

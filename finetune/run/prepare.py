@@ -16,10 +16,10 @@ from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Plan, Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
+from finetune.planner.resources import check_layer_offloading
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter
 from finetune.run.directory import RunDirectory, create, register
-from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.trackers import missing_trackers
 from finetune.settings import Recipe
 from finetune.units import Progress, format_bytes

@@ -1,4 +1,4 @@
-"""Retries after out of memory: the next smaller plan, and the saved changes."""
+"""Out of memory: its event and explanation, the next smaller plan, and the saved changes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import dataclasses
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.card.card import free_for_run
 from finetune.errors import CommandError, FinetuneError
+from finetune.events import Memory, OutOfMemory
 from finetune.files import read_json, write_json
-from finetune.memory.forecast import Forecast
+from finetune.memory.forecast import Forecast, PhaseForecast
 from finetune.model.configuration import read_config
 from finetune.planner.plan import AS_SET, Plan, read_plan
 from finetune.run.directory import RunDirectory
@@ -23,6 +24,10 @@ from finetune.settings.compatibility import is_zero3, lean_layers_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
+
 
 MOST_RETRIES = 4
 _CHECKPOINT_EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
@@ -180,3 +185,32 @@ class _Adjustments:
 
 def _read_adjustments(run: RunDirectory) -> _Adjustments:
     return from_json(_Adjustments, read_json(run.adjustments, dict)) if run.adjustments.exists() else _Adjustments({})
+
+
+_MESSAGE_CHARACTERS = 800  # torch lists every process on the GPU
+
+
+def out_of_memory_event(error: BaseException, phase: str, plan: Plan, memory: Memory) -> OutOfMemory:
+    """Return the event of an error. `memory`: measured after the error."""
+    forecast = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
+    message = str(error).split("\n")[0] or f"{type(error).__name__}."  # a MemoryError has no text
+    return OutOfMemory(
+        phase=phase, message=message[:_MESSAGE_CHARACTERS],
+        micro_batch=plan.settings.per_device_train_batch_size, max_length=plan.settings.max_length,
+        forecast_allocated_bytes=forecast.allocated_bytes, forecast_reserved_bytes=forecast.reserved_bytes, **vars(memory),
+    )  # fmt: skip
+
+
+def explanation(event: OutOfMemory) -> str:
+    """Return the error's message, then forecast and measured memory of the phase."""
+    if event.forecast_allocated_bytes is None:
+        return event.message
+    expected = _sizes(event.forecast_allocated_bytes, event.forecast_reserved_bytes)
+    measured = _sizes(event.peak_allocated_bytes, event.peak_reserved_bytes)
+    result = f"; at the failure: {measured}" if measured else ""
+    return f"{event.message.rstrip('.')}. The plan expected at most {expected} in phase {event.phase}{result}."
+
+
+def _sizes(allocated: int | None, reserved: int | None) -> str:
+    sizes = {"allocated": allocated, "reserved": reserved}
+    return " and ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size is not None)

@@ -24,10 +24,9 @@ from finetune.events import Event, EventReader, EventWriter, OutOfMemory, Retry,
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.run.card import Queue, cards_of, holders_of, replacement_message, visibility
-from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, read_stop_requests
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan_message
 from finetune.run.state import ENDED, process_record
-from finetune.run.stopping import read_stop_requests
 from finetune.system import SETTINGS, WINDOWS, ignore_hangup, keep_private, receive_line, redirect_output, send_line, take_lock
 
 _POLL_S = 0.1

@@ -23,6 +23,7 @@ from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import source_from_dict
 from finetune.data.shards import PICTURES, picture_sizes
+from finetune.data.tokenizer import ProcessorLoader, read_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
 from finetune.distributed import ranks
@@ -31,18 +32,25 @@ from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Sample
 from finetune.files import read_json
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import compile_problem
-from finetune.methods import method_of
+from finetune.methods import Collator, method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.model.generate import greedy_answers
 from finetune.model.padding import without_mask
 from finetune.model.techniques import apply_techniques, step_context, training_arguments
 from finetune.planner.plan import Plan
-from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
+from finetune.run.best import (
+    EvaluatedStep,
+    best_of,
+    best_sealed,
+    evaluations,
+    recorded_row_losses,
+    unusable_best_message,
+    write_row_losses,
+)
 from finetune.run.directory import RunDirectory
-from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.memory import MemorySampler
-from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.seal import rotate, seal
+from finetune.settings import Settings
 from finetune.settings.compatibility import lean_layers_conflict, padding_multiple
 from finetune.settings.methods import METHODS, NOT_TRAINED
 
@@ -365,3 +373,23 @@ class RunTrainer(SFTTrainer):
         memory = vars(self.memory.sample())
         self.events.emit(Phase(phase=name, step=self.state.global_step, phase_s=self.phase_s, **memory))
         self.memory.reset_peak()
+
+
+class PictureCollator:
+    """Makes the same batch as TRL's vision collator."""
+
+    def __init__(self, text_collator: Collator, processor: PictureProcessor) -> None:
+        self._text_collator, self._processor = text_collator, processor
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        text_rows = [{name: value for name, value in row.items() if name != PICTURES} for row in rows]
+        batch = dict(self._text_collator(text_rows))
+        sources = [[source_from_dict(value) for value in row[PICTURES]] for row in rows]
+        # raises DataError for a missing or changed image
+        return batch | self._processor.batch(batch["input_ids"], sources)
+
+
+def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:
+    """Return the processor in a run's data folder."""
+    folder = data / "tokenizer"
+    return ProcessorLoader(settings, folder)(read_tokenizer(folder, settings))

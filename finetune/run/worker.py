@@ -32,8 +32,7 @@ from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
-from finetune.run.out_of_memory import out_of_memory_event
-from finetune.run.retry import adjusted_plan, adjusted_since_s, reforecast_adjusted, shrink_to_fit
+from finetune.run.retry import adjusted_plan, adjusted_since_s, out_of_memory_event, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import shards_weights
@@ -116,7 +115,7 @@ class Worker:
         trainer, callback = self._build_trainer()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
-            from finetune.layers.packed_rows import require_isolated_examples
+            from finetune.model.padding import require_isolated_examples
 
             require_isolated_examples(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint_to_resume()
@@ -166,8 +165,8 @@ class Worker:
         from finetune.model.padding import needs_padding_mask
         from finetune.model.techniques import apply_techniques, optimizer_class
         from finetune.model.transformers_config import load_config
+        from finetune.planner.resources import check_host_memory
         from finetune.run.callbacks import RunCallback
-        from finetune.run.offloading_checks import check_host_memory
         from finetune.run.training import RunTrainer, sft_config
 
         restore_gc_thresholds()

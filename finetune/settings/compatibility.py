@@ -1,4 +1,4 @@
-"""Settings that can't be combined. Imports nothing heavy, so every entry point reports them early."""
+"""Settings that can't be combined, also with images. Imports nothing heavy, so every entry point reports them early."""
 
 from __future__ import annotations
 

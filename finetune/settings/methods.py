@@ -11,7 +11,7 @@ class Method:
     """A training method."""
 
     #: Module and class.
-    implementation: str = "finetune.methods.method:Sft"
+    implementation: str = "finetune.methods:Sft"
     #: Tokenised sequences per row, all in one micro-batch.
     sequences: int = 1
     #: Forward passes without gradients per training pass.

@@ -13,11 +13,11 @@ from finetune.files import write_json
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import DataStatistics, Plan, Verdict
 from finetune.recipe import load_recipe
+from finetune.run.best import write_row_losses
 from finetune.run.directory import RunDirectory
-from finetune.run.held_out import write_row_losses
 from finetune.run.state import process_record
 from finetune.settings import resolve_plain
-from finetune.sweep.sweep import open_sweep, storage_in
+from finetune.sweep import open_sweep, storage_in
 from finetune.units import GIB
 
 

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from finetune.bundled import PROBE
-from finetune.evaluate.paired import Difference
-from finetune.evaluate.results import Forgetting, read_forgetting
+from finetune.evaluate.results import Difference, Forgetting, read_forgetting
 from finetune.evaluate.score import answerer_loader, measure_forgetting
 from finetune.run.directory import RunDirectory
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from finetune.evaluate.paired import difference
+from finetune.evaluate.results import difference
 from finetune.evaluate.scorers import score_range
 
 OTHER_SHARES = ((0.3, 0.6, 0.2), (0.97, 0.2, 0.01))

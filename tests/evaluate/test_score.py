@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.evaluate.batches import batches, run_halving
+from finetune.evaluate.answerer import batches, run_halving
 from finetune.evaluate.score import losses as losses_of
 
 

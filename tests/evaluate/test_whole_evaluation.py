@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.errors import DataError
-from finetune.evaluate.batches import ANSWER_TOKENS
+from finetune.evaluate.answerer import ANSWER_TOKENS
 from finetune.evaluate.results import Journal
 from finetune.evaluate.score import compare
 from finetune.evaluate.scorers import scorer

@@ -26,9 +26,8 @@ from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
 from finetune.run.memory import MemorySampler
-from finetune.run.out_of_memory import out_of_memory_event
 from finetune.run.prepare import create_run, prepare
-from finetune.run.retry import next_smaller, no_smaller_plan_message
+from finetune.run.retry import next_smaller, no_smaller_plan_message, out_of_memory_event
 from finetune.run.state import read_state
 from finetune.run.supervise import Supervisor, worker_environment
 from finetune.run.training import sft_config

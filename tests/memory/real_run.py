@@ -185,8 +185,7 @@ def separate_host_memory(tracker: RealTracker, patch: pytest.MonkeyPatch) -> Non
     each quantised weight. A batch with pictures counts once its step begins: on a GPU the next one waits in host memory, where
     the pictures' values are counted, too.
     """
-    from finetune.run.picture_collator import PictureCollator
-    from finetune.run.training import RunTrainer
+    from finetune.run.training import PictureCollator, RunTrainer
 
     for home, name in (
         (finetune.layers.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),

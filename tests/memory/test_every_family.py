@@ -13,10 +13,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from families import BITS, FAMILIES, PHASES, TABLE, bundled_tokenizer, config_values, trained
 from finetune.errors import RecipeError
 from finetune.layers import routed_experts
-from finetune.layers.packed_rows import MAX_CHANGE, MAX_MEDIAN_CHANGE, changes_with_other_example, require_isolated_examples
 from finetune.layers.varlen_attention import register
 from finetune.model.configuration import default_attention
 from finetune.model.names import entries
+from finetune.model.padding import MAX_CHANGE, MAX_MEDIAN_CHANGE, changes_with_other_example, require_isolated_examples
 from finetune.planner.defaults import SEPARATES_PACKED_ROWS, VARLEN
 from finetune.run.worker import Worker
 from tables import read_table

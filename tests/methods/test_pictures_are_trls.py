@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollato
 from finetune.data.pictures.source import open_picture, source_from_dict
 from finetune.events import read_events
 from finetune.planner.plan import read_plan
-from finetune.run.picture_collator import PictureCollator, picture_processor_of
+from finetune.run.training import PictureCollator, picture_processor_of
 from finetune.run.worker import Worker
 
 SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (120, 100), (84, 28)]

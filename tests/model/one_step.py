@@ -2,7 +2,7 @@
 
 import torch
 
-from finetune.layers.loss import add_loss
+from finetune.compat.trl import add_loss
 from finetune.methods import method_of
 from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
 from finetune.model.configuration import default_attention

@@ -6,7 +6,7 @@ from one_step import random_model
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import FAMILIES, config_values
-from finetune.layers.loss import add_loss
+from finetune.compat.trl import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from

@@ -11,11 +11,11 @@ from small_models import settings as plain_settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from finetune.compat.trl import add_loss
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import RecipeError
 from finetune.export.merge import write_merged
 from finetune.export.shards import stored_tensors
-from finetune.layers.loss import add_loss
 from finetune.model.adapters import attach_adapters, trainable_parameters
 from finetune.model.new_tokens import embedding_rows, grow_vocabulary
 

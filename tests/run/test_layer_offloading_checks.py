@@ -9,8 +9,8 @@ from finetune.card import find_card
 from finetune.errors import DiskFull, MachineError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, Plan, Verdict
+from finetune.planner.resources import check_host_memory, check_layer_offloading
 from finetune.recipe import parse_recipe
-from finetune.run.offloading_checks import check_host_memory, check_layer_offloading
 from finetune.settings import resolve_plain
 from finetune.units import GIB
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from finetune.events import Memory, OutOfMemory
 from finetune.memory.forecast import PhaseForecast
-from finetune.run.out_of_memory import explanation, out_of_memory_event
+from finetune.run.retry import explanation, out_of_memory_event
 from finetune.units import GIB
 
 MESSAGE = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB of which 1 GiB is free."

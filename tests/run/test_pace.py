@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.events import Evaluation, Start, Step
-from finetune.run.pace import Pace
+from finetune.run.state import Pace
 
 
 def left_after(step_s, *, total=100, eval_steps=None, eval_s=20.0):

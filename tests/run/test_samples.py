@@ -7,7 +7,7 @@ from conftest import adapter_hash, events_of
 
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
-from finetune.run.held_out import read_row_losses
+from finetune.run.best import read_row_losses
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ import optuna
 import pytest
 from optuna.trial import Trial
 
+import finetune.sweep as sweep_module
 from finetune import requirements
 from finetune.cli.app import cli
 from finetune.errors import CommandError, DoesNotFit, FinetuneError, PackagesError
@@ -15,8 +16,7 @@ from finetune.files import write_json
 from finetune.recipe import load_recipe
 from finetune.run import prepare as prepare_module
 from finetune.run.state import process_record, read_state
-from finetune.sweep import sweep as sweep_module
-from finetune.sweep.sweep import JOURNAL, create_sweep, open_sweep, storage_in, train_arms
+from finetune.sweep import JOURNAL, create_sweep, open_sweep, storage_in, train_arms
 
 RECIPE = (
     "max_steps=8", "save_steps=2", "eval_steps=2", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4",

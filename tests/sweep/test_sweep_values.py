@@ -5,7 +5,7 @@ import pytest
 from finetune.cli.sweep import split_overrides
 from finetune.errors import CommandError, RecipeError
 from finetune.recipe import load_recipe
-from finetune.sweep.sweep import create_sweep, grid, rates_around
+from finetune.sweep import create_sweep, grid, rates_around
 
 
 def parse(overrides):

@@ -9,8 +9,7 @@ import torch
 from lean_models import adapter_gradients
 from tiny_training import adapted, autocast, batch, settings_for
 
-from finetune.layers.offload import WINDOW, Offload, SideStream
-from finetune.layers.saved_activations import SavedActivations
+from finetune.layers.offload import WINDOW, Offload, SavedActivations, SideStream
 
 
 class LateCopies:

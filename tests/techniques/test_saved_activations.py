@@ -21,8 +21,7 @@ from tiny_training import (
     trained,
 )
 
-from finetune.layers.offload import WINDOW, InOrder, Offload
-from finetune.layers.saved_activations import SavedActivations
+from finetune.layers.offload import WINDOW, InOrder, Offload, SavedActivations
 
 #: The logits of tiny_training's batch in fp32.
 LOGITS_BYTES = batch(0)["input_ids"].numel() * VOCABULARY * 4

@@ -1,1 +1,0 @@
-"""Sweeps: runs of one recipe, compared on the same held-out rows."""
