@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,17 +12,6 @@ from finetune.errors import RecipeError
 
 #: Host memory is pinned in whole pages.
 PAGE = 4096
-#: Each tensor of a layer's bytes begins at a multiple of this many bytes: CUDA kernels read aligned vectors.
-ALIGN = 256
-
-
-def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return each tensor's offset in a layer's bytes, and the layer's bytes in whole pages."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(round_up(end, ALIGN))
-        end = offsets[-1] + size
-    return offsets, round_up(end, PAGE)
 
 
 def round_up(size: int, unit: int) -> int:

@@ -1,14 +1,16 @@
-"""Layer offloading to CPU or to a file."""
+"""Layer offloading to CPU or to a file, and the input embedding in host memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,10 @@ from finetune.system import read_at
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
+
+
+#: Each tensor of a layer's bytes begins at a multiple of this many bytes: CUDA kernels read aligned vectors.
+ALIGN = 256
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,15 @@ class TensorSlot:
     def tensor(self) -> torch.Tensor:
         return getattr(self.owner, self.attribute)
 
-    def set_tensor(self, tensor: torch.Tensor) -> None:
-        setattr(self.owner, self.attribute, tensor)
-
 
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     """Return the slots of a layer's offloaded tensors. Raises RecipeError for int8 weights."""
-    tensors = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in _offloaded_tensors(layer)]
-    offsets, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
-    return [
-        TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes)
-        for (owner, attribute, tensor), offset in zip(tensors, offsets, strict=True)
-    ]
+    slots, end = [], 0
+    for owner, attribute in _offloaded_tensors(layer):
+        tensor, offset = getattr(owner, attribute), host_memory.round_up(end, ALIGN)
+        slots.append(TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes))
+        end = offset + tensor.nbytes
+    return slots
 
 
 def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
@@ -81,7 +84,7 @@ def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
     """Return the number of bytes of a stored layer, in whole pages."""
-    return host_memory.tensor_offsets(slot.nbytes for slot in slots)[1]
+    return host_memory.round_up(slots[-1].layer_offset + slots[-1].nbytes, host_memory.PAGE)
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:
@@ -120,10 +123,8 @@ class FileStorage:
     """Offloaded layers in a temporary file, which a thread reads into host memory."""
 
     def __init__(self) -> None:
-        self._file_end = 0
         self._spans: dict[int, tuple[int, int]] = {}  # each layer's offset in the file and its bytes
-        self._staging: list[torch.Tensor] = []
-        self._last_copies: list[Any] = []  # from each staging buffer
+        self._staging: deque[tuple[torch.Tensor, Any]] = deque()  # each staging buffer and the last copy from it
         # one thread, so that reads stay in order; with enough free memory the page cache answers all reads after the first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
@@ -136,13 +137,12 @@ class FileStorage:
     def add(self, index: int, slots: list[TensorSlot]) -> None:
         """Write a layer. Raises DiskFull."""
         layer_bytes = layout_bytes(slots)
-        if not self._staging or len(self._staging[0]) < layer_bytes:
-            self._staging = [host_memory.host_buffer(layer_bytes, slots[0].tensor) for _ in range(BUFFERS)]
-            self._last_copies = [None] * BUFFERS
-        staging = self._staging[0][:layer_bytes]
+        if not self._staging or len(self._staging[0][0]) < layer_bytes:
+            self._staging = deque((host_memory.host_buffer(layer_bytes, slots[0].tensor), None) for _ in range(BUFFERS))
+        staging = self._staging[0][0][:layer_bytes]
         _copy_layer(slots, staging)
         try:
-            self._file.seek(self._file_end)
+            file_offset = self._file.seek(0, os.SEEK_END)
             self._file.write(host_memory.bytes_of(staging))
             self._file.flush()
         except OSError as error:
@@ -150,8 +150,7 @@ class FileStorage:
                 f"the offloaded layers can't be written to {cache_dir()}: {error}",
                 "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
             ) from error
-        self._spans[index] = self._file_end, layer_bytes
-        self._file_end += layer_bytes
+        self._spans[index] = file_offset, layer_bytes
 
     def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Future[Any]:
         # the mark: the computation issued so far may still read the buffer
@@ -162,16 +161,17 @@ class FileStorage:
 
     def _read(self, index: int, buffer: torch.Tensor, copies: InOrder, buffer_free: Any) -> Any:
         # the oldest staging buffer, whose last copy must end before it is overwritten
-        self._staging.append(self._staging.pop(0))
-        last_copy, (file_offset, layer_bytes) = self._last_copies.pop(0), self._spans[index]
-        staging = self._staging[-1][:layer_bytes]
+        (staging_buffer, last_copy), (file_offset, layer_bytes) = self._staging[0], self._spans[index]
+        staging = staging_buffer[:layer_bytes]
         if last_copy is not None:
             copies.finish(last_copy)
         n_read = read_at(self._file.fileno(), file_offset, host_memory.bytes_of(staging))
         if n_read < layer_bytes:
             raise OSError(f"the offloaded layers' file ends {layer_bytes - n_read:,} bytes too early")
-        self._last_copies.append(copies.copy(buffer[:layer_bytes], staging, after=buffer_free))
-        return self._last_copies[-1]
+        handle = copies.copy(buffer[:layer_bytes], staging, after=buffer_free)
+        self._staging.popleft()
+        self._staging.append((staging_buffer, handle))
+        return handle
 
 
 # The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. The GPU has `BUFFERS`
@@ -181,9 +181,13 @@ class FileStorage:
 class LayerOffloading:
     """The offloaded layers of one model: stored while the model loads, fetched before each use."""
 
-    def __init__(self, layers: list[torch.nn.Module], storage: HostStorage | FileStorage, count: int) -> None:
-        self._layers = [layers[number] for number in offloaded_numbers(len(layers), count)]
-        self._storage = storage
+    def __init__(self, model: torch.nn.Module, settings: Settings, *, weights: bool) -> None:
+        layers = decoder_layers(model)
+        self._layers = [layers[number] for number in offloaded_numbers(len(layers), settings.offloaded_layers)]
+        # a forecast (no `weights`) needs no file: the GPU allocates the same bytes
+        self._storage: HostStorage | FileStorage = (
+            FileStorage() if settings.layer_offloading == "nvme" and weights else HostStorage()
+        )
         self._copies: InOrder | None = None  # chosen by device in `finish`
         self._layouts: dict[int, list[TensorSlot]] = {}
         self._index_of = {id(module): index for index, layer in enumerate(self._layers) for module in layer.modules()}
@@ -209,7 +213,7 @@ class LayerOffloading:
         slots = self._layouts[index] = tensor_layout(self._layers[index])
         self._storage.add(index, slots)
         for tensor_slot in slots:
-            tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
+            setattr(tensor_slot.owner, tensor_slot.attribute, tensor_slot.tensor.new_empty(0))
 
     def finish(self) -> None:
         """Allocate the buffers, and make the offloaded weights views of them. Call it after loading."""
@@ -220,8 +224,9 @@ class LayerOffloading:
         self._buffered_layers = [None] * len(self.buffers)
         self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
         for index, layer in enumerate(self._layers):
+            buffer = self.buffers[self._buffer_index(index)]
             for tensor_slot in self._layouts[index]:
-                tensor_slot.set_tensor(tensor_slot.view(self.buffers[self._buffer_index(index)]))
+                setattr(tensor_slot.owner, tensor_slot.attribute, tensor_slot.view(buffer))
             layer.register_forward_pre_hook(functools.partial(self._before_layer, index))
             for part in layer.children():
                 if any(parameter.dim() > 1 for parameter in part.parameters()):
@@ -309,32 +314,21 @@ class LayerOffloading:
             raise RuntimeError("a part of an offloaded layer ran alone, without its weights: call the whole layer")
 
 
-def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool) -> LayerOffloading:
-    """Offload layers of a model that is not loaded yet."""
-    # a forecast (no `weights`) needs no file: the GPU allocates the same bytes
-    storage = FileStorage() if settings.layer_offloading == "nvme" and weights else HostStorage()
-    return LayerOffloading(decoder_layers(model), storage, settings.offloaded_layers)
+def offload_while_loading(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which transformers offloads each layer of a model as it loads.
 
+    Call `finish` of the model's `layer_offloading` afterwards.
+    """
 
-@contextmanager
-def offload_while_loading(settings: Settings) -> Iterator[Callable[[Any], None]]:
-    """Offload each layer as transformers loads a model. Yields a function to call with the loaded model."""
-    offloadings: list[LayerOffloading] = []
-
-    def loaded(model: Any, module: Any, name: str) -> None:
-        if not offloadings:
-            offloadings.append(offload_layers(model, settings, weights=True))
+    def on_loaded(model: Any, module: Any, name: str) -> None:
+        if offloading_of(model) is None:
+            model.layer_offloading = LayerOffloading(model, settings, weights=True)
         parameter = module._parameters.get(name)
         if parameter is not None:
             parameter.requires_grad_(False)
-        offloadings[0].on_parameter_loaded(module, name)
+        model.layer_offloading.on_parameter_loaded(module, name)
 
-    def finish(model: Any) -> None:
-        offloadings[0].finish()
-        model.layer_offloading = offloadings[0]
-
-    with sequential_loading(loaded):
-        yield finish
+    return sequential_loading(on_loaded)
 
 
 def offloading_of(model: torch.nn.Module) -> LayerOffloading | None:
@@ -347,3 +341,40 @@ def weights_for_magnitudes(model: torch.nn.Module) -> contextlib.AbstractContext
     # DoRA computes its magnitudes from the weights of one layer after another
     offloading = offloading_of(model)
     return contextlib.nullcontext() if offloading is None else before_magnitudes(offloading.ensure_module_on_device)
+
+
+def offloadable_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
+    """Return the input embedding if its table is frozen and not shared with the output layer, else None."""
+    base = base_of(model)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or embedding.weight.requires_grad:
+        return None
+    return None if head is not None and head.weight is embedding.weight else embedding
+
+
+def offload_embedding(model: torch.nn.Module) -> None:
+    """Move the input embedding's table to host memory for good. Raises RecipeError if it is trained or shared."""
+    embedding: Any = base_of(model).get_input_embeddings()
+    if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):
+        return  # already in host memory
+    embedding = offloadable_embedding(model)
+    if embedding is None:
+        raise RecipeError(
+            "offload_embeddings: this model's input embedding is trained, or shared with the output layer",
+            "Set offload_embeddings=false.",
+        )
+    # no longer a parameter, so that the table stays in host memory when the model is moved, and out of checkpoints
+    weight = embedding._parameters.pop("weight").detach()
+    table = host_memory.host_empty(weight, pinned=False)
+    table.copy_(weight)
+    embedding.weight, embedding.forward = table, MethodType(_look_up, embedding)
+
+
+def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
+    # pinned, so that the copy overlaps with computation
+    pinned = ids.is_cuda and not host_memory.is_in_forecast(ids)
+    rows, host_ids = host_memory.host_empty(embeddings, pinned=pinned), host_memory.host_empty(ids, pinned=False)
+    host_ids.copy_(ids)
+    torch.index_select(self.weight, 0, host_ids.view(-1), out=rows.view(-1, self.embedding_dim))
+    return embeddings.copy_(rows, non_blocking=True)

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig
 from finetune.compat.transformers import auxiliary_loss, keys_repeated, trainers_optimizer
 from finetune.compat.trl import add_loss, narrow_tiles
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.host_embedding import offload_embedding
-from finetune.layers.layer_offloading import offloading_of
+from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers

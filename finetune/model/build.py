@@ -27,7 +27,7 @@ from finetune.compat.transformers import (
 from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
-from finetune.layers.layer_offloading import offload_layers, offload_while_loading
+from finetune.layers.layer_offloading import LayerOffloading, offload_while_loading
 from finetune.model.configuration import resolve_model_path
 from finetune.model.hybrid import falls_back_to_torch
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
@@ -61,13 +61,13 @@ def build_base(
     if not weights:
         model: Any = build_on_meta(config, quantization, dtype=dtype, attention=attention, quantiser=quantiser)
         if offloads:
-            model.layer_offloading = offload_layers(model, settings, weights=False)
+            model.layer_offloading = LayerOffloading(model, settings, weights=False)
         return model
     if quantiser is not None and getattr(config, "quantization_config", None):
         config = _without_quantization(config)  # the quantiser reads the codes itself
     path = resolve_model_path(settings)
     offloading: Any = offload_while_loading(settings) if offloads else nullcontext()
-    with load_errors(path), loading_with(quantiser), without_cpu_repacking(), offloading as finish_offloading:
+    with load_errors(path), loading_with(quantiser), without_cpu_repacking(), offloading:
         model, loading_info = _class_to_build(config).from_pretrained(
             path,
             config=config,
@@ -82,7 +82,7 @@ def build_base(
         )
     _check_weights_match(settings, model, loading_info)
     if offloads:
-        finish_offloading(model)
+        model.layer_offloading.finish()
     model.config.use_cache = False
     kernels_by_device(model, falls_back_to_torch)
     return model

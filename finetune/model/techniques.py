@@ -10,9 +10,8 @@ import torch
 from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import checkpoint_layers, decoder_layers, outside_layers, undo_checkpointing
 from finetune.layers.compiled import compile_layers, undo_compiling
-from finetune.layers.host_embedding import offload_embedding
 from finetune.layers.host_memory import is_in_forecast
-from finetune.layers.layer_offloading import offloading_of
+from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.layers.offload import SavedActivations, offload_beside
 from finetune.model.cpu_adamw import CpuAdamW

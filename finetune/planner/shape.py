@@ -123,7 +123,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
 
     import_libraries()
     from finetune.layers.experts import EXPERT_COUNTS, adapts_experts, fused_experts, packable_experts
-    from finetune.layers.host_embedding import offloadable_embedding
+    from finetune.layers.layer_offloading import offloadable_embedding
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta
     from finetune.model.language_model import text_config

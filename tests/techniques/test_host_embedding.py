@@ -8,7 +8,7 @@ from lean_models import gradients, model_of, tokens
 from tiny_training import BASES, adapted, settings_for
 
 from finetune.errors import RecipeError
-from finetune.layers.host_embedding import offload_embedding, offloadable_embedding
+from finetune.layers.layer_offloading import offload_embedding, offloadable_embedding
 from finetune.model.techniques import apply_techniques
 
 
