@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import BITS, FAMILIES, PHASES, TABLE, bundled_tokenizer, config_values, trained
 from finetune.errors import RecipeError
-from finetune.layers import routed_experts
+from finetune.layers import experts
 from finetune.layers.varlen_attention import register
 from finetune.model.configuration import default_attention
 from finetune.model.names import entries
@@ -54,7 +54,7 @@ def test_the_table_has_every_family_and_no_error_over_half_a_percent():
 @pytest.mark.parametrize(("family", "bits", "more"), CASES)
 def test_a_family_trains_and_every_phase_needs_what_its_dry_run_says(tmp_path, monkeypatch, family, bits, more):
     monkeypatch.setitem(FAMILIES, "opt", {"ffn_dim": 512, "word_embed_proj_dim": 256})
-    monkeypatch.setattr(routed_experts, "used_experts", lambda offsets, ends: None)  # all, as the dry run has it
+    monkeypatch.setattr(experts, "used_experts", lambda offsets, ends: None)  # all, as the dry run has it
     expected, seen, losses = trained(family, bits, tmp_path, **more)
     far = {phase: (expected[phase], seen[phase]) for phase in PHASES if abs(expected[phase] / seen[phase] - 1) > 0.005}
     assert not far

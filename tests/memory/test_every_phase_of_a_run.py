@@ -7,7 +7,7 @@ from picture_models import kinds, picture_run, save_picture_rows
 from real_run import WAITING_BYTES, assert_close, by_phase, forecast, measured, planned, save_model
 
 from finetune.events import read_events
-from finetune.layers import routed_experts
+from finetune.layers import experts
 from finetune.memory.ledger import batch_of
 from finetune.memory.simulate import simulate
 from finetune.model.transformers_config import load_config
@@ -107,7 +107,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind, name, monkeypatch):
     # a forecast's experts all get rows
-    monkeypatch.setattr(routed_experts, "used_experts", lambda offsets, ends: None)
+    monkeypatch.setattr(experts, "used_experts", lambda offsets, ends: None)
     run, plan = planned(model(kind), tmp_path, **TECHNIQUES[name])
     expected, seen = forecast(plan), measured(run)
     assert seen.get("reference", 0) <= max(expected.values())

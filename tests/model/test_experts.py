@@ -15,7 +15,7 @@ from small_models import settings as plain_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import finetune.layers.routed_experts as routed_experts
+from finetune.layers import experts as expert_layers
 from finetune.layers.checkpointing import base_of
 from finetune.layers.lean_layers import lean_summary
 from finetune.model.adapters import attach_adapters, trainable_parameters
@@ -226,8 +226,8 @@ def test_a_step_is_that_of_the_experts_one_by_one_with_the_balance_loss(folders,
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
 def test_a_recomputed_layer_routes_the_same_rows(folders, kind, checkpointing, monkeypatch):
     routings = []
-    read = routed_experts.read_ends
-    monkeypatch.setattr(routed_experts, "read_ends", lambda offsets: routings.append(offsets.tolist()) or read(offsets))
+    read = expert_layers.read_ends
+    monkeypatch.setattr(expert_layers, "read_ends", lambda offsets: routings.append(offsets.tolist()) or read(offsets))
     _, reference = step(adapted(folders[kind], lean_layers=True))
     forward = routings[:]
     routings.clear()
@@ -239,7 +239,7 @@ def test_a_recomputed_layer_routes_the_same_rows(folders, kind, checkpointing, m
 def dequantised_bytes(model, monkeypatch, tokens):
     """Bytes of fused weights that a step dequantises, and the numbers of used experts of its layers."""
     sizes, used = [], []
-    dequantise, read = routed_experts.dequantised, routed_experts.read_ends
+    dequantise, read = expert_layers.dequantised, expert_layers.read_ends
 
     def counted(*arguments):
         weight = dequantise(*arguments)
@@ -250,8 +250,8 @@ def dequantised_bytes(model, monkeypatch, tokens):
         used.append(len(torch.unique(offsets[offsets > 0])))
         return read(offsets)
 
-    monkeypatch.setattr(routed_experts, "dequantised", counted)
-    monkeypatch.setattr(routed_experts, "read_ends", noted)
+    monkeypatch.setattr(expert_layers, "dequantised", counted)
+    monkeypatch.setattr(expert_layers, "read_ends", noted)
     step(model, tokens)
     monkeypatch.undo()
     return sum(sizes), sum(used)
@@ -276,8 +276,8 @@ def test_weights_of_used_experts_are_those_of_the_whole(folders, used):
     counts = torch.zeros(32, dtype=torch.int32)
     counts[used] = 5
     offsets = counts.cumsum(0, dtype=torch.int32)
-    ranges = routed_experts.used_experts(offsets, offsets)
-    part = routed_experts.dequantised(weight, weight.quant_state, ranges)
+    ranges = expert_layers.used_experts(offsets, offsets)
+    part = expert_layers.dequantised(weight, weight.quant_state, ranges)
     assert torch.equal(part, dequantize_4bit(weight.data, weight.quant_state)[used])
     assert ranges.offsets.tolist() == [5 * (at + 1) for at in range(len(used))]
 
