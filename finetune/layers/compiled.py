@@ -1,4 +1,4 @@
-"""Compiled decoder layers: one graph for all layers of a kind and examples of any length, and torch's compilation counts."""
+"""Compiled decoder layers: an adapted linear layer is one operator, and layers of a kind share one graph for all lengths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,115 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from finetune.compat.torch import call_bodies, raising_compiler_errors, set_compiler
 from finetune.layers.checkpointing import require_gradient
+from finetune.layers.lean_functions import Linear, linear_backward, scaled_product
+from finetune.layers.lean_layers import is_adapted, linear_of, set_forward
+from finetune.layers.nf4 import MORE_TABLES, QuantTables, linear_4bit
 from finetune.layers.varlen_attention import lengths_as_sizes
+
+_LIBRARY = torch.library.Library("finetune", "FRAGMENT")
+#: Without a `quant_type` the weight is 16-bit and has no tables.
+_WEIGHT = f"Tensor weight, Tensor? bias, Tensor? absmax, {MORE_TABLES}"
+_NO_TABLES = QuantTables((), (), quant_type="")
+_LIBRARY.define("adapter_input(Tensor x, Tensor a, float scale) -> Tensor")
+_LIBRARY.define(f"adapted_linear(Tensor x, Tensor lora_act, Tensor b, {_WEIGHT}) -> Tensor")
+_LIBRARY.define(
+    "adapted_linear_backward(Tensor grad, Tensor x, Tensor lora_act, Tensor a, Tensor b, float scale, "
+    f"{_WEIGHT}) -> (Tensor, Tensor, Tensor)"
+)
+# Without these operators the compiler would allocate the adapter's product and the sum as separate tensors, and might
+# dequantise a weight long before its use. Here cuBLAS adds to the output, and a dequantised weight lives within an operator.
+_OPERATORS = torch.ops.finetune
+
+
+def adapter_input(x: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return scale * x @ A.T, (tokens, rank), for x (..., in)."""
+    # an operator by itself, because a recomputed layer needs it without the output
+    return scaled_product(x.reshape(-1, x.shape[-1]), a.t(), scale)
+
+
+def adapted_linear(
+    x: torch.Tensor, lora_act: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: Any, *tables: Any
+) -> torch.Tensor:
+    """Return x @ W.T + bias + lora_act @ B.T, (..., out), for x (..., in)."""
+    quant_tables, flat = _tables(*tables), x.reshape(-1, x.shape[-1])
+    out = F.linear(flat, weight, bias) if quant_tables is None else linear_4bit(flat, weight, quant_tables, bias)
+    return out.addmm_(lora_act, b.t()).view(*x.shape[:-1], -1)
+
+
+def adapted_linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, lora_act: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
+    weight: torch.Tensor, bias: Any, *tables: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return the gradients of x, a and b."""
+    linear = Linear(weight, bias, _tables(*tables), a, b, scale, trains_a=True, trains_b=True)
+    flat = x.reshape(-1, x.shape[-1])
+    cast = a, b
+    if a.dtype != grad.dtype:
+        cast = torch.empty_like(a, dtype=grad.dtype), torch.empty_like(b, dtype=grad.dtype)
+        torch._foreach_copy_(cast, (a, b))  # one kernel
+    dx, da, db = linear_backward(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
+    assert dx is not None and da is not None and db is not None
+    return dx.view(x.shape), da, db
+
+
+def _tables(*arguments: Any) -> QuantTables | None:
+    *tensors, shape_and_block, quant_type = arguments
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    return QuantTables(tuple(tensors), shape_and_block, quant_type) if quant_type else None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *weight_args: Any) -> torch.Tensor:
+        lora_act = _OPERATORS.adapter_input(x, a.to(x.dtype), scale)
+        *tensors, ctx.shape_and_block, ctx.quant_type = weight_args
+        ctx.scale = scale
+        ctx.save_for_backward(x, lora_act, a, b, *tensors)
+        return _OPERATORS.adapted_linear(x, lora_act, b.to(x.dtype), *weight_args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, lora_act, a, b, *tensors = ctx.saved_tensors
+        weight_args = (*tensors, ctx.shape_and_block, ctx.quant_type)
+        gradients = _OPERATORS.adapted_linear_backward(grad, x, lora_act, a, b, ctx.scale, *weight_args)
+        return *gradients, *[None] * (1 + len(weight_args))
+
+
+#: Python body of an operator -> fake implementation, which only allocates the results.
+_FAKES: dict[Callable[..., Any], Callable[..., Any]] = {
+    adapter_input: lambda x, a, _: x.new_empty(x.numel() // x.shape[-1], a.shape[0]),
+    adapted_linear: lambda x, _, b, *__: x.new_empty(*x.shape[:-1], b.shape[0]),
+    # contiguous, as the body's results are: `empty_like` would keep the strides of a transposed input
+    adapted_linear_backward: lambda _, x, __, a, b, *___: tuple(tensor.new_empty(tensor.shape) for tensor in (x, a, b)),
+}
+#: Operator -> its Python body.
+BODIES: dict[Any, Callable[..., Any]] = {}
+for body, fake in _FAKES.items():
+    _LIBRARY.impl(body.__name__, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune::{body.__name__}", fake, lib=_LIBRARY)
+    BODIES[getattr(_OPERATORS, body.__name__).default] = body
+
+
+def use_operators(layers: list[torch.nn.Module]) -> None:
+    """Make linear layers with plain adapters run as one operator, until `undo_lean`."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if is_adapted(module) and "forward" not in vars(module):
+            set_forward(module, _linear_forward)
+
+
+def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    linear = None if args or named else linear_of(self, x)
+    if linear is None or linear.a is None or linear.b is None or not (linear.trains_a and linear.trains_b):
+        return type(self).forward(self, x, *args, **named)
+    tables = (linear.tables or _NO_TABLES).arguments()
+    return _AdaptedLinear.apply(x, linear.a, linear.b, linear.scale, linear.weight, linear.bias, *tables)
+
 
 #: Types of Dynamo guards that may fail for another layer or another call.
 _CHECKED_GUARDS = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
@@ -21,7 +125,6 @@ _CHECKED_GUARDS = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_L
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
     """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
-    from finetune.layers.adapted_linear import BODIES
 
     set_compiler()
     call_bodies(BODIES)
@@ -59,15 +162,11 @@ def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch
     kwargs = lengths_as_sizes(kwargs)
     maybe_mark_dynamic(hidden, 1)
     for tensor in _tensors(*args, *kwargs.values()):
-        maybe_mark_dynamic(tensor, _dynamic_dims(tensor, hidden.shape[1]))
+        # boundaries of packed examples, and lengths as sizes of empty tensors
+        is_list = tensor.dim() == 1 or not tensor.numel()
+        dims = [0] if is_list else [dim for dim, size in enumerate(tensor.shape) if size == hidden.shape[1]]
+        maybe_mark_dynamic(tensor, dims)
     return compiled(layer, hidden, *args, **kwargs)
-
-
-def _dynamic_dims(tensor: torch.Tensor, tokens: int) -> list[int]:
-    # boundaries of packed examples, and lengths as sizes of empty tensors
-    if tensor.dim() == 1 or not tensor.numel():
-        return [0]
-    return [dim for dim, size in enumerate(tensor.shape) if size == tokens]
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:
@@ -91,7 +190,7 @@ def compile_problem(layers: list[torch.nn.Module], run_forward: Callable[[], Any
     # the first recomputed layer and the first other layer
     tested_layers = {getattr(layer, "gradient_checkpointing", False): layer for layer in reversed(layers)}.values()
     hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    breaks_before = _graph_breaks()
+    breaks_before = Counter(counters["graph_break"])
     try:
         # restores the random states; `finally` removes the gradients
         with torch.random.fork_rng(enabled=True):
@@ -112,14 +211,8 @@ def compile_problem(layers: list[torch.nn.Module], run_forward: Callable[[], Any
         hook.remove()
         for parameter in (parameter for layer in tested_layers for parameter in layer.parameters()):
             parameter.grad = None
-    breaks = _graph_breaks() - breaks_before
+    breaks = counters["graph_break"] - breaks_before
     return f"the graph breaks in {breaks.total()} places: {next(iter(breaks)).splitlines()[0][:200]}" if breaks else ""
-
-
-def _graph_breaks() -> Counter[str]:
-    from torch._dynamo.utils import counters
-
-    return Counter(counters["graph_break"])
 
 
 @dataclass
@@ -136,8 +229,6 @@ class Compilations:
 
     def update(self) -> bool:
         """Add the compilations since the last call. Return whether there were any."""
-        from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
         graphs = get_compilation_metrics()
         clear_compilation_metrics()
         for graph in graphs:
@@ -147,5 +238,5 @@ class Compilations:
             self.recompiles += is_new and not str(graph.compile_id).endswith("/0")
             self.compile_s += graph.entire_frame_compile_time_s or 0.0
             self.reasons += (reason,) if reason and reason not in self.reasons else ()
-        self.graph_breaks = _graph_breaks().total()
+        self.graph_breaks = counters["graph_break"].total()
         return bool(graphs)

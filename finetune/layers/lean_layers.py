@@ -51,23 +51,20 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
             if is_packed(module):
                 # the experts' forward reads it
                 vars(module)["lean"] = {"kind": "layer of 4-bit experts"}
-            elif "forward" not in vars(module):  # another patch's forward stays
-                _make_lean(module)
-
-
-def _make_lean(module: torch.nn.Module) -> None:
-    if type(module) in _LORA_TYPES:
-        if is_adapted(module):
-            _set_forward(module, _linear_forward)
-    elif form := norm_form(module):
-        _set_forward(module, _norm_forward, kind="norm", form=form)
-    elif parts := gated_parts(module):
-        act = _ACTIVATIONS[_activation(getattr(module, parts.act))]
-        _set_forward(module, _mlp_forward, kind="MLP", parts=parts, act=act)
-    elif forward := rotary_forward(module):
-        _set_forward(module, forward, kind="RoPE")
-    elif forward := _delta_net_forward(module):
-        _set_forward(module, forward, kind="short convolution")
+            elif "forward" in vars(module):  # another patch's forward stays
+                continue
+            elif type(module) in _LORA_TYPES:
+                if is_adapted(module):
+                    set_forward(module, _linear_forward)
+            elif form := norm_form(module):
+                set_forward(module, _norm_forward, kind="norm", form=form)
+            elif parts := gated_parts(module):
+                act = _ACTIVATIONS[_activation(getattr(module, parts.act))]
+                set_forward(module, _mlp_forward, kind="MLP", parts=parts, act=act)
+            elif forward := rotary_forward(module):
+                set_forward(module, forward, kind="RoPE")
+            elif forward := _delta_net_forward(module):
+                set_forward(module, forward, kind="short convolution")
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
@@ -106,7 +103,8 @@ def _lean_state(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module).get("lean", {})
 
 
-def _set_forward(module: Any, forward: Any, **lean: Any) -> None:
+def set_forward(module: Any, forward: Any, **lean: Any) -> None:
+    """Set a module's forward, until `undo_lean`; the forward reads `lean` from the module."""
     vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from finetune.layers.adapted_linear import BODIES
+from finetune.layers.compiled import BODIES
 from finetune.layers.host_memory import round_up
 from finetune.layers.nf4 import dequantising_linear
 from finetune.layers.varlen_attention import flash_supports_backward

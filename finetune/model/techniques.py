@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import checkpoint_layers, decoder_layers, outside_layers, undo_checkpointing
-from finetune.layers.compiled import compile_layers, undo_compiling
+from finetune.layers.compiled import compile_layers, undo_compiling, use_operators
 from finetune.layers.host_memory import is_in_forecast
 from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
@@ -26,7 +25,6 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     """Apply lean layers, gradient checkpointing, compilation and an offloaded embedding; callable again with other settings."""
     layers, in_forecast = decoder_layers(model), any(map(is_in_forecast, model.parameters()))
     undo_compiling(layers)
-    undo_operators(layers)
     modules = [*layers, *outside_layers(model)]
     (make_lean if settings.lean_layers is True else undo_lean)(modules)
     # an embedding in host memory stays there; a forecast moves it once it is loaded

@@ -9,9 +9,8 @@ from tiny_models import config_values, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
-from finetune.layers.adapted_linear import use_operators
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.compiled import Compilations, compile_layers
+from finetune.layers.compiled import Compilations, compile_layers, use_operators
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import materialise
 from finetune.memory.forecast import RowShape

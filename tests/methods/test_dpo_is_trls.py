@@ -15,9 +15,8 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.compiled import compile_layers, undo_compiling
+from finetune.layers.compiled import compile_layers, undo_compiling, use_operators
 from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods import method_of
 from finetune.methods.dpo import PREFERENCE_LOSSES
@@ -93,7 +92,7 @@ def compute(method, model, ours, layers):
         change(decoder_layers(model))
     computed = method.loss(model, method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours))
     computed.loss.backward()
-    for undo in (undo_lean, undo_compiling, undo_operators):
+    for undo in (undo_lean, undo_compiling):
         undo(decoder_layers(model))
     return computed.loss, method.metrics({name: float(count) for name, count in computed.counts.items()})
 

@@ -11,9 +11,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from tiny_training import RECOMPUTED, adapted, optimizer_of, settings_for
 from torch._inductor import config as inductor
 
-from finetune.layers import adapted_linear
-from finetune.layers.adapted_linear import use_operators
-from finetune.layers.compiled import compile_layers
+from finetune.layers import compiled as compiled_layers
+from finetune.layers.compiled import compile_layers, use_operators
 from finetune.model.techniques import apply_techniques, step_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -123,8 +122,8 @@ def test_gradients_after_a_transposed_copy_are_right():
 
 @pytest.mark.exhaustive
 def test_an_operator_that_is_wrong_by_a_thousandth_is_noticed(history, monkeypatch):
-    right, product = history("eager", *FEW[0]), adapted_linear.scaled_product
-    monkeypatch.setattr(adapted_linear, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
+    right, product = history("eager", *FEW[0]), compiled_layers.scaled_product
+    monkeypatch.setattr(compiled_layers, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
     losses, gradients = history("compiled", *FEW[0])
     assert losses != pytest.approx(right[0], rel=1e-5) and error(gradients[0], right[1][0]) > 1e-5
 
