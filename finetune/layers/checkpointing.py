@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -14,6 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.errors import RecipeError
 from finetune.layers.offload import InOrder, Offload, SavedActivations
+from finetune.settings.compatibility import is_zero3
+
+if TYPE_CHECKING:
+    from finetune.settings import Settings
 
 
 def base_of(model: torch.nn.Module) -> PreTrainedModel:
@@ -45,30 +49,24 @@ def require_gradient(hidden: torch.Tensor) -> None:
         hidden.requires_grad_()
 
 
-def undo_checkpointing(model: torch.nn.Module) -> None:
-    """Turn gradient checkpointing off."""
-    base = base_of(model)
-    base.activation_checkpointing_disable()
-    base.disable_input_require_grads()
-
-
-def checkpoint_layers(
-    model: torch.nn.Module, *, every_n_layers: int = 1, selective: bool = False, offload: bool = False, reentrant: bool = False
-) -> None:
-    """Turn gradient checkpointing on for every n-th decoder layer."""
-    base = base_of(model)
+def set_checkpointing(model: torch.nn.Module, settings: Settings) -> None:
+    """Turn gradient checkpointing of decoder layers on or off."""
+    base, checkpointing = base_of(model), settings.activation_checkpointing
     base.disable_input_require_grads()  # enabling would add a second hook
+    if checkpointing is False:
+        base.activation_checkpointing_disable()
+        return
     # reentrant: for DeepSpeed ZeRO-3; excludes `selective` and `offload`
-    arguments: dict[str, Any] = {"use_reentrant": reentrant}
+    arguments: dict[str, Any] = {"use_reentrant": is_zero3(settings.launch)}
     # no effect with eager attention, which has no attention kernel
-    if selective:
+    if checkpointing == "selective":
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention)
     try:
-        base.activation_checkpointing_enable(arguments, every_n_layers)
+        base.activation_checkpointing_enable(arguments, settings.activation_checkpointing_every_n_layers)
     except ValueError as error:  # the few model types without gradient checkpointing
         raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
     # keeps the saved layer inputs in host memory; transformers' own `offload` pins memory even without a CUDA device
-    if offload:
+    if checkpointing == "offload" and not settings.torch_compile:
         checkpoint = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
         for module in base.modules():
             wrap_checkpoint(module, lambda _: checkpoint)

@@ -19,7 +19,7 @@ import finetune.layers.host_memory
 import finetune.layers.lean_layers
 import finetune.layers.offload
 import finetune.model.build
-import finetune.model.cpu_adamw
+import finetune.model.techniques
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.forecast import RowShape
@@ -188,7 +188,7 @@ def separate_host_memory(tracker: RealTracker, patch: pytest.MonkeyPatch) -> Non
     from finetune.run.training import PictureCollator, RunTrainer
 
     for home, name in (
-        (finetune.layers.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+        (finetune.layers.offload, "host_empty"), (finetune.model.techniques, "host_empty"),
         (finetune.layers.host_memory, "host_empty"), (finetune.layers.host_memory, "host_buffer"),
         (finetune.layers.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
         (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from finetune.memory.tracker import StorageTracker
-from finetune.model.cpu_adamw import CpuAdamW
+from finetune.model.techniques import CpuAdamW
 
 ARGUMENTS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1}
 

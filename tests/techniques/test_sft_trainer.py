@@ -15,8 +15,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from finetune.layers.checkpointing import decoder_layers
 from finetune.model.adapters import prepare_for_training
-from finetune.model.cpu_adamw import CpuAdamW
-from finetune.model.techniques import apply_techniques, optimizer_class, step_context, training_arguments
+from finetune.model.techniques import CpuAdamW, apply_techniques, optimizer_class, step_context, training_arguments
 from finetune.settings import Recipe
 from finetune.settings.optimizers import OPTIMIZERS
 
