@@ -56,15 +56,12 @@ def dequantised(weight: torch.Tensor, tables: QuantTables, dtype: torch.dtype) -
     return function(weight, *tables.arguments(), dtype)
 
 
-def _few_token_linear(
-    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
-    shape_and_block: Sequence[int], quant_type: str, x: torch.Tensor, bias: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    *shape, block = shape_and_block
-    if nested_absmax is None:
-        return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, absmax, block, quant_type, bias)
-    nested = {"absmax_8bit": absmax, "absmax_code": nested_code, "absmax_offset": offset}
-    return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, nested_absmax, block, quant_type, bias, **nested)
+def _few_token_linear(*arguments: Any) -> torch.Tensor:
+    weight, absmax, nested_absmax, nested_code, offset, (*shape, block), quant_type, x, bias = arguments
+    nested = {}
+    if nested_absmax is not None:
+        nested, absmax = {"absmax_8bit": absmax, "absmax_code": nested_code, "absmax_offset": offset}, nested_absmax
+    return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, absmax, block, quant_type, bias, **nested)
 
 
 def dequantising_linear(*arguments: Any) -> torch.Tensor:
@@ -85,17 +82,13 @@ def _by_bitsandbytes(
     return _BITSANDBYTES_OPS.dequantize_4bit(weight.view(-1, 1), absmax, block, quant_type, shape, dtype)
 
 
-def _by_triton(
-    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
-    shape_and_block: Sequence[int], quant_type: str, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+def _by_triton(*arguments: Any) -> torch.Tensor:
+    weight, absmax, *nested, (*shape, block), quant_type, dtype = arguments
     kernel = _kernel()
     if kernel is None or quant_type != "nf4" or weight.dtype != torch.uint8:
-        return _by_bitsandbytes(weight, absmax, nested_absmax, nested_code, offset, shape_and_block, quant_type, dtype)
-    *shape, block = shape_and_block
+        return _by_bitsandbytes(*arguments)
     out = absmax.new_empty(shape, dtype=dtype)
-    nested = () if nested_absmax is None else (nested_absmax, nested_code, offset)
-    kernel(weight, absmax, nested, _nf4_values(absmax.device), out, block)
+    kernel(weight, absmax, () if nested[0] is None else tuple(nested), _nf4_values(absmax.device), out, block)
     return out
 
 
