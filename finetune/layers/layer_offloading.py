@@ -188,7 +188,7 @@ class LayerOffloading:
         self._storage: HostStorage | FileStorage = (
             FileStorage() if settings.layer_offloading == "nvme" and weights else HostStorage()
         )
-        self._copies: InOrder | None = None  # chosen by device in `finish`
+        self._copies = InOrder()
         self._layouts: dict[int, list[TensorSlot]] = {}
         self._index_of = {id(module): index for index, layer in enumerate(self._layers) for module in layer.modules()}
         # parameters of each layer that are not loaded yet
@@ -222,7 +222,8 @@ class LayerOffloading:
         like, buffer_bytes = self._layouts[0][0].tensor, max(map(layout_bytes, self._layouts.values()))
         self.buffers = [like.new_empty(buffer_bytes, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self._layouts)))]
         self._buffered_layers = [None] * len(self.buffers)
-        self._copies = SideStream(like.device) if like.device.type == "cuda" else InOrder()
+        if like.device.type == "cuda":
+            self._copies = SideStream(like.device)
         for index, layer in enumerate(self._layers):
             buffer = self.buffers[self._buffer_index(index)]
             for tensor_slot in self._layouts[index]:
@@ -263,7 +264,6 @@ class LayerOffloading:
         buffer_index = self._buffer_index(index)
         if self._buffered_layers[buffer_index] == index:
             return
-        assert self._copies is not None
         self._wait_for_copy(buffer_index)
         with _disable_current_modes():  # selective checkpointing's mode expects the forward pass's operators, without copies
             self._arriving[buffer_index] = self._storage.fetch(index, self.buffers[buffer_index], self._copies)
@@ -272,7 +272,6 @@ class LayerOffloading:
     def _wait_for_copy(self, buffer_index: int) -> None:
         if buffer_index not in self._arriving:
             return
-        assert self._copies is not None
         handle, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
         self._buffered_layers[buffer_index] = None  # stays None if the copy fails
         with _disable_current_modes():

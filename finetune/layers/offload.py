@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -102,12 +101,11 @@ class Offload:
 
     def move(self, tensor: torch.Tensor) -> OffloadedTensor:
         """Start a copy of `tensor` to the host."""
-        moved = OffloadedTensor(host_empty(tensor, pinned=self._pinned), tensor.device, tensor.nbytes)
-        assert moved.host is not None
-        self._largest = max(self._largest, moved.bytes)
-        self._departing.append((tensor, self._copies.copy(moved.host, tensor)))
+        host = host_empty(tensor, pinned=self._pinned)
+        self._largest = max(self._largest, tensor.nbytes)
+        self._departing.append((tensor, self._copies.copy(host, tensor)))
         self._free_copied(self._window * self._largest)
-        return moved
+        return OffloadedTensor(host, tensor.device, tensor.nbytes)
 
     def note_saved(self, moved: OffloadedTensor) -> None:
         # backward loads tensors in reverse order of saving: a tensor that is saved again moves to the end
@@ -166,11 +164,11 @@ class Offload:
 _MIN_BYTES = 4096
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class _Handle:
+class _Handle(NamedTuple):
     moved: OffloadedTensor
     size: torch.Size
-    stride: tuple[int, ...]
+    #: None for a copy in the order of the tensor's elements.
+    stride: tuple[int, ...] | None
 
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
@@ -210,15 +208,13 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
             moved = self._offload.move(tensor.as_strided((tensor.numel(),), (1,), 0) if is_whole else tensor.reshape(-1))
             self._stored[key] = (reference, weakref.ref(moved))
         self._offload.note_saved(moved)
-        if is_whole:
-            return _Handle(moved, tensor.shape, tensor.stride())
-        contiguous_strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
-        return _Handle(moved, tensor.shape, contiguous_strides)
+        return _Handle(moved, tensor.shape, tensor.stride() if is_whole else None)
 
     def _unpack(self, saved: torch.Tensor | _Handle) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        return self._offload.load(saved.moved).as_strided(saved.size, saved.stride)
+        loaded = self._offload.load(saved.moved)
+        return loaded.view(saved.size) if saved.stride is None else loaded.as_strided(saved.size, saved.stride)
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
