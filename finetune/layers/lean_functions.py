@@ -17,8 +17,8 @@ _FP32_TILE = 2**24
 
 # plain torch operators below: the same code runs on a GPU, a CPU and fake tensors
 ReadInput = Callable[[], torch.Tensor]
-#: An adapter's a and b in the dtype of computation.
-CastAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
+#: An adapter's a and b in the dtype of computation, or None and None.
+CastAdapter = tuple[Any, Any]
 
 
 class Linear(NamedTuple):
@@ -103,9 +103,8 @@ class GatedMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        n_entries = len(ctx.mlp.linears) - 1
-        x, *saved = ctx.saved_tensors
-        outs, lora_acts, down_act = saved[:n_entries], saved[n_entries:-1], saved[-1]
+        x, *saved, down_act = ctx.saved_tensors
+        outs, lora_acts = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         casts, read_input = cast_adapters(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
         dx, grads = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lora_acts, down_act, read_input, ctx.needs_input_grad[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *grads
@@ -168,9 +167,11 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
     return out
 
 
-def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[CastAdapter]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[CastAdapter]) -> tuple[Any, Any]:
+    """Return the outputs of gate and up, and scale * x @ A.T of each."""
     pairs = [linear_forward(x, linear, cast) for linear, cast in zip(mlp.linears[:-1], casts[:-1], strict=True)]
-    return [out for out, _ in pairs], [lora_act for _, lora_act in pairs]
+    outs, lora_acts = zip(*pairs, strict=True)
+    return outs, lora_acts
 
 
 def _gated_product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
@@ -345,7 +346,7 @@ def linear_forward(x: torch.Tensor, linear: Linear, cast: CastAdapter) -> tuple[
     weight, bias, tables = linear[:3]
     out = F.linear(x, weight, bias) if tables is None else linear_4bit(x, weight, tables, bias)
     a, b = cast
-    if a is None or b is None:
+    if a is None:
         return out, None
     lora_act = scaled_product(x, a.t(), linear.scale)
     # lora_act is saved: it has only rank columns
@@ -359,7 +360,7 @@ def linear_backward(
     """Return the gradients of x, a and b. The gradient of x is added to `add_to`, or written to `out`."""
     a, b = cast
     da = db = None
-    if linear.a is not None and linear.b is not None and a is not None and b is not None:
+    if linear.a is not None and linear.b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
         # cuBLAS writes fp32 products of 16-bit factors: no cast, and no rounding of the gradient to 16 bit
         writes_fp32 = linear.a.dtype != grad.dtype and (grad.is_cuda or is_in_forecast(grad))

@@ -63,8 +63,10 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
                 set_forward(module, _mlp_forward, kind="MLP", parts=parts, act=act)
             elif forward := rotary_forward(module):
                 set_forward(module, forward, kind="RoPE")
-            elif forward := _delta_net_forward(module):
-                set_forward(module, forward, kind="short convolution")
+            else:
+                is_delta_net = any(form.gated for form in map(norm_form, module.children()) if form)
+                if is_delta_net and (forward := forward_with(module, "causal_conv1d_fn", _lean_convolution)):
+                    set_forward(module, forward, kind="short convolution")
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
@@ -147,11 +149,6 @@ def _normed(form: NormForm, *inputs: Any) -> torch.Tensor:
     return functions.GatedRmsNorm.apply(*inputs) if form.gated else functions.RmsNorm.apply(*inputs, form)
 
 
-def _delta_net_forward(module: torch.nn.Module) -> Any:
-    is_delta_net = any(form.gated for form in map(norm_form, module.children()) if form)
-    return forward_with(module, "causal_conv1d_fn", _lean_convolution) if is_delta_net else None
-
-
 def _lean_convolution(model_convolution: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2, 6, 9, generator=generator), torch.randn(6, 4, generator=generator)
@@ -186,21 +183,20 @@ def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     if type(module) not in _LORA_TYPES:
         return _frozen_linear(module, x.dtype)
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if len(names) != 1 or module.disable_adapters or module.merged or not _is_plain_lora(module, names[0]):
+    if len(names) != 1 or module.disable_adapters or module.merged:
         return None
-    a, b = module.lora_A[names[0]], module.lora_B[names[0]]
+    (name,) = names
+    has_dropout = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
+    # variants: DoRA and others
+    is_variant = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
+    if has_dropout or is_variant:
+        return None
+    a, b = module.lora_A[name], module.lora_B[name]
     base = _frozen_linear(module.base_layer, x.dtype)
     if base is None or any(map(_has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
         return None
     a, b = a.weight, b.weight
-    return Linear(*base[:3], a, b, module.scaling[names[0]], a.requires_grad, b.requires_grad)
-
-
-def _is_plain_lora(module: Any, name: str) -> bool:
-    # variants: DoRA and others
-    has_dropout = module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0
-    is_variant = module.lora_bias[name] or getattr(module, "fan_in_fan_out", False) or name in module.lora_variant
-    return not (has_dropout or is_variant)
+    return Linear(*base[:3], a, b, module.scaling[name], a.requires_grad, b.requires_grad)
 
 
 def _has_forward_hooks(module: torch.nn.Module) -> bool:
@@ -218,17 +214,15 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
         return None
     state = getattr(weight, "quant_state", None)
     state = base.quant_state if state is None else state  # FSDP replaces the parameter, without its state
-    tables = None if state is None or base.compute_dtype not in (None, dtype) else _tables_of(state)
-    # bitsandbytes casts the bias to the input's dtype in a layer's first forward; in a forecast the bias is still fp32
-    return None if tables is None else Linear(weight, None if bias is None else bias.to(dtype), tables)
-
-
-def _tables_of(state: Any) -> QuantTables | None:
+    if state is None or base.compute_dtype not in (None, dtype):
+        return None
     # layouts that bitsandbytes' training kernels don't read
     if getattr(state, "packing_format_for_cpu", False) or (state.nested and state.state2.blocksize != NESTED_BLOCK):
         return None
     nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
-    return QuantTables((state.absmax, *nested), (*state.shape, state.blocksize), state.quant_type)
+    tables = QuantTables((state.absmax, *nested), (*state.shape, state.blocksize), state.quant_type)
+    # bitsandbytes casts the bias to the input's dtype in a layer's first forward; in a forecast the bias is still fp32
+    return Linear(weight, None if bias is None else bias.to(dtype), tables)
 
 
 def norm_form(module: torch.nn.Module) -> NormForm | None:
