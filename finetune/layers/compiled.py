@@ -18,7 +18,6 @@ from finetune.layers.checkpointing import require_gradient
 from finetune.layers.lean_functions import Linear, linear_backward, scaled_product
 from finetune.layers.lean_layers import is_adapted, linear_of, set_forward
 from finetune.layers.nf4 import MORE_TABLES, QuantTables, linear_4bit
-from finetune.layers.varlen_attention import lengths_as_sizes
 
 _LIBRARY = torch.library.Library("finetune", "FRAGMENT")
 #: Without a `quant_type` the weight is 16-bit and has no tables.
@@ -159,10 +158,11 @@ def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch
     if not layer.training:
         return type(layer).forward(layer, hidden, *args, **kwargs)
     require_gradient(hidden)
-    kwargs = lengths_as_sizes(kwargs)
+    # lengths as sizes of empty tensors: the compiler would make a number a constant of the graph, and compile again for another
+    kwargs |= {name: torch.empty(kwargs[name], 0) for name in ("max_length_q", "max_length_k") if kwargs.get(name)}
     maybe_mark_dynamic(hidden, 1)
     for tensor in _tensors(*args, *kwargs.values()):
-        # boundaries of packed examples, and lengths as sizes of empty tensors
+        # boundaries of packed examples, and the empty tensors
         is_list = tensor.dim() == 1 or not tensor.numel()
         dims = [0] if is_list else [dim for dim, size in enumerate(tensor.shape) if size == hidden.shape[1]]
         maybe_mark_dynamic(tensor, dims)

@@ -68,13 +68,6 @@ def varlen_attention(
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
-def lengths_as_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with each length as the size of an empty tensor."""
-    # the compiler would make a number a constant of the graph, and compile again for another length
-    lengths = {name: torch.empty(arguments[name], 0) for name in ("max_length_q", "max_length_k") if arguments.get(name)}
-    return {**arguments, **lengths}
-
-
 def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     features = {
         "attention dropout": dropout > 0, "soft caps": arguments.get("softcap"), "attention sinks": arguments.get("s_aux"),
@@ -88,6 +81,11 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
         raise RecipeError(problems, "Set attn_implementation=eager.")
 
 
+#: Boundaries by position ids, and their values on the host by boundaries: all layers of a micro-batch share one read, because
+#: reading waits for the GPU.
+_BOUNDARIES, _HOST_OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+
+
 def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """Return the offsets of the examples (examples + 1, int32) in the flattened batch, and the longest length."""
     batch, _, tokens, _ = query.shape
@@ -96,17 +94,8 @@ def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple
         longest = arguments["max_length_q"]
         return boundaries.to(query.device), longest.shape[0] if isinstance(longest, torch.Tensor) else longest
     positions = arguments.get("position_ids")
-    if positions is not None and positions.shape == (batch, tokens) and not is_in_forecast(query):
-        return _from_positions(positions)
-    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
-
-
-#: Boundaries by position ids, and their values on the host by boundaries: all layers of a micro-batch share one read, because
-#: reading waits for the GPU.
-_BOUNDARIES, _HOST_OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-
-
-def _from_positions(positions: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if positions is None or positions.shape != (batch, tokens) or is_in_forecast(query):
+        return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
     if positions not in _BOUNDARIES:
         # position ids restart at 0 in each example
         offsets = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
