@@ -26,9 +26,9 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import Journal
 from finetune.evaluate.rows import run_encoder
 from finetune.files import read_object, sha256_of
+from finetune.model.adapters import TRAINED_ROWS, embedding_rows, grow_vocabulary
 from finetune.model.build import build_base
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
-from finetune.model.new_tokens import TRAINED_ROWS, embedding_rows, grow_vocabulary
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan

@@ -14,8 +14,7 @@ from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import name_in_checkpoint
 from finetune.layers.layer_offloading import offloading_of
 from finetune.memory.tracker import OFFLOADED, StorageTracker
-from finetune.model.adapters import trainable_parameters
-from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
+from finetune.model.adapters import LOADED_ROWS, TRAINED_ROWS, trainable_parameters
 
 #: Attribute of a loaded embedding table: its number of rows, including rows of new tokens.
 GROWN_ROWS = "_grown_rows"
