@@ -142,7 +142,8 @@ def default_attention(values: dict[str, Any]) -> str:
 def _parsed(source: str | Path, path: str) -> dict[str, Any]:
     try:
         content = source if isinstance(source, str) else read_limited(source, _MAX_BYTES)
-        values = parse_json(content, object_hook=_with_floats)
+        # transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`
+        values = parse_json(content, object_hook=lambda part: float(part["__float__"]) if list(part) == ["__float__"] else part)
     except (OSError, ValueError) as error:
         raise ModelError(f"model_name_or_path {path}: config.json can't be read: {error}", DOWNLOAD_AGAIN) from None
     if not isinstance(values, dict):
@@ -153,11 +154,6 @@ def _parsed(source: str | Path, path: str) -> dict[str, Any]:
             if isinstance(count, (int, float)) and count > limit:
                 raise ModelError(f"model_name_or_path {path}: config.json has {name} {count:,}, more than {limit:,}")
     return values
-
-
-def _with_floats(values: dict[str, Any]) -> Any:
-    # transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`
-    return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
 def model_file(settings: Recipe, name: str) -> Path | None:

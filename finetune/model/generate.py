@@ -48,7 +48,7 @@ class Streamed:
 @torch.no_grad()
 def greedy_answers(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: list[list[int]], *, stops: Collection[int],
-    max_new_tokens: int, with_special_tokens: bool = False, more_inputs: MoreInputs | None = None,
+    max_new_tokens: int, with_special_tokens: bool, more_inputs: MoreInputs | None,
 ) -> list[tuple[str, bool]]:  # fmt: skip
     """Return the greedy continuation of each tokenised prompt, and whether `max_new_tokens` cut it."""
     # draws no random numbers, provided that the model is in evaluation mode
@@ -63,9 +63,8 @@ def greedy_answers(
 @torch.no_grad()
 def streamed_answer(
     model: Any, tokenizer: PreTrainedTokenizerBase, question: list[int], *, stops: Collection[int], max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-    on_text: Callable[[str], None] = lambda _: None, stopped: Callable[[], bool] = lambda: False,
-    with_special_tokens: bool = False, more_inputs: MoreInputs | None = None,
+    sampling: Sampling, on_text: Callable[[str], None], stopped: Callable[[], bool], with_special_tokens: bool,
+    more_inputs: MoreInputs | None,
 ) -> Streamed:  # fmt: skip
     """Continue a tokenised prompt, passing each new piece of text to `on_text`, until `stopped()`."""
     pieces, began = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter()

@@ -17,16 +17,17 @@ def model_and_tokenizer():
 
 
 def stream(model_and_tokenizer, most=40, **options):
-    pieces = []
-    answer = streamed_answer(*model_and_tokenizer, [5, 6, 7], stops={0}, max_new_tokens=most, on_text=pieces.append, **options)
+    pieces, defaults = [], {"sampling": Sampling(), "stopped": lambda: False, "with_special_tokens": False, "more_inputs": None}
+    answer = streamed_answer(
+        *model_and_tokenizer, [5, 6, 7], stops={0}, max_new_tokens=most, on_text=pieces.append, **defaults | options
+    )
     return answer, pieces
 
 
 def test_the_pieces_are_the_greedy_answer(model_and_tokenizer):
     answer, pieces = stream(model_and_tokenizer)
-    assert (
-        "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], stops={0}, max_new_tokens=40)[0][0]
-    )
+    options = {"stops": {0}, "max_new_tokens": 40, "with_special_tokens": False, "more_inputs": None}
+    assert "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], **options)[0][0]
     assert len(pieces) > 5 and answer.tokens == 40 and not answer.stopped and answer.tokens_per_s > 0
 
 
