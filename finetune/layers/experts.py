@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, module: Any,
-        stacks: tuple[ExpertStack, ExpertStack], *_adapters: torch.Tensor,
+        stacks: Sequence[ExpertStack], *_adapters: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         up, down = stacks
         routing, top_k = _routing(chosen, experts=up.state.shape[0]), chosen.shape[-1]
@@ -376,7 +376,8 @@ def _packed_linear(
     return out if bias is None else out + bias
 
 
-def _stack(weight: Any, transposed: bool, bias: torch.Tensor | None = None) -> ExpertStack | None:
+def _stack(weight: Any, transposed: bool, bias: torch.Tensor | None = None) -> Any:
+    """Return the `ExpertStack` of a packed weight, or None for an unpacked weight."""
     state, adapters = getattr(weight, "quant_state", None), tuple(getattr(weight, "lora_weights", ()))
     return None if state is None else ExpertStack(weight, state, transposed, bias, adapters)
 
@@ -386,14 +387,13 @@ def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scor
     biases = [getattr(self, f"{weight}_bias") if self.has_bias else None for weight in weights]
     stacks = [_stack(getattr(self, weight), self.is_transposed, bias) for weight, bias in zip(weights, biases, strict=True)]
     trains_bias = any(bias is not None and bias.requires_grad for bias in biases)
-    packed = tuple(stack for stack in stacks if stack is not None)
     # cases that `RoutedExperts` does not compute
-    unsupported = trains_bias or len(packed) < len(stacks) or self.has_post_expert_norm or self._is_expert_parallel
+    unsupported = trains_bias or None in stacks or self.has_post_expert_norm or self._is_expert_parallel
     # `make_lean` sets "lean"
     if unsupported or not ("lean" in vars(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return moe.grouped_mm_experts_forward(self, hidden, chosen, scores)
-    adapters = [tensor for stack in packed for a, b, _ in stack.adapters for tensor in (a, b)]
-    return RoutedExperts.apply(hidden, scores, chosen, self, packed, *adapters)
+    adapters = [tensor for stack in stacks for a, b, _ in stack.adapters for tensor in (a, b)]
+    return RoutedExperts.apply(hidden, scores, chosen, self, stacks, *adapters)
 
 
 def is_packed(module: torch.nn.Module) -> bool:
