@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
@@ -34,15 +35,13 @@ _LIBRARY.define(
 _OPERATORS = torch.ops.finetune
 
 
-def adapter_input(x: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+def adapter_input(x: Tensor, a: Tensor, scale: float) -> Tensor:
     """Return scale * x @ A.T, (tokens, rank), for x (..., in)."""
     # an operator by itself, because a recomputed layer needs it without the output
     return scaled_product(x.reshape(-1, x.shape[-1]), a.t(), scale)
 
 
-def adapted_linear(
-    x: torch.Tensor, lora_act: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: Any, *tables: Any
-) -> torch.Tensor:
+def adapted_linear(x: Tensor, lora_act: Tensor, b: Tensor, weight: Tensor, bias: Any, *tables: Any) -> Tensor:
     """Return x @ W.T + bias + lora_act @ B.T, (..., out), for x (..., in)."""
     quant_tables, flat = _tables(*tables), x.reshape(-1, x.shape[-1])
     out = F.linear(flat, weight, bias) if quant_tables is None else linear_4bit(flat, weight, quant_tables, bias)
@@ -50,9 +49,8 @@ def adapted_linear(
 
 
 def adapted_linear_backward(
-    grad: torch.Tensor, x: torch.Tensor, lora_act: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
-    weight: torch.Tensor, bias: Any, *tables: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grad: Tensor, x: Tensor, lora_act: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor, bias: Any, *tables: Any
+) -> tuple[Tensor, ...]:
     """Return the gradients of x, a and b."""
     linear = Linear(weight, bias, _tables(*tables), a, b, scale, trains_a=True, trains_b=True)
     flat = x.reshape(-1, x.shape[-1])
@@ -73,7 +71,7 @@ def _tables(*arguments: Any) -> QuantTables | None:
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *weight_args: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, *weight_args: Any) -> Tensor:
         lora_act = _OPERATORS.adapter_input(x, a.to(x.dtype), scale)
         *tensors, ctx.shape_and_block, ctx.quant_type = weight_args
         ctx.scale = scale
@@ -81,7 +79,7 @@ class _AdaptedLinear(torch.autograd.Function):
         return _OPERATORS.adapted_linear(x, lora_act, b.to(x.dtype), *weight_args)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         x, lora_act, a, b, *tensors = ctx.saved_tensors
         weight_args = (*tensors, ctx.shape_and_block, ctx.quant_type)
         gradients = _OPERATORS.adapted_linear_backward(grad, x, lora_act, a, b, ctx.scale, *weight_args)
@@ -110,7 +108,7 @@ def use_operators(layers: list[torch.nn.Module]) -> None:
             set_forward(module, _linear_forward)
 
 
-def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _linear_forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     linear = None if args or named else linear_of(self, x)
     if linear is None or linear.a is None or linear.b is None or not (linear.trains_a and linear.trains_b):
         return type(self).forward(self, x, *args, **named)
@@ -153,7 +151,7 @@ def undo_compiling(layers: list[torch.nn.Module]) -> None:
             del layer.forward
 
 
-def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     # generation and held-out examples have too many shapes to compile
     if not layer.training:
         return type(layer).forward(layer, hidden, *args, **kwargs)
@@ -169,9 +167,9 @@ def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch
     return compiled(layer, hidden, *args, **kwargs)
 
 
-def _tensors(*values: Any) -> Iterator[torch.Tensor]:
+def _tensors(*values: Any) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple):
             yield from _tensors(*value)

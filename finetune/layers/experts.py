@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.integrations import moe
 
@@ -31,43 +32,43 @@ class UsedExperts(NamedTuple):
     #: Ranges of neighbouring used experts, (first, end).
     ranges: tuple[tuple[int, int], ...]
     #: End of the rows of each used expert.
-    offsets: torch.Tensor
+    offsets: Tensor
 
 
 class ExpertStack(NamedTuple):
     """A fused 4-bit weight of all experts."""
 
     #: NF4 codes of (experts, out, in), or of (experts, in, out) when transposed.
-    codes: torch.Tensor
+    codes: Tensor
     #: bitsandbytes' QuantState.
     state: Any
     transposed: bool
     #: (experts, out).
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
     #: a, b and scaling of each adapter.
-    adapters: tuple[tuple[torch.Tensor, torch.Tensor, float], ...] = ()
+    adapters: tuple[tuple[Tensor, Tensor, float], ...] = ()
 
 
 class Routing(NamedTuple):
     """One row per token and chosen expert, sorted by expert. Every field is saved for backward."""
 
     #: Expert of each row.
-    experts: torch.Tensor
+    experts: Tensor
     #: token * top_k + choice of each row.
-    order: torch.Tensor
+    order: Tensor
     #: End of each expert's rows.
-    offsets: torch.Tensor
+    offsets: Tensor
     #: The offsets on the host. Saved, too, so that a recomputed layer keeps its routing.
-    host_ends: torch.Tensor | None
+    host_ends: Tensor | None
 
 
-def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
+def read_ends(offsets: Tensor) -> Tensor | None:
     """Return the end of each expert's rows on the host; None in a forecast and in a compiled graph."""
     # read once per forward pass, because reading waits for the device
     return None if is_in_forecast(offsets) or torch.compiler.is_compiling() else offsets.cpu()
 
 
-def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
+def used_experts(offsets: Tensor, host_ends: Tensor | None) -> UsedExperts | None:
     """Return the experts with rows, or None to dequantise all experts."""
     # a forecast assumes that all experts have rows
     if host_ends is None:
@@ -84,7 +85,7 @@ def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedE
     return UsedExperts(ranges, torch.cat([offsets[first:end] for first, end in ranges]))
 
 
-def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> torch.Tensor:
+def dequantised(codes: Tensor, state: Any, used: UsedExperts | None) -> Tensor:
     """Return the weights of the used experts, (used experts, ...); without `used`, of all experts."""
     if used is None:
         return dequantize_4bit(codes.data, state)
@@ -109,7 +110,7 @@ def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> to
     return weight
 
 
-def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
+def product(inputs: Tensor, stack: ExpertStack, offsets: Tensor) -> Tensor:
     """Return each expert's rows of `inputs` (rows, in) times its weight with adapters, without bias: (rows, out)."""
     out = PackedMatmul.apply(inputs, stack, offsets)
     for a, b, scaling in stack.adapters:
@@ -121,7 +122,7 @@ class PackedMatmul(torch.autograd.Function):
     """Grouped matmul with a frozen 4-bit weight, saving its codes and the offsets."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: Tensor, stack: ExpertStack, offsets: Tensor) -> Tensor:
         ends = read_ends(offsets)
         ctx.stack = stack
         ctx.save_for_backward(offsets, ends)
@@ -129,7 +130,7 @@ class PackedMatmul(torch.autograd.Function):
         return _multiply(inputs, stack, offsets, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _multiply(grad.contiguous(), ctx.stack, *ctx.saved_tensors, backward=True), None, None
 
 
@@ -138,9 +139,8 @@ class RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, module: Any,
-        stacks: Sequence[ExpertStack], *_adapters: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, scores: Tensor, chosen: Tensor, module: Any, stacks: Sequence[ExpertStack], *_adapters: Tensor
+    ) -> Tensor:
         up, down = stacks
         routing, top_k = _routing(chosen, experts=up.state.shape[0]), chosen.shape[-1]
         gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
@@ -155,7 +155,7 @@ class RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, scores, gate_up, *routed = ctx.saved_tensors
         (up, down), routing = ctx.stacks, Routing(*routed)
         token = routing.order // ctx.top_k
@@ -181,25 +181,25 @@ class RoutedExperts(torch.autograd.Function):
         return dx, d_scores, None, None, None, *up_grads, *down_grads
 
 
-def _routing(chosen: torch.Tensor, experts: int) -> Routing:
+def _routing(chosen: Tensor, experts: int) -> Routing:
     sorted_experts, order = torch.sort(chosen.reshape(-1))
     all_experts = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(sorted_experts, all_experts, right=True, out_int32=True)
     return Routing(sorted_experts, order, offsets, read_ends(offsets))
 
 
-def _unsorted(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _unsorted(rows: Tensor, routing: Routing) -> Tensor:
     # no `index_add_`, whose atomic additions give other results each time
     position = torch.empty_like(routing.order)
     position[routing.order] = torch.arange(len(position), device=position.device)
     return rows[position]
 
 
-def _times(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _times(rows: Tensor, scores: Tensor) -> Tensor:
     return (rows * scores).to(rows.dtype)
 
 
-def _summed_by_token(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+def _summed_by_token(rows: Tensor, routing: Routing, top_k: int) -> Tensor:
     return _unsorted(rows, routing).view(-1, top_k, rows.shape[-1]).sum(dim=1)
 
 
@@ -212,16 +212,14 @@ def _separate_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator
         yield
 
 
-def _multiply(
-    rows: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor, ends: torch.Tensor | None, *, backward: bool = False
-) -> torch.Tensor:
+def _multiply(rows: Tensor, stack: ExpertStack, offsets: Tensor, ends: Tensor | None, *, backward: bool = False) -> Tensor:
     used = used_experts(offsets, ends)
     weight = dequantised(stack.codes, stack.state, used)
     weight = weight if stack.transposed != backward else weight.transpose(-2, -1)
     return moe._grouped_mm(rows, weight, offs=offsets if used is None else used.offsets)
 
 
-def _stack_forward(rows: torch.Tensor, stack: ExpertStack, routing: Routing) -> torch.Tensor:
+def _stack_forward(rows: Tensor, stack: ExpertStack, routing: Routing) -> Tensor:
     out = _multiply(rows, stack, routing.offsets, routing.host_ends)
     for a, b, scaling in stack.adapters:
         out.add_(_adapter_product(rows, a, b, routing.offsets), alpha=scaling)
@@ -229,8 +227,8 @@ def _stack_forward(rows: torch.Tensor, stack: ExpertStack, routing: Routing) -> 
 
 
 def _stack_backward(
-    grad: torch.Tensor, stack: ExpertStack, routing: Routing, read_rows: Callable[[], torch.Tensor], *, needs_dx: bool
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    grad: Tensor, stack: ExpertStack, routing: Routing, read_rows: Callable[[], Tensor], *, needs_dx: bool
+) -> tuple[Tensor | None, list[Tensor]]:
     """Return the gradients of the rows and of each adapter's a and b."""
     dx = _multiply(grad, stack, routing.offsets, routing.host_ends, backward=True) if needs_dx else None
     grads = []
@@ -244,7 +242,7 @@ def _stack_backward(
     return dx, grads
 
 
-def _adapter_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _adapter_product(rows: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     experts = len(offsets)
     # PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)
     a = a.to(rows.dtype).reshape(experts, -1, a.shape[-1])
@@ -357,7 +355,7 @@ def adapts_experts(model: Any) -> bool:
     return any(name.rpartition(".")[2] in EXPERT_WEIGHTS for name in targets)
 
 
-def logical_weight(weight: torch.Tensor) -> torch.Tensor:
+def logical_weight(weight: Tensor) -> Tensor:
     """Return a placeholder with the shape, dtype and device of a packed weight; any other weight unchanged."""
     state = getattr(weight, "quant_state", None)
     # one element, expanded: PEFT reads its shape, not its values
@@ -365,8 +363,8 @@ def logical_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_linear(
-    inputs: torch.Tensor, weight: Any, offsets: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
-) -> torch.Tensor | None:
+    inputs: Tensor, weight: Any, offsets: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+) -> Tensor | None:
     """Return each expert's rows times its packed weight, or None for an unpacked weight."""
     # inputs: (rows, in), sorted by expert; offsets: the end of each expert's rows
     stack = _stack(weight, is_transposed)
@@ -376,13 +374,13 @@ def _packed_linear(
     return out if bias is None else out + bias
 
 
-def _stack(weight: Any, transposed: bool, bias: torch.Tensor | None = None) -> Any:
+def _stack(weight: Any, transposed: bool, bias: Tensor | None = None) -> Any:
     """Return the `ExpertStack` of a packed weight, or None for an unpacked weight."""
     state, adapters = getattr(weight, "quant_state", None), tuple(getattr(weight, "lora_weights", ()))
     return None if state is None else ExpertStack(weight, state, transposed, bias, adapters)
 
 
-def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _experts_forward(self: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     weights = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
     biases = [getattr(self, f"{weight}_bias") if self.has_bias else None for weight in weights]
     stacks = [_stack(getattr(self, weight), self.is_transposed, bias) for weight, bias in zip(weights, biases, strict=True)]

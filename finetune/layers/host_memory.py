@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -19,19 +20,19 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory."""
     array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def is_in_forecast(tensor: torch.Tensor) -> bool:
+def is_in_forecast(tensor: Tensor) -> bool:
     """Return whether `tensor` belongs to a forecast: is fake, functional or on meta."""
     # functional: while a forecast splits a compiled layer into forward and backward
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta"
 
 
-def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: bool) -> torch.Tensor:
+def host_empty(like: Tensor, dtype: torch.dtype | None = None, *, pinned: bool) -> Tensor:
     """Return uninitialised host memory in the shape of `like`. `pinned` needs CUDA."""
     dtype = dtype or like.dtype
     if is_in_forecast(like):
@@ -40,7 +41,7 @@ def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: 
     return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def host_buffer(n_bytes: int, like: torch.Tensor) -> torch.Tensor:
+def host_buffer(n_bytes: int, like: Tensor) -> Tensor:
     """Return `n_bytes` bytes that are never freed, pinned for CUDA. Raises RecipeError if the system refuses."""
     if is_in_forecast(like):
         return torch.empty(n_bytes, dtype=torch.uint8, device="meta")

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.compat.peft import before_magnitudes
@@ -45,11 +46,11 @@ class TensorSlot:
     layer_offset: int
     nbytes: int
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         return buffer[self.layer_offset : self.layer_offset + self.nbytes].view(self.dtype).view(self.shape)
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         return getattr(self.owner, self.attribute)
 
 
@@ -98,14 +99,14 @@ class HostStorage:
     """Offloaded layers in host memory, pinned for CUDA."""
 
     def __init__(self) -> None:
-        self._storage: dict[int, torch.Tensor] = {}
+        self._storage: dict[int, Tensor] = {}
 
     def add(self, index: int, slots: list[TensorSlot]) -> None:
         """Store a layer. Raises RecipeError if the memory can't be pinned."""
         self._storage[index] = host_memory.host_buffer(layout_bytes(slots), slots[0].tensor)
         _copy_layer(slots, self._storage[index])
 
-    def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Any:
+    def fetch(self, index: int, buffer: Tensor, copies: InOrder) -> Any:
         """Start to copy a layer into a buffer on the GPU. Return a handle for `wait`."""
         return copies.copy(buffer[: len(self._storage[index])], self._storage[index])
 
@@ -114,7 +115,7 @@ class HostStorage:
         copies.wait(handle)
 
 
-def _copy_layer(slots: list[TensorSlot], buffer: torch.Tensor) -> None:
+def _copy_layer(slots: list[TensorSlot], buffer: Tensor) -> None:
     for tensor_slot in slots:
         tensor_slot.view(buffer).copy_(tensor_slot.tensor)
 
@@ -124,7 +125,7 @@ class FileStorage:
 
     def __init__(self) -> None:
         self._spans: dict[int, tuple[int, int]] = {}  # each layer's offset in the file and its bytes
-        self._staging: deque[tuple[torch.Tensor, Any]] = deque()  # each staging buffer and the last copy from it
+        self._staging: deque[tuple[Tensor, Any]] = deque()  # each staging buffer and the last copy from it
         # one thread, so that reads stay in order; with enough free memory the page cache answers all reads after the first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
@@ -152,14 +153,14 @@ class FileStorage:
             ) from error
         self._spans[index] = file_offset, layer_bytes
 
-    def fetch(self, index: int, buffer: torch.Tensor, copies: InOrder) -> Future[Any]:
+    def fetch(self, index: int, buffer: Tensor, copies: InOrder) -> Future[Any]:
         # the mark: the computation issued so far may still read the buffer
         return self._thread.submit(self._read, index, buffer, copies, copies.mark())
 
     def wait(self, handle: Future[Any], copies: InOrder) -> None:
         copies.wait(handle.result())
 
-    def _read(self, index: int, buffer: torch.Tensor, copies: InOrder, buffer_free: Any) -> Any:
+    def _read(self, index: int, buffer: Tensor, copies: InOrder, buffer_free: Any) -> Any:
         # the oldest staging buffer, whose last copy must end before it is overwritten
         (staging_buffer, last_copy), (file_offset, layer_bytes) = self._staging[0], self._spans[index]
         staging = staging_buffer[:layer_bytes]
@@ -196,7 +197,7 @@ class LayerOffloading:
             index: {(id(module), name) for module in layer.modules() for name, p in module._parameters.items() if p is not None}
             for index, layer in enumerate(self._layers)
         }
-        self.buffers: list[torch.Tensor] = []
+        self.buffers: list[Tensor] = []
         self._buffered_layers: list[int | None] = []  # the index of the layer that a buffer holds or is about to hold
         self._arriving: dict[int, Any] = {}  # by buffer index, handles of copies that nothing has waited for yet
         self._running: int | None = None  # the index of the layer inside its checkpoint function
@@ -369,7 +370,7 @@ def offload_embedding(model: torch.nn.Module) -> None:
     embedding.weight, embedding.forward = table, MethodType(_look_up, embedding)
 
 
-def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
+def _look_up(self: Any, ids: Tensor) -> Tensor:
     embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
     # pinned, so that the copy overlaps with computation
     pinned = ids.is_cuda and not host_memory.is_in_forecast(ids)

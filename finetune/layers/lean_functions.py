@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.layers.host_memory import is_in_forecast
@@ -16,7 +17,7 @@ from finetune.layers.nf4 import QuantTables, dequantised, linear_4bit
 _FP32_TILE = 2**24
 
 # plain torch operators below: the same code runs on a GPU, a CPU and fake tensors
-ReadInput = Callable[[], torch.Tensor]
+ReadInput = Callable[[], Tensor]
 #: An adapter's a and b in the dtype of computation, or None and None.
 CastAdapter = tuple[Any, Any]
 
@@ -24,12 +25,12 @@ CastAdapter = tuple[Any, Any]
 class Linear(NamedTuple):
     """A frozen linear layer and its adapter, if any."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     #: Of a 4-bit weight.
     tables: QuantTables | None
-    a: torch.Tensor | None = None  # (rank, in)
-    b: torch.Tensor | None = None  # (out, rank)
+    a: Tensor | None = None  # (rank, in)
+    b: Tensor | None = None  # (out, rank)
     scale: float = 1.0
     #: Whether a and b need a gradient; a's gradient needs the layer's input.
     trains_a: bool = False
@@ -39,8 +40,8 @@ class Linear(NamedTuple):
 class Activation(NamedTuple):
     """An activation function and its backward (grad, input, grad_input=output tensor)."""
 
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[..., torch.Tensor]
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]
 
 
 class Mlp(NamedTuple):
@@ -69,7 +70,7 @@ class LoraLinear(torch.autograd.Function):
     """x @ W.T + bias + scale * x @ A.T @ B.T for `x` (..., in)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, linear: Linear, norm: Any, *_adapters: Tensor | None) -> Tensor:
         # autograd returns gradients of arguments only, so a and b are passed again in _adapters
         (cast,) = cast_adapters([linear], x.dtype)
         out, lora_act = linear_forward(_flat(x), linear, cast)
@@ -80,7 +81,7 @@ class LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, lora_act = ctx.saved_tensors
         (cast,) = cast_adapters([ctx.linear], grad.dtype)
         needs_dx = ctx.needs_input_grad[0]
@@ -92,7 +93,7 @@ class GatedMlp(torch.autograd.Function):
     """down(act(gate(x)) * up(x)) for `x` (..., hidden), as (tokens, hidden)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, mlp: Mlp, norm: Any, *_adapters: Tensor | None) -> Tensor:
         casts = cast_adapters(mlp.linears, x.dtype)
         outs, lora_acts = _gate_and_up(_flat(x), mlp, casts)
         out, down_act = linear_forward(_gated_product(outs, mlp), mlp.linears[-1], casts[-1])
@@ -102,7 +103,7 @@ class GatedMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, *saved, down_act = ctx.saved_tensors
         outs, lora_acts = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         casts, read_input = cast_adapters(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
@@ -114,10 +115,10 @@ class TiledMlp(torch.autograd.Function):
     """`GatedMlp` over tiles of tokens, for a layer that is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: Tensor | None) -> Tensor:
         casts = cast_adapters(mlp.linears, x.dtype)
 
-        def tile_forward(tile_x: torch.Tensor) -> torch.Tensor:
+        def tile_forward(tile_x: Tensor) -> Tensor:
             # no name for gate and up, so that they are freed before `down` runs
             product = _gated_product(_gate_and_up(tile_x, mlp, casts)[0], mlp)
             return linear_forward(product, mlp.linears[-1], casts[-1])[0]
@@ -131,7 +132,7 @@ class TiledMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         mlp, needs_dx = ctx.mlp, ctx.needs_input_grad[0]
         x = _input_reader(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
         casts, flat_grad = cast_adapters(mlp.linears, grad.dtype), _flat(grad)
@@ -152,7 +153,7 @@ class TiledMlp(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), None, None, None, *adapter_grads
 
 
-def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.Tensor) -> torch.Tensor:
+def in_tiles(function: Callable[..., Tensor], tile: int, *tensors: Tensor) -> Tensor:
     """Apply `function` to `tile` tokens of the tensors (tokens, ...) at a time."""
     tokens = len(tensors[0])
     if tokens <= tile:
@@ -167,22 +168,22 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
     return out
 
 
-def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[CastAdapter]) -> tuple[Any, Any]:
+def _gate_and_up(x: Tensor, mlp: Mlp, casts: list[CastAdapter]) -> tuple[Any, Any]:
     """Return the outputs of gate and up, and scale * x @ A.T of each."""
     pairs = [linear_forward(x, linear, cast) for linear, cast in zip(mlp.linears[:-1], casts[:-1], strict=True)]
     outs, lora_acts = zip(*pairs, strict=True)
     return outs, lora_acts
 
 
-def _gated_product(outs: Sequence[torch.Tensor], mlp: Mlp) -> torch.Tensor:
+def _gated_product(outs: Sequence[Tensor], mlp: Mlp) -> Tensor:
     gate, up = split_gate_up(outs, mlp.swapped)
     return mlp.act.forward(gate).mul_(up)
 
 
 def _mlp_backward(
-    grad: torch.Tensor, mlp: Mlp, casts: list[CastAdapter], outs: Sequence[torch.Tensor],
-    lora_acts: Sequence[torch.Tensor | None], down_act: torch.Tensor | None, read_input: ReadInput, needs_dx: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
+    grad: Tensor, mlp: Mlp, casts: list[CastAdapter], outs: Sequence[Tensor],
+    lora_acts: Sequence[Tensor | None], down_act: Tensor | None, read_input: ReadInput, needs_dx: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
     """Return the gradients of x and of each layer's a and b."""
     *entries, down = mlp.linears
     gate, up = split_gate_up(outs, mlp.swapped)
@@ -208,7 +209,7 @@ class RmsNorm(torch.autograd.Function):
     """RMSNorm over the last dimension with a frozen weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         # one fp32 number per row
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -218,13 +219,13 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         # all readers of the output have run their backward, so the output can be freed
         x, rstd, weight = ctx.norm_inputs or ctx.saved_tensors
         ctx.norm_inputs = ctx.output = None
         weight32 = _weight32(weight, ctx.form)
 
-        def tile_backward(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        def tile_backward(x: Tensor, rstd: Tensor, grad: Tensor) -> Tensor:
             scaled, x32 = grad * weight32, x.float()
             factor = (scaled * x32).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
             return scaled.mul_(rstd).addcmul_(x32, factor, value=-1).to(x.dtype)
@@ -237,8 +238,8 @@ class GatedRmsNorm(torch.autograd.Function):
     """RMSNorm times silu of a gate, in gated delta nets, for x and gate (..., width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        def tile_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        def tile_forward(x: Tensor, gate: Tensor) -> Tensor:
             return torch.mul(x, _rstd(x, eps), out=torch.empty_like(x)).mul_(weight).mul_(F.silu(gate.float()))
 
         ctx.save_for_backward(x, gate, weight)
@@ -247,11 +248,11 @@ class GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, gate, weight = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
 
-        def tile_backward(x: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor) -> torch.Tensor:
+        def tile_backward(x: Tensor, gate: Tensor, grad: Tensor, dx: Tensor) -> Tensor:
             # rounded where transformers rounds
             rstd, gate32 = _rstd(x, ctx.eps), gate.float()
             d_normed = torch.mul(grad, F.silu(gate32), out=torch.empty_like(x)).mul_(weight)
@@ -267,7 +268,7 @@ class GatedRmsNorm(torch.autograd.Function):
         return dx, d_gate.view(gate.shape), None, None
 
 
-def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
+def _rstd(x: Tensor, eps: float) -> Tensor:
     return x.to(torch.float32, copy=True).square_().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
@@ -275,7 +276,7 @@ class ShortConvolution(torch.autograd.Function):
     """silu of a causal depthwise convolution of x (batch, channels, tokens) by `weight` (channels, width)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         # silu's backward needs `padded`; the convolution's backward needs only `weight`, which is frozen
         padded = F.conv1d(x, weight.unsqueeze(1), padding=weight.shape[1] - 1, groups=len(weight))
         ctx.save_for_backward(padded, weight)
@@ -283,7 +284,7 @@ class ShortConvolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (padded, weight), tokens = ctx.saved_tensors, grad.shape[2]
         d_padded = torch.empty_like(padded)
         d_padded[:, :, tokens:] = 0.0
@@ -294,25 +295,25 @@ class ShortConvolution(torch.autograd.Function):
         return torch.ops.aten.convolution_backward(d_padded, x, weight[:, None], None, *geometry, [True, False, False])[0], None
 
 
-def norm_of(x: torch.Tensor) -> Any:
+def norm_of(x: Tensor) -> Any:
     """Return the autograd node of the `RmsNorm` whose output is `x`, or None."""
     return x.grad_fn if isinstance(x.grad_fn, RmsNorm._backward_cls) else None  # type: ignore[attr-defined]
 
 
-def _normalised(x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+def _normalised(x: Tensor, rstd: Tensor, weight: Tensor, form: NormForm) -> Tensor:
     if form.rounds_last:
         return torch.mul(x * rstd, _weight32(weight, form), out=torch.empty_like(x))
     return torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight)
 
 
-def _weight32(weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+def _weight32(weight: Tensor, form: NormForm) -> Tensor:
     return weight.float() + 1.0 if form.plus_one else weight.float()
 
 
-def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
+def _input_reader(norm: Any, x: Tensor | None) -> ReadInput:
     """Return a reader of `x`, or of the output of `norm`, recomputed once for all readers."""
 
-    def read_input() -> torch.Tensor:
+    def read_input() -> Tensor:
         if norm is None:
             assert x is not None
             return _flat(x)
@@ -325,7 +326,7 @@ def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
     return read_input
 
 
-def _saved_input(x: torch.Tensor, norm: Any, linears: Sequence[Linear]) -> torch.Tensor | None:
+def _saved_input(x: Tensor, norm: Any, linears: Sequence[Linear]) -> Tensor | None:
     # only the gradient of a needs the input, and a norm's output is recomputed from the norm's input
     return x if norm is None and any(linear.trains_a for linear in linears) else None
 
@@ -341,7 +342,7 @@ def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[CastAda
     return list(zip(casts[::2], casts[1::2], strict=True))  # (a, b) of each layer
 
 
-def linear_forward(x: torch.Tensor, linear: Linear, cast: CastAdapter) -> tuple[torch.Tensor, torch.Tensor | None]:
+def linear_forward(x: Tensor, linear: Linear, cast: CastAdapter) -> tuple[Tensor, Tensor | None]:
     """Return the output (tokens, out) for x (tokens, in), and scale * x @ A.T."""
     weight, bias, tables = linear[:3]
     out = F.linear(x, weight, bias) if tables is None else linear_4bit(x, weight, tables, bias)
@@ -354,9 +355,9 @@ def linear_forward(x: torch.Tensor, linear: Linear, cast: CastAdapter) -> tuple[
 
 
 def linear_backward(
-    grad: torch.Tensor, linear: Linear, cast: CastAdapter, lora_act: Any, read_x: ReadInput, *,
-    add_to: torch.Tensor | None = None, needs_dx: bool = True, out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    grad: Tensor, linear: Linear, cast: CastAdapter, lora_act: Any, read_x: ReadInput, *,
+    add_to: Tensor | None = None, needs_dx: bool = True, out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of x, a and b. The gradient of x is added to `add_to`, or written to `out`."""
     a, b = cast
     da = db = None
@@ -377,17 +378,17 @@ def linear_backward(
     return dx if a is None else dx.addmm_(lora_grad, a), da, db
 
 
-def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale * left @ right."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
 
 
-def split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gate_up(outs: Any, swapped: bool) -> tuple[Tensor, Tensor]:
     """Return gate and up of separate outputs, or of one fused output."""
     first, second = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
     return (second, first) if swapped else (first, second)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])

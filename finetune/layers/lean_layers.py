@@ -16,6 +16,7 @@ from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import Linear as LoraPlain
 from peft.tuners.lora import Linear4bit as Lora4bit
 from peft.tuners.lora import LoraLayer
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.layers import lean_functions as functions
@@ -110,14 +111,14 @@ def set_forward(module: Any, forward: Any, **lean: Any) -> None:
     vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
 
 
-def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _linear_forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     linear = None if args or named else linear_of(self, x)
     if linear is None or linear.a is None:
         return type(self).forward(self, x, *args, **named)
     return functions.LoraLinear.apply(x, linear, functions.norm_of(x), linear.a, linear.b)
 
 
-def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _mlp_forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
     is_tiled = 0 < tile < x.numel() // x.shape[-1]
     # `linear_of` returns None without gradients
@@ -136,7 +137,7 @@ def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.
     return out.view(*x.shape[:-1], -1)  # outside the function: torch refuses in-place changes of a view made inside
 
 
-def _norm_forward(self: Any, x: torch.Tensor, *gate: Any, **named: Any) -> torch.Tensor:
+def _norm_forward(self: Any, x: Tensor, *gate: Any, **named: Any) -> Tensor:
     weight, form = self.weight, self.lean["form"]
     # without a graph nothing is saved: the class's own forward is as good
     is_ordinary = len(gate) != form.gated or named or weight.requires_grad or not torch.is_grad_enabled()
@@ -145,7 +146,7 @@ def _norm_forward(self: Any, x: torch.Tensor, *gate: Any, **named: Any) -> torch
     return _normed(form, x, *gate, weight, _eps(self))
 
 
-def _normed(form: NormForm, *inputs: Any) -> torch.Tensor:
+def _normed(form: NormForm, *inputs: Any) -> Tensor:
     return functions.GatedRmsNorm.apply(*inputs) if form.gated else functions.RmsNorm.apply(*inputs, form)
 
 
@@ -158,7 +159,7 @@ def _lean_convolution(model_convolution: Any) -> Any:
     except Exception:  # noqa: BLE001 - causal-conv1d, which refuses CPU tensors, is not replaced
         is_equal = False
 
-    def lean_convolution(x: torch.Tensor, weight: Any, bias: Any = None, activation: str = "", **named: Any) -> torch.Tensor:
+    def lean_convolution(x: Tensor, weight: Any, bias: Any = None, activation: str = "", **named: Any) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         is_ordinary = bias is not None or activation != "silu" or named.get("seq_idx") is not None  # packed examples
@@ -174,7 +175,7 @@ def is_adapted(module: torch.nn.Module) -> bool:
     return type(module) in _LORA_TYPES and type(_base(module)) in (torch.nn.Linear, Linear4bit)
 
 
-def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
+def linear_of(module: Any, x: Tensor) -> Linear | None:
     """Return `module` as a frozen `Linear` in the dtype of x, with at most one plain adapter, or None."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -299,14 +300,14 @@ class _StandIn:
         return getattr(self.module, name)
 
 
-def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor, *more: Any) -> torch.Tensor | None:
+def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: Tensor, *more: Any) -> Tensor | None:
     """Return the output of the class's forward with other parts, or None if it fails."""
     try:
         with torch.no_grad():
             out = type(module).forward(_StandIn(module, **parts), x, *more)  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - arbitrary model code, which may need other inputs or parts
         return None
-    return out if isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape else None
+    return out if isinstance(out, Tensor) and out.dtype == x.dtype and out.shape == x.shape else None
 
 
 def _computes_norm(module: Any, form: NormForm) -> bool:
@@ -360,5 +361,5 @@ def _activation(act: torch.nn.Module) -> str:
     return _RECOGNISED[key]
 
 
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)

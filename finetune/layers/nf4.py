@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import bitsandbytes  # registers its operators
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 #: Values of absmax that share a nested scale in bitsandbytes.
 NESTED_BLOCK = 256
@@ -29,7 +30,7 @@ class QuantTables(NamedTuple):
     """Quantisation tables of a 4-bit weight."""
 
     #: fp32 absmax; or with double quantisation: 8-bit absmax, nested absmax, nested code book and offset.
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Tensor, ...]
     #: out, in, weights per block.
     shape_and_block: tuple[int, ...]
     #: nf4 or fp4.
@@ -40,23 +41,23 @@ class QuantTables(NamedTuple):
         return *self.tensors, *[None] * (4 - len(self.tensors)), self.shape_and_block, self.quant_type
 
 
-def linear_4bit(x: torch.Tensor, weight: torch.Tensor, tables: QuantTables, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_4bit(x: Tensor, weight: Tensor, tables: QuantTables, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias for x (tokens, in) and a 4-bit W."""
     if x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantised(weight, tables, x.dtype), bias)
     return _FINETUNE_OPS.few_token_linear(weight, *tables.arguments(), x, bias)
 
 
-def dequantised(weight: torch.Tensor, tables: QuantTables, dtype: torch.dtype) -> torch.Tensor:
+def dequantised(weight: Tensor, tables: QuantTables, dtype: torch.dtype) -> Tensor:
     """Return a 4-bit weight (out, in) in `dtype`."""
     absmax = tables.tensors[0]
     # a plain tensor, not a forecast's: without the operator, whose dispatch takes the host as long as the kernel's launch
-    is_on_gpu = type(absmax) is torch.Tensor and absmax.is_cuda
-    function: Callable[..., torch.Tensor] = _by_triton if is_on_gpu else _FINETUNE_OPS.dequantise_4bit
+    is_on_gpu = type(absmax) is Tensor and absmax.is_cuda
+    function: Callable[..., Tensor] = _by_triton if is_on_gpu else _FINETUNE_OPS.dequantise_4bit
     return function(weight, *tables.arguments(), dtype)
 
 
-def _few_token_linear(*arguments: Any) -> torch.Tensor:
+def _few_token_linear(*arguments: Any) -> Tensor:
     weight, absmax, nested_absmax, nested_code, offset, (*shape, block), quant_type, x, bias = arguments
     nested = {}
     if nested_absmax is not None:
@@ -64,7 +65,7 @@ def _few_token_linear(*arguments: Any) -> torch.Tensor:
     return _BITSANDBYTES_OPS.gemm_4bit(x, weight, shape, absmax, block, quant_type, bias, **nested)
 
 
-def dequantising_linear(*arguments: Any) -> torch.Tensor:
+def dequantising_linear(*arguments: Any) -> Tensor:
     """Return the result of `few_token_linear` by dequantising the whole weight."""
     # for forecasts: an upper bound, and examples of all lengths allocate alike
     *weight, x, bias = arguments
@@ -72,9 +73,9 @@ def dequantising_linear(*arguments: Any) -> torch.Tensor:
 
 
 def _by_bitsandbytes(
-    weight: torch.Tensor, absmax: torch.Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
+    weight: Tensor, absmax: Tensor, nested_absmax: Any, nested_code: Any, offset: Any,
     shape_and_block: Sequence[int], quant_type: str, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     *shape, block = shape_and_block
     if nested_absmax is not None:
         unnest = _BITSANDBYTES_OPS.dequantize_blockwise
@@ -82,7 +83,7 @@ def _by_bitsandbytes(
     return _BITSANDBYTES_OPS.dequantize_4bit(weight.view(-1, 1), absmax, block, quant_type, shape, dtype)
 
 
-def _by_triton(*arguments: Any) -> torch.Tensor:
+def _by_triton(*arguments: Any) -> Tensor:
     weight, absmax, *nested, (*shape, block), quant_type, dtype = arguments
     kernel = _kernel()
     if kernel is None or quant_type != "nf4" or weight.dtype != torch.uint8:
@@ -105,7 +106,7 @@ def _kernel() -> Callable[..., None] | None:
 
 
 @functools.cache
-def _nf4_values(device: torch.device) -> torch.Tensor:
+def _nf4_values(device: torch.device) -> Tensor:
     return bitsandbytes.functional.get_4bit_type("nf4", device=device)
 
 

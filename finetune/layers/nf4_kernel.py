@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 #: Bytes of packed weights that each program of the kernel dequantises.
 _PROGRAM_BYTES = 1024
@@ -38,10 +38,7 @@ def _dequantise(  # noqa: ANN202 - Triton compiles it
     tl.store(out + out_index, values.to(out.dtype.element_ty), mask=out_index < 2 * n_bytes)
 
 
-def dequantise(
-    weight: torch.Tensor, absmax: torch.Tensor, nested: tuple[torch.Tensor, ...], nf4_values: torch.Tensor,
-    out: torch.Tensor, block: int,
-) -> None:  # fmt: skip
+def dequantise(weight: Tensor, absmax: Tensor, nested: tuple[Tensor, ...], nf4_values: Tensor, out: Tensor, block: int) -> None:
     """Dequantise packed 4-bit weights into `out`. Each byte holds two weights, the first in the upper four bits.
 
     `nested`: absmax, code book and offset of an 8-bit `absmax`; empty for an fp32 `absmax`.

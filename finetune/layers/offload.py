@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from finetune.layers.host_memory import host_empty
@@ -20,7 +21,7 @@ WINDOW = 2
 class InOrder:
     """Copies in order with the computation: on its stream, or directly on a CPU and in a forecast."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
+    def copy(self, target: Tensor, source: Tensor, *, after: Any = None) -> Any:
         """Copy after the computation issued so far, or before the mark `after`. Return a handle for `wait`."""
         target.copy_(source, non_blocking=True)
 
@@ -40,7 +41,7 @@ class SideStream(InOrder):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
+    def copy(self, target: Tensor, source: Tensor, *, after: Any = None) -> Any:
         # earlier kernels may still write the source, and still read what the target's memory held before
         if after is None:
             self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -68,10 +69,10 @@ _side_stream = functools.cache(SideStream)
 class OffloadedTensor:
     """A tensor in host memory, and back on its device from its first use in backward."""
 
-    host: torch.Tensor | None
+    host: Tensor | None
     device: torch.device
     bytes: int
-    on_device: torch.Tensor | None = None
+    on_device: Tensor | None = None
     #: Handle of the copy to the device.
     copy_back: Any = None
 
@@ -95,11 +96,11 @@ class Offload:
         # (aten/src/ATen/core/CachingHostAllocator.h)
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
-        self._departing: deque[tuple[torch.Tensor, Any]] = deque()
+        self._departing: deque[tuple[Tensor, Any]] = deque()
         self._offloaded: dict[int, weakref.ref[OffloadedTensor]] = {}  # by id, in order of saving
         self._prefetching: dict[int, OffloadedTensor] = {}
 
-    def move(self, tensor: torch.Tensor) -> OffloadedTensor:
+    def move(self, tensor: Tensor) -> OffloadedTensor:
         """Start a copy of `tensor` to the host."""
         host = host_empty(tensor, pinned=self._pinned)
         self._largest = max(self._largest, tensor.nbytes)
@@ -112,7 +113,7 @@ class Offload:
         self._offloaded.pop(id(moved), None)
         self._offloaded[id(moved)] = weakref.ref(moved)
 
-    def load(self, moved: OffloadedTensor) -> torch.Tensor:
+    def load(self, moved: OffloadedTensor) -> Tensor:
         """Return the tensor on its device, and prefetch the tensors needed next."""
         self._free_copied(0)
         if moved.on_device is None:
@@ -189,13 +190,13 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._stored.clear()
         self._offload.close()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
         if not _is_activation(tensor):
             return tensor
         with torch.no_grad():
             return self._handle_for(tensor.detach())
 
-    def _handle_for(self, tensor: torch.Tensor) -> _Handle:
+    def _handle_for(self, tensor: Tensor) -> _Handle:
         storage = tensor.untyped_storage()
         # Views of a whole storage differ only in shape and share one copy. Any other view gets a separate copy.
         is_whole = tensor.numel() * tensor.element_size() == storage.nbytes() and _is_non_overlapping_and_dense(tensor)
@@ -210,14 +211,14 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._offload.note_saved(moved)
         return _Handle(moved, tensor.shape, tensor.stride() if is_whole else None)
 
-    def _unpack(self, saved: torch.Tensor | _Handle) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
+    def _unpack(self, saved: Tensor | _Handle) -> Tensor:
+        if isinstance(saved, Tensor):
             return saved
         loaded = self._offload.load(saved.moved)
         return loaded.view(saved.size) if saved.stride is None else loaded.as_strided(saved.size, saved.stride)
 
 
-def _is_activation(tensor: torch.Tensor) -> bool:
+def _is_activation(tensor: Tensor) -> bool:
     """Return whether `tensor` is large and not a parameter, its view or its cast."""
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _MIN_BYTES:
         return False
@@ -228,7 +229,7 @@ def _is_activation(tensor: torch.Tensor) -> bool:
     return not isinstance(base, torch.nn.Parameter) and not isinstance(only_input, torch.nn.Parameter)
 
 
-def _is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
+def _is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -8,6 +8,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 #: The name of the RoPE function in a model's file, and its possible parameters; the last parameter has a default.
@@ -35,19 +36,19 @@ class Rotary(torch.autograd.Function):
     swapped."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin.chunk(2, -1), 1.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         # the gradient is rotated back by the same angles
         return _rotated(grad, cos, sin.chunk(2, -1)[::-1], -1.0), None, None
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin_halves: Any, sign: float) -> torch.Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin_halves: Any, sign: float) -> Tensor:
     width = cos.shape[-1]
     half = width // 2
     out = torch.empty_like(x, dtype=cos.dtype)
@@ -113,7 +114,7 @@ def _lean_rope(model_rope: Any) -> Callable[..., Any] | None:
 
     def lean_rope(*arguments: Any, **keywords: Any) -> Any:
         bound = {"unsqueeze_dim": 1, **dict(zip(form.parameters, arguments, strict=False)), **keywords}
-        tensors = [value for name in form.parameters[:-1] if isinstance(value := bound.get(name), torch.Tensor)]
+        tensors = [value for name in form.parameters[:-1] if isinstance(value := bound.get(name), Tensor)]
         # unknown keywords, or missing tensors
         if len(bound) > len(form.parameters) or len(tensors) < len(form.parameters) - 1:
             return model_rope(*arguments, **keywords)
@@ -127,7 +128,7 @@ def _lean_rope(model_rope: Any) -> Callable[..., Any] | None:
     return lean_rope
 
 
-def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: RopeForm) -> bool:
+def _fits(x: Tensor, cos: Tensor, sin: Tensor, form: RopeForm) -> bool:
     if not torch.is_grad_enabled() or cos.requires_grad or sin.requires_grad:
         return False
     if cos.shape != sin.shape or cos.dtype != sin.dtype or cos.dim() != x.dim() or cos.shape[-1] % 2:
@@ -174,6 +175,6 @@ def _computes_rope(
     return True
 
 
-def _equal(out: Any, expected: torch.Tensor) -> bool:
-    has_form = isinstance(out, torch.Tensor) and out.dtype == expected.dtype and out.shape == expected.shape
+def _equal(out: Any, expected: Tensor) -> bool:
+    has_form = isinstance(out, Tensor) and out.dtype == expected.dtype and out.shape == expected.shape
     return has_form and torch.allclose(out, expected, rtol=1e-9 if expected.dtype == torch.float64 else 1e-2, atol=1e-12)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -31,8 +32,8 @@ def register() -> None:
 
 
 def varlen_mask(
-    batch_size: int, q_length: int, kv_length: int, *, attention_mask: torch.Tensor | None = None, **arguments: Any
-) -> torch.Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, *, attention_mask: Tensor | None = None, **arguments: Any
+) -> Tensor | None:
     """Return None for a batch without padding, else sdpa's mask, (batch, 1, q_length, kv_length)."""
     if attention_mask is None and q_length == kv_length:
         return None
@@ -40,9 +41,9 @@ def varlen_mask(
 
 
 def varlen_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None, **arguments: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None, **arguments: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Return causal attention within each example, (batch, tokens, heads, head_dim), for (batch, heads, tokens, head_dim).
 
     Raises RecipeError for dropout, soft caps and attention sinks, which the kernel does not support.
@@ -64,7 +65,7 @@ def varlen_attention(
         out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scaling, window_size=window_size, **gqa)
     else:
         out = _example_by_example(q, k, v, _host_offsets(boundaries, batch * tokens), scaling, window)
-    assert isinstance(out, torch.Tensor)
+    assert isinstance(out, Tensor)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
@@ -86,13 +87,13 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
 _BOUNDARIES, _HOST_OFFSETS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
-def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:
+def _example_boundaries(query: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, int]:
     """Return the offsets of the examples (examples + 1, int32) in the flattened batch, and the longest length."""
     batch, _, tokens, _ = query.shape
     boundaries = arguments.get("cu_seq_lens_q")
     if boundaries is not None:
         longest = arguments["max_length_q"]
-        return boundaries.to(query.device), longest.shape[0] if isinstance(longest, torch.Tensor) else longest
+        return boundaries.to(query.device), longest.shape[0] if isinstance(longest, Tensor) else longest
     positions = arguments.get("position_ids")
     if positions is None or positions.shape != (batch, tokens) or is_in_forecast(query):
         return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device), tokens
@@ -105,7 +106,7 @@ def _example_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple
     return _BOUNDARIES[positions]
 
 
-def _host_offsets(boundaries: torch.Tensor, tokens: int) -> list[int]:
+def _host_offsets(boundaries: Tensor, tokens: int) -> list[int]:
     if is_in_forecast(boundaries):
         # tensors in a forecast have no values: assume examples of equal length
         examples = len(boundaries) - 1
@@ -130,7 +131,7 @@ def forecast_for(capability: tuple[int, int] | None) -> Iterator[None]:
         _FORECAST_CAPABILITIES.pop()
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
     head_dim = query.shape[-1]
     # flash attention's limits: 16 bit, one head_dim, a multiple of 8 up to 256, compute capability 8.0
     if query.dtype not in (torch.bfloat16, torch.float16) or head_dim > 256 or head_dim % 8:
@@ -160,8 +161,8 @@ def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
 
 
 def _example_by_example(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: list[int], scaling: float | None, window: int | None
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, offsets: list[int], scaling: float | None, window: int | None
+) -> Tensor:
     outs = []
     for start, end in pairwise(offsets):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -173,7 +174,7 @@ def _example_by_example(
     return torch.cat(outs)
 
 
-def _window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor:
+def _window_mask(tokens: int, window: int, device: torch.device) -> Tensor:
     index = torch.arange(tokens, device=device)
     distance = index.unsqueeze(1) - index
     return (distance >= 0) & (distance < window)
