@@ -28,11 +28,11 @@ from finetune.layers.rotary import forward_with, rotary_forward
 _LORA_TYPES = (LoraPlain, Lora4bit)
 _NORM_FORMS = (NormForm(), NormForm(rounds_last=True), NormForm(plus_one=True, rounds_last=True), NormForm(gated=True))
 _GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
-_ACTIVATIONS = {
-    "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
-    "gelu": Activation(F.gelu, _GELU_BACKWARD),
-    "gelu_tanh": Activation(*(functools.partial(gelu, approximate="tanh") for gelu in (F.gelu, _GELU_BACKWARD))),
-}
+_ACTIVATIONS = (
+    Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
+    Activation(F.gelu, _GELU_BACKWARD),
+    Activation(*(functools.partial(gelu, approximate="tanh") for gelu in (F.gelu, _GELU_BACKWARD))),
+)
 
 
 class GatedParts(NamedTuple):
@@ -60,7 +60,7 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
             elif form := norm_form(module):
                 set_forward(module, _norm_forward, kind="norm", form=form)
             elif parts := gated_parts(module):
-                act = _ACTIVATIONS[_activation(getattr(module, parts.act))]
+                act = _activation(getattr(module, parts.act))
                 set_forward(module, _mlp_forward, kind="MLP", parts=parts, act=act)
             elif forward := rotary_forward(module):
                 set_forward(module, forward, kind="RoPE")
@@ -351,13 +351,13 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
     return True
 
 
-def _activation(act: torch.nn.Module) -> str:
+def _activation(act: torch.nn.Module) -> Activation | None:
     key = (type(act), _plain_values(act))
     if key not in _RECOGNISED:
         x = torch.linspace(-12, 12, 97, dtype=torch.float64)
         theirs = None if next(act.parameters(), None) is not None else _class_forward(act, {}, x)
-        matches = (name for name, (forward, _) in _ACTIVATIONS.items() if theirs is not None and _equal(forward(x), theirs))
-        _RECOGNISED[key] = next(matches, "")
+        matches = (entry for entry in _ACTIVATIONS if theirs is not None and _equal(entry.forward(x), theirs))
+        _RECOGNISED[key] = next(matches, None)
     return _RECOGNISED[key]
 
 
