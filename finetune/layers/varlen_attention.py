@@ -64,7 +64,7 @@ def varlen_attention(
             gqa, k, v = {}, k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scaling, window_size=window_size, **gqa)
     else:
-        out = _example_by_example(q, k, v, _host_offsets(boundaries, batch * tokens), scaling, window)
+        out = _example_by_example(q, k, v, boundaries, scaling, window)
     assert isinstance(out, Tensor)
     return out.view(batch, tokens, *out.shape[1:]), None
 
@@ -104,16 +104,6 @@ def _example_boundaries(query: Tensor, arguments: dict[str, Any]) -> tuple[Tenso
         _BOUNDARIES[positions] = boundaries, max(end - start for start, end in pairwise(offsets))
         _HOST_OFFSETS[boundaries] = offsets
     return _BOUNDARIES[positions]
-
-
-def _host_offsets(boundaries: Tensor, tokens: int) -> list[int]:
-    if is_in_forecast(boundaries):
-        # tensors in a forecast have no values: assume examples of equal length
-        examples = len(boundaries) - 1
-        return [example * tokens // examples for example in range(examples + 1)]
-    if boundaries not in _HOST_OFFSETS:
-        _HOST_OFFSETS[boundaries] = boundaries.tolist()
-    return _HOST_OFFSETS[boundaries]
 
 
 _CPU = (0, 0)
@@ -161,8 +151,16 @@ def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:
 
 
 def _example_by_example(
-    query: Tensor, key: Tensor, value: Tensor, offsets: list[int], scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
+    if is_in_forecast(boundaries):
+        # tensors in a forecast have no values: assume examples of equal length
+        tokens, examples = len(query), len(boundaries) - 1
+        offsets = [example * tokens // examples for example in range(examples + 1)]
+    else:
+        if boundaries not in _HOST_OFFSETS:
+            _HOST_OFFSETS[boundaries] = boundaries.tolist()
+        offsets = _HOST_OFFSETS[boundaries]
     outs = []
     for start, end in pairwise(offsets):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
