@@ -23,10 +23,9 @@ from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory, is_
 from finetune.export import shards
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.model.adapters import grow_vocabulary
-from finetune.model.build import build_base, build_on_meta
+from finetune.model.build import build_base, build_on_meta, model_dtype
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import is_multimodal
-from finetune.model.quantisation import model_dtype
 from finetune.model.transformers_config import load_config
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory

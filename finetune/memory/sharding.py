@@ -247,8 +247,7 @@ def _units_of_model(config: Any, settings: Settings) -> Units:
     from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise
     from finetune.memory.tracker import StorageTracker
     from finetune.model.adapters import attach_adapters
-    from finetune.model.build import build_base
-    from finetune.model.quantisation import model_dtype
+    from finetune.model.build import build_base, model_dtype
 
     with fake_dora_weights():
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)

@@ -29,11 +29,10 @@ from finetune.memory.step import Simulation, observe, save, step_errors, step_tr
 from finetune.memory.tracker import StorageTracker
 from finetune.methods import TrainingMethod, method_of
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
-from finetune.model.build import build_base, must_repeat_keys
+from finetune.model.build import build_base, model_dtype, must_repeat_keys
 from finetune.model.hybrid import kernel_fallback_notes
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
-from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 
 
-# model/quantisation.py loads the formats, memory/rules.py has the memory of their kernels. model/adapters.py,
+# model/build.py loads the formats, memory/rules.py has the memory of their kernels. model/adapters.py,
 # memory/fake_model.py and layers/lean_layers.py recognise the layers of bitsandbytes. evaluate/quantisation.py measures each
 # format, and every table of recipe/tools/ switches each off.
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from finetune.card import find_card
 from finetune.distributed.processes import accelerate_configuration, deepspeed_configuration, is_distributed
 from finetune.errors import RecipeError
 from finetune.files import write_json
-from finetune.model.quantisation import quantization_config
+from finetune.model.build import quantization_config
 from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe, recipe_from

@@ -19,7 +19,7 @@ from finetune.layers import experts as expert_layers
 from finetune.layers.checkpointing import base_of
 from finetune.layers.lean_layers import lean_summary
 from finetune.model.adapters import attach_adapters, trainable_parameters
-from finetune.model.quantisation import quantization_config
+from finetune.model.build import quantization_config
 from finetune.model.techniques import apply_techniques
 
 #: A few experts of each form; and the routing of Qwen3-30B-A3B and gpt-oss-20b, at small widths.

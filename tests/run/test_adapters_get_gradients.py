@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from families import FAMILIES, SHARED
 from finetune.errors import RecipeError
 from finetune.model.adapters import attach_adapters
+from finetune.model.build import quantization_config
 from finetune.model.language_model import model_class
-from finetune.model.quantisation import quantization_config
 from finetune.recipe import recipe_from
 from finetune.run import training
 from finetune.run.callbacks import require_gradients

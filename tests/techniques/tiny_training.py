@@ -17,8 +17,7 @@ from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.memory.fake_model import materialise
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
-from finetune.model.build import build_base
-from finetune.model.quantisation import model_dtype
+from finetune.model.build import build_base, model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.model.transformers_config import load_config
 from finetune.settings import Recipe, Settings, resolve_plain
