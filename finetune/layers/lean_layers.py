@@ -77,7 +77,7 @@ def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
 
 
 def undo_lean(layers: list[torch.nn.Module]) -> None:
-    """Remove the forwards set by `make_lean`."""
+    """Remove the forwards that `set_forward` has set."""
     for module in (module for layer in layers for module in layer.modules()):
         if "forward" in vars(module).pop("lean", {}):
             del vars(module)["forward"]
@@ -107,7 +107,7 @@ def _lean_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def set_forward(module: Any, forward: Any, **lean: Any) -> None:
-    """Set a module's forward, until `undo_lean`; the forward reads `lean` from the module."""
+    """Set a module's forward, which reads `lean` from the module."""
     vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
 
 
