@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune.api.forecasts import Fit, MemoryCallback, fits
-    from finetune.api.memory_techniques import lean
+    from finetune.api.memory import lean, track
     from finetune.api.plans import plan, read_plan
-    from finetune.api.tracking import track
 
 __version__ = "0.1.0"
 __all__ = ["Fit", "MemoryCallback", "fits", "lean", "plan", "read_plan", "track"]
 
 _MODULES = {
-    "Fit": "forecasts", "MemoryCallback": "forecasts", "fits": "forecasts", "lean": "memory_techniques",
-    "plan": "plans", "read_plan": "plans", "track": "tracking",
+    "Fit": "forecasts", "MemoryCallback": "forecasts", "fits": "forecasts", "lean": "memory", "track": "memory",
+    "plan": "plans", "read_plan": "plans",
 }  # fmt: skip
 
 
