@@ -18,8 +18,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_tran
 
 from pydantic import Field
 
-from finetune.files import is_damaged, with_checksum
-from finetune.serialise import from_json, parse_leniently, to_json
+from finetune.files import from_json, is_damaged, parse_leniently, to_json, with_checksum
 from finetune.system import one_writer_at_a_time
 
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.

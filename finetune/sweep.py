@@ -18,12 +18,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from finetune.errors import CommandError, DataError, DoesNotFit, FinetuneError, OutOfMemory
 from finetune.evaluate.results import Difference, difference
+from finetune.files import to_json
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.best import RowLosses, lowest_losses, read_row_losses
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive, read_state
-from finetune.serialise import to_json
 from finetune.settings import AUTO, Recipe
 from finetune.system import is_locked
 from finetune.units import Progress, format_seconds

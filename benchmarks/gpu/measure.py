@@ -27,7 +27,7 @@ from benchmarks.gpu.random_model import make_model, write_rows
 from finetune.card import nvidia
 from finetune.card.visible import hide_gpus, usable_devices
 from finetune.events import Event, Phase, Step, read_events
-from finetune.serialise import to_json
+from finetune.files import to_json
 from finetune.units import GIB
 
 if TYPE_CHECKING:

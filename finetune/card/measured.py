@@ -10,8 +10,7 @@ from pydantic import PositiveInt
 
 from finetune.card.card import Card
 from finetune.card.nvidia import Device
-from finetune.files import cache_dir, read_object, write_json
-from finetune.serialise import read_json_as, to_json
+from finetune.files import cache_dir, read_json_as, read_object, to_json, write_json
 from finetune.units import GIB, MIB
 
 CONTEXTS, RATES = "contexts.json", "rates.json"

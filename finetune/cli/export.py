@@ -11,10 +11,10 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import option_bytes
 from finetune.errors import CommandError
+from finetune.files import to_json
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
-from finetune.serialise import to_json
 from finetune.settings.base_formats import requested_formats
 from finetune.units import format_bytes
 

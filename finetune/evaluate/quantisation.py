@@ -17,12 +17,12 @@ import numpy as np
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.evaluate.results import difference
+from finetune.files import to_json
 from finetune.model.configuration import read_config, stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.shape import shape_of
 from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
-from finetune.serialise import to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
 from finetune.system import keep_private, redirect_output

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.files import parse_checked, read_object, remove_left_over, with_checksum, write_json
+from finetune.files import parse_checked, read_json_as, read_object, remove_left_over, with_checksum, write_json
 from finetune.run.directory import RunDirectory
-from finetune.serialise import read_json_as
 from finetune.units import format_measured
 
 

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.files import cache_dir, read_object, with_checksum, write_text
+from finetune.files import cache_dir, from_json, read_object, to_json, with_checksum, write_text
 from finetune.requirements import installed_version
-from finetune.serialise import from_json, to_json
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = (

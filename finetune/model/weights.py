@@ -14,8 +14,10 @@ from finetune.errors import ModelError
 from finetune.files import (
     IS_LFS_POINTER,
     cache_dir,
+    from_json,
     is_lfs_pointer,
     read_json,
+    read_json_as,
     read_safetensors_header,
     sha256_in_subprocess,
     sha256_of,
@@ -23,7 +25,6 @@ from finetune.files import (
     write_text,
 )
 from finetune.model.configuration import ADAPTER_CONFIG, CONFIG, DOWNLOAD_AGAIN, model_file
-from finetune.serialise import from_json, read_json_as
 from finetune.settings import Settings
 
 #: The index of a checkpoint in several files, and the weights of an adapter.

@@ -12,9 +12,8 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.errors import CommandError, DataError, DoesNotFit
-from finetune.files import is_damaged, read_json
+from finetune.files import from_json, is_damaged, read_json, to_json
 from finetune.memory.forecast import Forecast, RowShape
-from finetune.serialise import from_json, to_json
 from finetune.settings import AUTO, Recipe, Settings, resolve
 from finetune.settings.compatibility import Sizes
 from finetune.units import format_bytes, format_seconds, gib

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.files import read_json
+from finetune.files import from_json, read_json
 from finetune.model.configuration import ADAPTER_CONFIG, match_name, vocabulary_size
 from finetune.model.weights import config_problems
-from finetune.serialise import from_json
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import requested_formats
 from finetune.settings.compatibility import ONLY_WITH_VISION

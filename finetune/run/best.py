@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
 from finetune.events import Evaluation, Result, read_events
-from finetune.files import changes_in, read_object, write_json, write_manifest
+from finetune.files import changes_in, read_json_as, read_object, to_json, write_json, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.directory import RunDirectory
 from finetune.run.seal import verify
-from finetune.serialise import read_json_as, to_json
 from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.card import free_for_run
 from finetune.errors import CommandError, FinetuneError
 from finetune.events import Memory, OutOfMemory
-from finetune.files import read_json, write_json
+from finetune.files import from_json, read_json, to_json, write_json
 from finetune.memory.forecast import Forecast, PhaseForecast
 from finetune.model.configuration import read_config
 from finetune.planner.plan import AS_SET, Plan, read_plan
 from finetune.run.directory import RunDirectory
-from finetune.serialise import from_json, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
 from finetune.settings.compatibility import is_zero3, lean_layers_conflict

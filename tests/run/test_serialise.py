@@ -9,9 +9,9 @@ from typing import Literal
 import pytest
 
 from finetune.card.card import Card
+from finetune.files import from_json, parse_leniently, to_json
 from finetune.memory.forecast import Forecast
 from finetune.recipe import load_recipe
-from finetune.serialise import from_json, parse_leniently, to_json
 from finetune.settings.schema import Recipe
 
 

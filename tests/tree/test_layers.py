@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: From the lowest to the highest; a package may import itself and what stands before it.
 LAYERS = (
     "finetune.errors", "finetune.units", "finetune.system", "finetune.files",
-    "finetune.serialise", "finetune.compat", "finetune.hub", "finetune.requirements",
+    "finetune.compat", "finetune.hub", "finetune.requirements",
     "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
     "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",
     "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.sweep", "finetune.export",
