@@ -11,7 +11,8 @@ from collections.abc import Iterator
 SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b")
 
 FINISHED, FAILED, STOPPED = 0, 1, (130, 143)  # exit codes of success, of an internal error, and of a stop by SIGINT or SIGTERM
-_CAUSES: dict[int, str] = {}  # by exit code
+#: Cause of each exit code but the internal error's, ascending.
+CAUSES: dict[int, str] = {}
 
 
 class FinetuneError(Exception):
@@ -27,7 +28,7 @@ class FinetuneError(Exception):
         for name, value in attributes.items():
             setattr(cls, name, value)
         if cls.exit_code != FAILED:  # `finetune --help` names the internal error itself
-            _CAUSES[cls.exit_code] = cls.cause
+            CAUSES[cls.exit_code] = cls.cause
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
         # all problems together, one line each: a user corrects a file in one go
@@ -102,11 +103,6 @@ class Diverged(FinetuneError, exit_code=6, cause="diverged", run_state="diverged
 
 class DiskFull(FinetuneError, exit_code=7, cause="disk", run_state="paused", title="The disk needs attention"):
     """The disk is full, or a path can't be written."""
-
-
-def exit_code_causes() -> dict[int, str]:
-    """Return the cause of each exit code."""
-    return dict(sorted(_CAUSES.items()))
 
 
 #: Texts of torch's allocators, of the CUDA driver (without the final dot that transformers looks for), and of cuBLAS.

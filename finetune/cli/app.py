@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from finetune.errors import exit_code_causes
+from finetune.errors import CAUSES
 from finetune.evaluate.scorers import SCORES
 from finetune.export.targets import GGUF_TYPES, LAYOUTS
 from finetune.requirements import refuse_missing_extra
@@ -18,7 +18,7 @@ cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own GPU: forecast what fits, train, resume, chat, export.",
     epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, "
-    f"{', '.join(f'{code} {cause}' for code, cause in exit_code_causes().items())}, 130 or 143 paused",
+    f"{', '.join(f'{code} {cause}' for code, cause in CAUSES.items())}, 130 or 143 paused",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 

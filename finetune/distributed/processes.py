@@ -187,5 +187,5 @@ class Launcher:
 
 
 #: The first of these exit statuses is the cause when ranks end differently.
-_CAUSES = sorted(errors.exit_code_causes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
+_CAUSES = sorted(errors.CAUSES, key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
 _CAUSE_ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)

@@ -82,7 +82,13 @@ def choose_basics(
     pixels_reason = "images keep their size" if choices.value("vision") else "no row has an image"
     choices = choices.choose("max_pixels", None, pixels_reason)
     choices = choose_packing(choices, card, config, data, avoid_packing, shape.stateful)
-    choices = _choose_adapter(choices, shape, data)
+    why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
+    if shape.targets != "all-linear":
+        why = f"attention only: all-linear would add an adapter to each of {shape.experts} experts per layer"
+    choices = choices.choose("target_modules", shape.targets, why).choose("lora_r", *advise_rank(shape, data))
+    choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
+    method, optim = choices.recipe.method, choices.recipe.optim
+    choices = choices.choose("learning_rate", *advise_learning_rate(shape, method, FUSED if optim == AUTO else optim))
     choices = _choose_length(choices, shape, data)
     choices = choices.choose("effective_batch_size", *_advise_batch_size(choices, data))
     conflict = lean_layers_conflict(choices.recipe)
@@ -195,17 +201,6 @@ def _advise_tile(choices: Choices, data: DataStatistics | None) -> tuple[int, st
     if longest <= MOST_UNTILED_TOKENS:
         return 0, f"only rows of more than {MOST_UNTILED_TOKENS:,} tokens need tiles"
     return TILE_TOKENS, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
-
-
-def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
-    why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
-    if shape.targets != "all-linear":
-        why = f"attention only: all-linear would add an adapter to each of {shape.experts} experts per layer"
-    choices = choices.choose("target_modules", shape.targets, why)
-    choices = choices.choose("lora_r", *advise_rank(shape, data))
-    choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
-    method, optim = choices.recipe.method, choices.recipe.optim
-    return choices.choose("learning_rate", *advise_learning_rate(shape, method, FUSED if optim == AUTO else optim))
 
 
 def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, str]:
@@ -326,15 +321,15 @@ def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Itera
     """Yield the choices, then shorter max_lengths unless the recipe sets it or known long rows are errors."""
     yield choices
     longest: int = choices.value("max_length")
-    lengths_known = data is not None and bool(data.lengths)
-    if choices.is_set("max_length") or (lengths_known and choices.recipe.excess_length == "raise"):
+    lengths = data.lengths if data else ()
+    if choices.is_set("max_length") or (lengths and choices.recipe.excess_length == "raise"):
         return
     least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
     for length in (longest // 2, longest // 4, longest // 8):
         if length < least:
             return
         cost = "longer rows are dropped or truncated"
-        if lengths_known:
-            rows, tokens = Batches(longest, choices.value("packing"), data).dropped_above(length)
-            cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all"
+        if lengths:
+            excess = [row_tokens - length for row_tokens in lengths if row_tokens > length]
+            cost = f"{len(excess):,} rows are longer, by {sum(excess):,} tokens in all"
         yield choices.choose("max_length", length, f"rows of {longest:,} tokens do not fit on this GPU; {cost}")

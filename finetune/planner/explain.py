@@ -157,12 +157,12 @@ def alternatives(
     searched_chosen = search.lookup(chosen.strategy)
     for candidate in (chosen if evaluated is searched_chosen else evaluated for evaluated in search.evaluated):
         timing, overrides = search.timing(candidate.strategy), _overrides_of(candidate, chosen, search.job, choices)
+        step_s, tokens_per_s = timing.corrected(time_factor)
         differing = {name: value for name, value in overrides.items() if chosen_overrides.get(name) != value}
         row = Alternative(
             plan=describe(candidate.strategy, search.job), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
-            step_s=timing.step_s * time_factor if time_factor else None,
-            tokens_per_s=timing.tokens_per_s / time_factor if time_factor else None,
+            step_s=step_s, tokens_per_s=tokens_per_s,
             verdict=verdict_of(candidate.forecast, search.budget_bytes, candidate.strategy.offload_target),
             overrides=as_overrides(overrides), differs=as_overrides(differing),
         )  # fmt: skip

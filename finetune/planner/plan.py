@@ -174,7 +174,7 @@ class Choices:
 
     def settings(self, **more: Any) -> Settings:
         """Return the complete settings. Raises ValueError for conflicting or missing values."""
-        return resolve(self.recipe, **{**self.values, **more})
+        return resolve(Settings, self.recipe, {**self.values, **more})
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ def make_plan(
     # that differ in one setting.
     planner = _Planner(recipe, card, data, progress)
     attempt = planner.best()
-    if compare:
-        planner.forecast_neighbours(attempt)
+    if compare and attempt.verdict != Verdict.NO_FIT:
+        options = attempt.search.within_budget(planner.open_strategies(attempt))
+        for strategy in neighbours(attempt.evaluated.strategy, options):
+            attempt.search.forecast(strategy)
     return planner.plan(attempt)
 
 
@@ -128,16 +130,16 @@ class _Planner:
         """Return the first attempt that fits, else the preferred attempt with its smallest strategy."""
         attempts = list(self._attempts(avoid_packing, target))
         preferred = attempts[0]
-        if target and not self._open_strategies(preferred):
+        if target and not self.open_strategies(preferred):
             raise resources.offloading_error(self.recipe, self.shape, self.host_free_bytes)
         if fitting := self._first_fitting(attempts):
             return fitting
-        return dataclasses.replace(preferred, chosen=preferred.search.smallest(self._open_strategies(preferred)))
+        return dataclasses.replace(preferred, chosen=preferred.search.smallest(self.open_strategies(preferred)))
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
         # the first attempt that fits, also with rows of uneven length
         for attempt in attempts:
-            search, options = attempt.search, self._open_strategies(attempt)
+            search, options = attempt.search, self.open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
             replayed, compiled_misfits = list[EvaluatedStrategy](), 0
@@ -167,12 +169,6 @@ class _Planner:
         search.evaluated[search.evaluated.index(candidate)] = replayed
         return replayed
 
-    def forecast_neighbours(self, attempt: _Attempt) -> None:
-        if attempt.verdict != Verdict.NO_FIT:
-            options = attempt.search.within_budget(self._open_strategies(attempt))
-            for strategy in neighbours(attempt.evaluated.strategy, options):
-                attempt.search.forecast(strategy)
-
     def _with_compiled_layers(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
         values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
@@ -200,19 +196,20 @@ class _Planner:
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
-        time_factor, steps = self._time_factor(), defaults.total_steps(choices, chosen.strategy.micro, self.data)
+        steps = defaults.total_steps(choices, chosen.strategy.micro, self.data)
+        time_factor = self.history.speed_factor  # of modelled times; None if neither rates nor an earlier run tell
+        if knows_rates(self.card):
+            time_factor = min(max(time_factor or 1.0, LEAST_FACTOR), MOST_FACTOR)
         if not attempt.compiled:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")  # an earlier reason stays
         why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
         choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen)
         choices = defaults.choose_cadence(choices, steps, self.data)
         settings, timing = choices.settings(), search.timing(chosen.strategy)
-        forecast = dataclasses.replace(
-            chosen.forecast, step_s=timing.step_s * time_factor if time_factor else None,
-            tokens_per_s=timing.tokens_per_s / time_factor if time_factor else None,
-            notes=(*chosen.forecast.notes, *self._notes(attempt)),
-        )  # fmt: skip
-        train_s = forecast.step_s * steps if forecast.step_s and steps else None
+        step_s, tokens_per_s = timing.corrected(time_factor)
+        notes = (*chosen.forecast.notes, *self._notes(attempt))
+        forecast = dataclasses.replace(chosen.forecast, step_s=step_s, tokens_per_s=tokens_per_s, notes=notes)
+        train_s = step_s * steps if step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, time_factor, choices),
@@ -224,11 +221,6 @@ class _Planner:
             cost=cost_of(train_s, settings.price_per_hour),
             suggestions=() if attempt.verdict.fits else self._suggestions(attempt, settings, forecast),
         )  # fmt: skip
-
-    def _time_factor(self) -> float | None:
-        # of modelled times; None if neither rates nor an earlier run tell
-        factor = self.history.speed_factor
-        return min(max(factor or 1.0, LEAST_FACTOR), MOST_FACTOR) if knows_rates(self.card) else factor
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
@@ -270,7 +262,7 @@ class _Planner:
             search = Search(job, self.budget_bytes, functools.partial(self._forecast_strategy, choices, job), lean, forecasts)
             yield _Attempt(choices, search, offload_target=target)
 
-    def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
+    def open_strategies(self, attempt: _Attempt) -> list[Strategy]:
         has_table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
         options = strategies(
             attempt.choices, self.card, self.shape.layers, attempt.offload_target, trainable_formats(self.stored), has_table

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
     from finetune.units import Progress
 
-Encode = Callable[[Recipe], "EncodedRows"]
 RowReader = Callable[[Recipe], "RowsRead"]
 #: Seconds between progress reports, and until the first.
 _REPORT_EVERY_S = 0.5
@@ -165,7 +164,7 @@ def rows_with_pictures(pictures: Sizes) -> RowReader:
     return read
 
 
-def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
+def read_rows(recipe: Recipe, encode: Callable[[Recipe], EncodedRows] | None = None, *, downloaded: bool = False) -> RowsRead:
     """Read the recipe's rows if they are on this machine; refused rows become `problem`."""
     from finetune.data.sources import is_local, require_path_or_id
 

@@ -50,7 +50,11 @@ class EvaluatedStrategy:
 def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
     """Scale the upper end from the nearest evaluated strategy."""
     if not evaluated:
-        return _guess_bytes(strategy, width, job)
+        shape, tokens = job.shape, job.micro_batch_tokens(strategy, width)
+        usual = USUAL_SAVED_BYTES * saved_bytes(strategy.base, job.lean) / SAVED_BYTES
+        activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
+        adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
+        return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
     nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
     forecast = nearest.forecast
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
@@ -58,14 +62,6 @@ def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[Evaluate
     alike = (strategy.base, strategy.offloaded) == (nearest.strategy.base, nearest.strategy.offloaded)
     load = forecast.peaks["load"] if alike else 0
     return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
-
-
-def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
-    shape, tokens = job.shape, job.micro_batch_tokens(strategy, width)
-    usual = USUAL_SAVED_BYTES * saved_bytes(strategy.base, job.lean) / SAVED_BYTES
-    activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
-    adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
-    return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
 
 
 def least_bytes(strategy: Strategy, job: Job) -> int:

@@ -90,20 +90,8 @@ class Batches:
         return self.mean_width(1)
 
     @property
-    def attended_tokens(self) -> float:
-        """Mean tokens that a token of a packed row attends over."""
-        if not self.packed or not self.data or not self.lengths:
-            return float(self.max_length)
-        return sum(length * length for length in self.lengths) / max(1, self.data.total_tokens)
-
-    @property
     def trained_share(self) -> float:
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
-
-    def dropped_above(self, limit: int) -> tuple[int, int]:
-        """Return the number of longer rows, and their excess tokens."""
-        longer = [length for length in self.lengths if length > limit]
-        return len(longer), sum(longer) - limit * len(longer)
 
 
 #: Bytes moved between matrix products, per input and output element of a linear layer: 100 of the 130 us a token of an 8B
@@ -188,6 +176,10 @@ class Timing:
     tokens_per_s: float
     parts: dict[str, float]
     copies: LayerCopies | None = None
+
+    def corrected(self, factor: float | None) -> tuple[float | None, float | None]:
+        """Return the step's seconds times `factor`, and its tokens per second; None where the factor is unknown."""
+        return (self.step_s * factor, self.tokens_per_s / factor) if factor else (None, None)
 
 
 def knows_rates(card: Card) -> bool:
@@ -276,7 +268,9 @@ def _layer_flops(job: Job, recomputed_share: float, tokens: float) -> float:
 
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
-    shape, attended = job.shape, job.batches.attended_tokens if job.batches.packed else width
+    shape, data, attended = job.shape, job.batches.data, width
+    if job.batches.packed and data and data.lengths:  # mean tokens that a token of a packed row attends over
+        attended = sum(length * length for length in data.lengths) / max(1, data.total_tokens)
     recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(shape.layers) / shape.layers
     # causal attention: 2 x layers x width of the heads x attended tokens per token forward, and 2.5 times as many backward
     passes = 1 + 2.5 + recomputed + job.method.reference_passes
@@ -299,7 +293,8 @@ def _attended_in_window(job: Job, attended: float) -> float:
 
 
 def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, float]:
-    # bytes moved per token, and kernels per micro-batch, by the rules or scans of all mixers
+    # bytes moved per token, and kernels per micro-batch, by the rules or scans of all mixers; `elements`: fp32 elements per
+    # token, and `kernels`, each (forward, backward)
     sizes, mixers = job.shape.mixer, job.shape.mixers
     if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
         return 0.0, 0.0
@@ -308,21 +303,15 @@ def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, 
         elements = [heads * sum(map(operator.mul, factors, widths)) for factors in SCAN]
         kernels: Sequence[float] = SCAN_KERNELS
     else:
-        elements, kernels = _delta_rule(sizes, width, job.fused_mixers)
+        heads, key, value = (sizes[name] for name in DELTA_NET)
+        elements = [share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if job.fused_mixers else DELTA_RULE)]
+        kernels = (0, 0)
+        if not job.fused_mixers:
+            chunks = math.ceil(width / DELTA_CHUNK)
+            elements[1] += chunks * heads * sum(map(operator.mul, DELTA_CHUNK_GRADIENTS, (key, value, DELTA_CHUNK)))
+            kernels = [rule + chunks * chunk for rule, chunk in zip(DELTA_KERNELS, DELTA_CHUNK_KERNELS, strict=True)]
     elements_per_token, launched = (forward * (1 + repeated_passes) + backward for forward, backward in (elements, kernels))
     return 2 * 4 * mixers * elements_per_token, mixers * launched  # fp32, written and read
-
-
-def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[float], Sequence[float]]:
-    # fp32 elements per token, and kernels, each (forward, backward)
-    heads, key, value = (sizes[name] for name in DELTA_NET)
-    forward, backward = (share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if fused else DELTA_RULE))
-    if fused:
-        return [forward, backward], (0, 0)
-    chunks = math.ceil(width / DELTA_CHUNK)
-    backward += chunks * heads * sum(map(operator.mul, DELTA_CHUNK_GRADIENTS, (key, value, DELTA_CHUNK)))
-    kernels = [rule + chunks * chunk for rule, chunk in zip(DELTA_KERNELS, DELTA_CHUNK_KERNELS, strict=True)]
-    return [forward, backward], kernels
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:

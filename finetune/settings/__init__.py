@@ -10,7 +10,7 @@ from finetune.settings.base_formats import BITS_16, switches
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, unresolved
 
-__all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "resolve_plain", "resolve", "resolved", "unresolved"]
+__all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "resolve", "resolve_plain", "resolved", "unresolved"]
 
 R = TypeVar("R", bound=Recipe)
 #: A value for each `auto` setting where the planned value makes no difference, such as for a model's size.
@@ -39,21 +39,17 @@ class Settings(Recipe):
 
 def resolved(recipe: R, **choices: Any) -> R:
     """Return a copy with `choices` filled in. Raises ValueError with a line per conflict."""
-    return _filled(type(recipe), recipe, choices)
+    return resolve(type(recipe), recipe, choices)
 
 
-def _filled(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
+def resolve(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
+    """Return a recipe or settings with `choices` filled in. Raises ValueError for conflicts, and for a setting still `auto`."""
     try:
         return kind.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
     except ValidationError as error:
         # the setting's name, except for a conflict of several settings
         lines = (": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in error.errors())
         raise ValueError("\n".join(lines)) from None
-
-
-def resolve(recipe: Recipe, **choices: Any) -> Settings:
-    """Return settings with `choices` filled in. Raises ValueError for conflicts or a remaining `auto`."""
-    return _filled(Settings, recipe, choices)
 
 
 def resolve_plain(recipe: Recipe, **choices: Any) -> Settings:
@@ -75,4 +71,4 @@ def resolve_plain(recipe: Recipe, **choices: Any) -> Settings:
     else:
         steps = batch // (world_size * micro_batch)
     values |= {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps}
-    return resolve(recipe, **{**values, "effective_batch_size": batch, **choices})
+    return resolve(Settings, recipe, {**values, "effective_batch_size": batch, **choices})
