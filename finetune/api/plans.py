@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from finetune.card import find_card
-from finetune.planner import plan as plans
-from finetune.planner.plan import Plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
 from finetune.recipe.load import NO_DATASET, recipe_from
+
+__all__ = ["plan", "read_plan"]
 
 
 def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **settings: Any) -> Plan:
@@ -19,8 +19,3 @@ def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **setting
     """
     recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": dataset or NO_DATASET}, "gpu": gpu, **settings})
     return plan_recipe(recipe, find_card(gpu), without_rows if dataset is None else read_rows)
-
-
-def read_plan(path: str | Path) -> Plan:
-    """Read a plan from a run or from `finetune plan --json > FILE`. Raises a FinetuneError."""
-    return plans.read_plan(Path(path))

@@ -74,27 +74,25 @@ RANKS = (16, 32, 64, 128, 256)
 BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
 
 
-def choose_basics(
-    choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, avoid_packing: bool
-) -> Choices:
+def choose_basics(choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, avoid_packing: bool) -> Choices:
     """Resolve every setting that does not depend on memory."""
     choices = choices.choose("dtype", *_advise_dtype(card, config)).choose("vision", False, "no row has an image")
     pixels_reason = "images keep their size" if choices.value("vision") else "no row has an image"
     choices = choices.choose("max_pixels", None, pixels_reason)
-    choices = choose_packing(choices, card, config, data, avoid_packing, shape.stateful)
+    choices = choose_packing(choices, card, config, avoid_packing, shape.stateful)
     why = "adapters on every linear layer, MLP included, learn best (LoRA Without Regret)"
     if shape.targets != "all-linear":
         why = f"attention only: all-linear would add an adapter to each of {shape.experts} experts per layer"
-    choices = choices.choose("target_modules", shape.targets, why).choose("lora_r", *advise_rank(shape, data))
+    choices = choices.choose("target_modules", shape.targets, why).choose("lora_r", *advise_rank(shape, choices.data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
     method, optim = choices.recipe.method, choices.recipe.optim
     choices = choices.choose("learning_rate", *advise_learning_rate(shape, method, FUSED if optim == AUTO else optim))
-    choices = _choose_length(choices, shape, data)
-    choices = choices.choose("effective_batch_size", *_advise_batch_size(choices, data))
+    choices = _choose_length(choices, shape)
+    choices = choices.choose("effective_batch_size", *_advise_batch_size(choices))
     conflict = lean_layers_conflict(choices.recipe)
     benefit = "about half the saved activations, for the same computation up to rounding"
     choices = choices.choose("lean_layers", not conflict, f"not with {conflict}" if conflict else benefit)
-    choices = choices.choose("mlp_tile_tokens", *_advise_tile(choices, data))
+    choices = choices.choose("mlp_tile_tokens", *_advise_tile(choices))
     # the planner forecasts compiled layers later, once a strategy fits without them
     choices = choices.choose("torch_compile", False, "not tried")
     # the card's reason also where the recipe sets `gpu`
@@ -107,9 +105,7 @@ def choose_basics(
     return choices.choose("output_dir", f"runs/{folder_name}-{digest}", why)
 
 
-def choose_packing(
-    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, avoid_packing: bool, stateful_layers: int
-) -> Choices:
+def choose_packing(choices: Choices, card: Card, config: dict[str, Any], avoid_packing: bool, stateful_layers: int) -> Choices:
     """Resolve packing and attn_implementation. Raises RecipeError."""
     kind = str(config.get("model_type"))
     leak = None  # why a row would depend on the rows packed before it
@@ -120,7 +116,7 @@ def choose_packing(
     if leak and choices.recipe.packing is True:
         raise RecipeError(f"packing: {leak}", "Set packing=false.")
     problem = leak or _varlen_conflict(config)
-    packs, why = _advise_packing(choices, card, problem, data)
+    packs, why = _advise_packing(choices, card, problem)
     if packs and avoid_packing:
         packs, why = False, "packed sequences do not fit on this GPU; single rows do"
     choices = choices.choose("packing", packs, why)
@@ -133,7 +129,7 @@ def choose_packing(
     return choices.choose("attn_implementation", attention, why)
 
 
-def _advise_packing(choices: Choices, card: Card, problem: str | None, data: DataStatistics | None) -> tuple[bool, str]:
+def _advise_packing(choices: Choices, card: Card, problem: str | None) -> tuple[bool, str]:
     if not METHODS[choices.recipe.method].packs:
         return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
@@ -144,7 +140,7 @@ def _advise_packing(choices: Choices, card: Card, problem: str | None, data: Dat
         return False, f"packing with attn_implementation {choices.recipe.attn_implementation} would need a dense mask"
     if any(map(choices.is_set, ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"))):
         return False, "packing would change the rows per step set in the recipe"
-    if data is None or not data.lengths:
+    if (data := choices.data) is None or not data.lengths:
         return False, "the rows have not been read"
     length = choices.recipe.max_length if choices.is_set("max_length") else max(PACKED_LENGTH, data.lengths[-1])
     rows = length * len(data.lengths) / data.total_tokens
@@ -194,10 +190,10 @@ def float16_risk(config: dict[str, Any]) -> tuple[bool, str]:
     return False, "models published in bfloat16 may exceed its range" if dtypes <= {"bfloat16"} else ""
 
 
-def _advise_tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+def _advise_tile(choices: Choices) -> tuple[int, str]:
     if not choices.value("lean_layers"):
         return 0, "only lean layers have them"
-    longest = Batches(choices.value("max_length"), choices.value("packing"), data).longest
+    longest = Batches(choices.value("max_length"), choices.value("packing"), choices.data).longest
     if longest <= MOST_UNTILED_TOKENS:
         return 0, f"only rows of more than {MOST_UNTILED_TOKENS:,} tokens need tiles"
     return TILE_TOKENS, f"rows of {longest:,} tokens: recomputed layers keep only one MLP tile"
@@ -246,8 +242,8 @@ def _two_digits(value: float) -> float:
     return round(value, 1 - math.floor(math.log10(value)))
 
 
-def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:
-    limit = shape.max_positions or math.inf
+def _choose_length(choices: Choices, shape: ModelShape) -> Choices:
+    limit, data = shape.max_positions or math.inf, choices.data
     if data is not None and data.longest:
         length = max(data.longest, min(_rounded_up(data.longest), limit), 8)  # 8: the schema's minimum
         if choices.value("packing"):
@@ -271,8 +267,8 @@ def _rounded_up(tokens: int) -> int:
     return math.ceil(tokens / LENGTH_STEP) * LENGTH_STEP
 
 
-def _advise_batch_size(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
-    recipe = choices.recipe
+def _advise_batch_size(choices: Choices) -> tuple[int, str]:
+    recipe, data = choices.recipe, choices.data
     set_factors = [size for size in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if size != AUTO]
     # the effective batch must be a multiple
     unit = recipe.launch.num_processes * math.prod(set_factors)
@@ -290,11 +286,11 @@ def _advise_batch_size(choices: Choices, data: DataStatistics | None) -> tuple[i
     return math.ceil(USUAL_BATCH / unit) * unit, why
 
 
-def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | None) -> Choices:
+def choose_cadence(choices: Choices, steps: int | None) -> Choices:
     """Resolve eval_steps and save_steps. Raises RecipeError."""
     every = max(1, math.ceil(steps / EVALUATIONS)) if steps else 100
     why = f"about {EVALUATIONS} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
-    may_evaluate = data is None or not data.rows or data.eval_rows > 0
+    may_evaluate = (data := choices.data) is None or not data.rows or data.eval_rows > 0
     if choices.recipe.early_stopping_patience and not may_evaluate:
         fix = "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
         raise RecipeError("early_stopping_patience needs held-out rows", fix)
@@ -302,25 +298,11 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     return choices.choose("save_steps", every, why)
 
 
-def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> int | None:
-    """Return the run's optimizer steps; None if the rows are unknown."""
-    recipe = choices.recipe
-    if recipe.max_steps is not None:
-        return recipe.max_steps
-    if data is None or not data.rows:
-        return None
-    sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") else data.rows
-    processes = recipe.launch.num_processes
-    accumulation = choices.value("effective_batch_size") // (processes * micro)
-    micro_batches = math.ceil(math.ceil(sequences / processes) / micro)
-    # the last, smaller batch of an epoch counts as a step
-    return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
-
-
-def with_shorter_lengths(choices: Choices, data: DataStatistics | None) -> Iterator[Choices]:
+def with_shorter_lengths(choices: Choices) -> Iterator[Choices]:
     """Yield the choices, then shorter max_lengths unless the recipe sets it or known long rows are errors."""
     yield choices
     longest: int = choices.value("max_length")
+    data = choices.data
     lengths = data.lengths if data else ()
     if choices.is_set("max_length") or (lengths and choices.recipe.excess_length == "raise"):
         return

@@ -45,7 +45,7 @@ class Comparison:
         return f"{memory} and {'saves' if saved_bytes < 0 else 'also'} {-slowdown:.0%} of time"
 
     def fits(self, **change: Any) -> bool:
-        return self.high_bytes(**change) <= self.search.budget_bytes
+        return self.search.fits(dataclasses.replace(self.strategy, **change))
 
     def high_bytes(self, **change: Any) -> int:
         return self.search.high_bytes(dataclasses.replace(self.strategy, **change))

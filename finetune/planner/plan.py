@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -151,6 +152,7 @@ class Choices:
     """A recipe and the values chosen for its `auto` settings, with reasons. Immutable, so attempts can't mix."""
 
     recipe: Recipe
+    data: DataStatistics | None = None  # of the recipe's rows, where they were read
     values: Mapping[str, Any] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -171,6 +173,20 @@ class Choices:
 
     def only_auto(self, values: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if not self.is_set(name)}
+
+    def total_steps(self, micro: int) -> int | None:
+        """Return the run's optimizer steps; None if the rows are unknown."""
+        recipe, data = self.recipe, self.data
+        if recipe.max_steps is not None:
+            return recipe.max_steps
+        if data is None or not data.rows:
+            return None
+        sequences = math.ceil(data.total_tokens / self.value("max_length")) if self.value("packing") else data.rows
+        processes = recipe.launch.num_processes
+        accumulation = self.value("effective_batch_size") // (processes * micro)
+        micro_batches = math.ceil(math.ceil(sequences / processes) / micro)
+        # the last, smaller batch of an epoch counts as a step
+        return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
 
     def settings(self, **more: Any) -> Settings:
         """Return the complete settings. Raises ValueError for conflicting or missing values."""
@@ -326,7 +342,7 @@ class Plan:
         return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
 
     def with_note(self, *notes: str) -> Plan:
-        if not any(notes) or not self.forecast:
+        if not self.forecast:
             return self
         return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, *filter(None, notes))))
 
@@ -339,8 +355,9 @@ def plan_was_edited(path: Path) -> bool:
         return False
 
 
-def read_plan(path: Path) -> Plan:
-    """Read a run's plan. Raises CommandError."""
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan from a run or from `finetune plan --json > FILE`. Raises a FinetuneError."""
+    path = Path(path)
     try:
         plan = Plan.from_json(read_json(path, dict, may_be_edited=True))
     except (OSError, ValueError) as error:

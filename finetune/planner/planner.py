@@ -90,7 +90,7 @@ class _Planner:
     report_progress: Progress = lambda _: None
 
     def __post_init__(self) -> None:
-        self.budgeted_choices, self.budget_bytes = resources.choose_budget(Choices(self.recipe), self.card)
+        self.budgeted_choices, self.budget_bytes = resources.choose_budget(Choices(self.recipe, self.data), self.card)
         self.report_progress("reading the model's configuration")
         self.config = read_config(self.recipe)
         self.shape = shape_of(self.config, self.recipe)
@@ -147,7 +147,7 @@ class _Planner:
                 if candidate not in replayed:
                     candidate = self._replay_uneven_rows(attempt.choices, search, candidate)
                     replayed.append(candidate)
-                if not search.fits(candidate):
+                if not search.fits(candidate.strategy):
                     continue
                 fitting = dataclasses.replace(attempt, chosen=candidate)
                 if search.lean_because(candidate.strategy):
@@ -196,7 +196,7 @@ class _Planner:
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
-        steps = defaults.total_steps(choices, chosen.strategy.micro, self.data)
+        steps = choices.total_steps(chosen.strategy.micro)
         time_factor = self.history.speed_factor  # of modelled times; None if neither rates nor an earlier run tell
         if knows_rates(self.card):
             time_factor = min(max(time_factor or 1.0, LEAST_FACTOR), MOST_FACTOR)
@@ -204,7 +204,7 @@ class _Planner:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")  # an earlier reason stays
         why_compiled = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
         choices = explain_strategy(choices.with_reason("torch_compile", why_compiled), search, chosen)
-        choices = defaults.choose_cadence(choices, steps, self.data)
+        choices = defaults.choose_cadence(choices, steps)
         settings, timing = choices.settings(), search.timing(chosen.strategy)
         step_s, tokens_per_s = timing.corrected(time_factor)
         notes = (*chosen.forecast.notes, *self._notes(attempt))
@@ -241,11 +241,11 @@ class _Planner:
 
     def _attempts(self, avoid_packing: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         # every open max_length with every open rank, preferred first
-        basics = defaults.choose_basics(self.budgeted_choices, self.card, self.config, self.shape, self.data, avoid_packing)
+        basics = defaults.choose_basics(self.budgeted_choices, self.card, self.config, self.shape, avoid_packing)
         forecasts = self.shared_forecasts.setdefault(avoid_packing, [])
         advised = basics.value("lora_r")
         lower = [] if basics.is_set("lora_r") else [rank for rank in reversed(defaults.RANKS) if rank < advised]
-        for choices, rank in itertools.product(defaults.with_shorter_lengths(basics, self.data), [advised, *lower]):
+        for choices, rank in itertools.product(defaults.with_shorter_lengths(basics), [advised, *lower]):
             if rank != advised:
                 choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
                 choices = choices.choose("lora_alpha", *defaults.advise_alpha(self.recipe, rank))
@@ -257,8 +257,7 @@ class _Planner:
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 fused_mixers=self.fused_mixers, method=method_of(choices.recipe),
             )  # fmt: skip
-            steps_of = functools.partial(defaults.total_steps, choices, data=self.data)
-            lean = functools.partial(why_lean, job, choices, self.config, steps_of)
+            lean = functools.partial(why_lean, job, choices, self.config)
             search = Search(job, self.budget_bytes, functools.partial(self._forecast_strategy, choices, job), lean, forecasts)
             yield _Attempt(choices, search, offload_target=target)
 
@@ -280,7 +279,7 @@ class _Planner:
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
-        every = max(1, (defaults.total_steps(choices, strategy.micro, self.data) or 1000) // 10)
+        every = max(1, (choices.total_steps(strategy.micro) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.only_auto({**values, **more}))
 

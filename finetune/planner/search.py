@@ -150,9 +150,7 @@ class Search:
 
     def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
         """Return the fastest strategy (time x price) whose forecast fits."""
-        return self._first(
-            self.within_budget(strategies), self._rank, lambda strategy: self.high_bytes(strategy) <= self.budget_bytes
-        )
+        return self._first(self.within_budget(strategies), self._rank, self.fits)
 
     def _first(
         self, choices: list[Strategy], rank: Callable[[Strategy], Any], allows: Callable[[Strategy], bool]
@@ -191,7 +189,7 @@ class Search:
         if not any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies):
             return None
         smallest = self.smallest(strategies)
-        return smallest if self.fits(smallest) else None
+        return smallest if self.fits(smallest.strategy) else None
 
     def forecast(self, strategy: Strategy) -> EvaluatedStrategy | None:
         """Forecast the strategy once; return an earlier forecast, or None for a new one."""
@@ -238,8 +236,8 @@ class Search:
     def _of_this_job(self) -> list[EvaluatedStrategy]:
         return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
 
-    def fits(self, candidate: EvaluatedStrategy) -> bool:
-        return candidate.forecast.peak_high_bytes <= self.budget_bytes
+    def fits(self, strategy: Strategy) -> bool:
+        return self.high_bytes(strategy) <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
         score = self.timing(strategy).step_s * strategy.price
@@ -247,9 +245,7 @@ class Search:
         return (score, -strategy.base.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)
 
 
-def why_lean(
-    job: Job, choices: Choices, config: dict[str, Any], steps_of: Callable[[int], int | None], strategy: Strategy
-) -> str:
+def why_lean(job: Job, choices: Choices, config: dict[str, Any], strategy: Strategy) -> str:
     """Return why a strategy's layers are not compiled; empty if compiling pays off."""
     recipe, card = choices.recipe, job.card
     if recipe.torch_compile != AUTO:
@@ -277,7 +273,7 @@ def why_lean(
     if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
         return f"{strategy.optim} is chosen where memory is too short for compiling"
     # the number of steps depends on the micro-batch
-    pays, reason = compiling_pays(job, strategy, steps_of(strategy.micro))
+    pays, reason = compiling_pays(job, strategy, choices.total_steps(strategy.micro))
     return "" if pays else reason
 
 

@@ -68,11 +68,8 @@ class Batches:
         """Return the mean padded width of a micro-batch, in a step of `batch` rows sorted by length."""
         if self.packed or not self.lengths:
             return float(self.max_length)
-        if (rows, batch) not in self._widths:  # hundreds of strategies share a few widths
-            self._widths[rows, batch] = self._expected_width(rows, batch)
-        return self._widths[rows, batch]
-
-    def _expected_width(self, rows: int, batch: int | None) -> float:
+        if (rows, batch) in self._widths:  # hundreds of strategies share a few widths
+            return self._widths[rows, batch]
         count = len(self.lengths)
         stride = 1 if rows == 1 or batch in (None, rows) else max(1, count // _QUANTILES)
         # numbers of rows up to each length's last row, or up to each quantile
@@ -82,6 +79,7 @@ class Batches:
             probability = _probability_longest_below(n_rows / count, rows, batch or rows)
             width += min(self.lengths[n_rows - 1], self.max_length) * (probability - probability_before)
             probability_before = probability
+        self._widths[rows, batch] = width
         return width
 
     @property

@@ -410,7 +410,7 @@ def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_
     recipe = parse_recipe("model_name_or_path: some/model\ndataset: d\npacking: true\n")
     for kind in defaults.DROPS_BOUNDARIES:
         with pytest.raises(RecipeError, match=f"code of {kind} models drops the boundaries") as caught:
-            defaults.choose_packing(Choices(recipe), find_card("rtx-4090"), {"model_type": kind}, SHORT, False, 21)
+            defaults.choose_packing(Choices(recipe, SHORT), find_card("rtx-4090"), {"model_type": kind}, False, 21)
         assert caught.value.fix == "Set packing=false."
 
 
