@@ -84,9 +84,9 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
+def read_json(path: Path, kind: type = object, *, may_be_edited: bool = False) -> Any:
     """Read a `kind` from an untrusted JSON file. Raises OSError or ValueError."""
-    content = read_limited(path, max_bytes)
+    content = read_limited(path, MAX_JSON_BYTES)
     # an editor changes a file without renewing its checksum
     values = parse_json(content) if may_be_edited else parse_checked(content)
     if not isinstance(values, kind):

@@ -214,7 +214,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         target.symlink_to(source)
 
 
-def port_socket(family: int = socket.AF_INET) -> socket.socket:
+def port_socket(family: int) -> socket.socket:
     """Return a socket that can reuse a just closed port."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     if not WINDOWS:  # on Windows, SO_REUSEADDR shares a port with another program

@@ -176,7 +176,7 @@ class _Planner:
         self.report_progress("forecasting compiled layers")
         settings = self._settings_of(compiled, chosen.strategy)
         try:
-            forecast = self._forecast(settings, search.job.batches.longest)
+            forecast = self._forecast(settings, search.job.width)
             reason = why_not_compiled(forecast)
         except RecipeError as error:
             reason = error.problems[0]
@@ -273,9 +273,8 @@ class _Planner:
         return holdable if attempt.offload_target else holdable or options
 
     def _forecast_strategy(self, choices: Choices, job: Job, strategy: Strategy) -> Forecast:
-        width = job.batches.longest
-        self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
-        return self._forecast(self._settings_of(choices, strategy), width)
+        self.report_progress(f"forecasting {describe(strategy, job)}, rows of {job.width:,} tokens")
+        return self._forecast(self._settings_of(choices, strategy), job.width)
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
@@ -303,7 +302,7 @@ class _Planner:
             except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
                 continue
             self.report_progress("forecasting a smaller setting")
-            high_bytes = self._forecast(changed, min(changed.max_length, attempt.search.job.batches.longest)).peak_high_bytes
+            high_bytes = self._forecast(changed, min(changed.max_length, attempt.search.job.width)).peak_high_bytes
             saved_bytes = forecast.peak_high_bytes - high_bytes
             if saved_bytes > 0:
                 suggestions.append(Suggestion(as_overrides(changes), saved_bytes, high_bytes, cost))

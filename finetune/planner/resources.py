@@ -44,7 +44,7 @@ def pinned_bytes(strategy: Strategy, job: Job) -> int:
     if strategy.checkpointing != "offload":
         return weight_bytes
     # a layer's input in 16 bit; torch rounds pinned memory up to powers of two
-    input_bytes = 2 * job.shape.hidden * job.micro_batch_tokens(strategy, job.batches.longest)
+    input_bytes = 2 * job.shape.hidden * job.micro_batch_tokens(strategy, job.width)
     return weight_bytes + strategy.recomputed_layers(job.shape.layers) * 2 ** math.ceil(math.log2(input_bytes))
 
 

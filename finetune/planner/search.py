@@ -47,21 +47,21 @@ class EvaluatedStrategy:
 
 
 # Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
-def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
+def estimate_high_bytes(strategy: Strategy, evaluated: list[EvaluatedStrategy], job: Job) -> int:
     """Scale the upper end from the nearest evaluated strategy."""
     if not evaluated:
-        shape, tokens = job.shape, job.micro_batch_tokens(strategy, width)
+        shape, tokens = job.shape, job.micro_batch_tokens(strategy, job.width)
         usual = USUAL_SAVED_BYTES * saved_bytes(strategy.base, job.lean) / SAVED_BYTES
         activations = _activation_bytes(strategy, usual * shape.layer_width * tokens, tokens, shape)
         adapters = (8 + OPTIMIZERS[strategy.optim].state_bytes) * job.rank * shape.adapter_per_rank
         return round(_weight_bytes(strategy, shape) + adapters + activations + USUAL_REST_BYTES)
-    nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
+    nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, job.width))
     forecast = nearest.forecast
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
     share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
     alike = (strategy.base, strategy.offloaded) == (nearest.strategy.base, nearest.strategy.offloaded)
     load = forecast.peaks["load"] if alike else 0
-    return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
+    return round(max(load, _allocated_bytes(strategy, nearest, job)) * share + context)
 
 
 def least_bytes(strategy: Strategy, job: Job) -> int:
@@ -79,9 +79,10 @@ def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
     return _layers_on_card(strategy, shape) - table
 
 
-def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job) -> dict[str, float]:
+def _allocated_bytes(strategy: Strategy, nearest: EvaluatedStrategy, job: Job) -> float:
     parts = {name: float(count) for name, count in nearest.forecast.parts.items()}
-    shape, reference, growth = job.shape, nearest.strategy, strategy.micro * width / (nearest.strategy.micro * nearest.width)
+    shape, reference = job.shape, nearest.strategy
+    growth = strategy.micro * job.width / (reference.micro * nearest.width)
     parts["weights"] += _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
     for name in ("adapters", "gradients", "optimizer"):
         parts[name] = parts[name] * job.rank / nearest.rank
@@ -89,14 +90,14 @@ def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job)
     parts["optimizer"] = max(0.0, parts["optimizer"] + more_bytes * job.rank * shape.adapter_per_rank)
     parts["loss"] *= max(1.0, growth)
     activation_bytes = (parts.pop("activations") + parts.pop("recomputed")) * growth
-    tokens = job.micro_batch_tokens(strategy, width)
+    tokens = job.micro_batch_tokens(strategy, job.width)
     ratio = saved_bytes(strategy.base, job.lean) / saved_bytes(reference.base, job.lean)
     recomputed = reference.recomputed_layers(shape.layers)
     whole = shape.layers - recomputed + (1 if recomputed else 0)
     fixed = _activation_bytes(reference, 0.0, tokens, shape)
     layer = max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens) * ratio  # saved by one layer
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
-    return parts
+    return sum(parts.values())
 
 
 def _activation_bytes(strategy: Strategy, layer: float, tokens: float, shape: ModelShape) -> float:
@@ -139,14 +140,10 @@ class Search:
     forecaster: Callable[[Strategy], Forecast]
     #: Why a strategy's layers are not compiled, empty where they can be; forecasts are without compiled layers.
     why_lean: Callable[[Strategy], str]
-    evaluated: list[EvaluatedStrategy] = field(default_factory=list)
+    evaluated: list[EvaluatedStrategy]
     _lean_because: dict[Strategy, str] = field(default_factory=dict)
     _more_compiled: dict[bool | str, float] = field(default_factory=dict)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
-
-    @property
-    def width(self) -> int:
-        return self.job.batches.longest
 
     def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
         """Return the fastest strategy (time x price) whose forecast fits."""
@@ -195,7 +192,7 @@ class Search:
         """Forecast the strategy once; return an earlier forecast, or None for a new one."""
         cached = self.lookup(strategy)
         if cached is None:
-            self.evaluated.append(EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy)))
+            self.evaluated.append(EvaluatedStrategy(strategy, self.job.width, self.job.rank, self.forecaster(strategy)))
         return cached
 
     def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
@@ -204,7 +201,7 @@ class Search:
     def high_bytes(self, strategy: Strategy) -> int:
         if candidate := self.lookup(strategy):
             return candidate.forecast.peak_high_bytes
-        return estimate_high_bytes(strategy, self.width, self.evaluated, self.job)
+        return estimate_high_bytes(strategy, self.evaluated, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
         if strategy not in self._timings:
@@ -234,7 +231,8 @@ class Search:
         self._timings.clear()
 
     def _of_this_job(self) -> list[EvaluatedStrategy]:
-        return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
+        job = (self.job.width, self.job.rank)
+        return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == job]
 
     def fits(self, strategy: Strategy) -> bool:
         return self.high_bytes(strategy) <= self.budget_bytes

@@ -162,6 +162,11 @@ class Job:
     #: Kernels of a package compute delta rules and scans, not torch.
     fused_mixers: bool = True
 
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return self.batches.longest
+
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
         return self.method.sequences * strategy.micro * width
 

@@ -10,7 +10,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
 from finetune.events import read_events
-from finetune.files import MANIFEST, changes_in, parse_json, read_json, read_safetensors_header
+from finetune.files import MANIFEST, changes_in, parse_json, read_json, read_limited, read_safetensors_header
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
 from finetune.planner.history import read_history
@@ -79,7 +79,7 @@ def test_a_file_of_more_bytes_is_not_read_and_a_fifo_not_waited_for(tmp_path):
     (tmp_path / "values.json").write_text("[1, 2, 3]")
     assert read_json(tmp_path / "values.json", list) == [1, 2, 3]
     with pytest.raises(ValueError, match="more than 8 bytes"):
-        read_json(tmp_path / "values.json", max_bytes=8)
+        read_limited(tmp_path / "values.json", 8)
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "fifo.json")
