@@ -216,53 +216,41 @@ def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch
     save(model, tracker)
 
 
-class _Copies(dict[int, Any]):
-    # memo of `copy.deepcopy`: copies by object id
-
-    def __init__(self, *, keep_meta: bool) -> None:
-        super().__init__()
-        self._keep_meta = keep_meta
-
-    def add(self, tensor: torch.Tensor) -> None:
-        if id(tensor) in self:  # shared
-            return
-        device = "meta" if tensor.is_meta and self._keep_meta else "cpu"
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        self[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-
-
 def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Module:
     """Copy a model to fake tensors, tagged as weights or adapters."""
     # weights on meta are offloaded and stay there, unless all are on meta: then the model was built without weights
-    copies = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
+    keep_meta = not all(parameter.is_meta for parameter in model.parameters())
+    copies: dict[int, Any] = {}  # memo of `copy.deepcopy`: copies by object id
+
+    def add(tensor: torch.Tensor) -> None:
+        if id(tensor) in copies:  # shared
+            return
+        device = "meta" if tensor.is_meta and keep_meta else "cpu"
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        copies[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+
     tracker.recording.begin_part("load")
     has_adapters = any("lora_" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         part = "adapters" if has_adapters and parameter.requires_grad else "weights"
         tracker.layer = layer_number(name)
         with tracker.tagging(part):
-            copies.add(parameter)
+            add(parameter)
         if part == "weights":
             tracker.recording.weights[tracker.layer] += parameter.nbytes
     tracker.layer = None
     with tracker.tagging("weights"):
-        return _copy_modules(model, copies)
-
-
-def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
-    # buffers, and tensors in attributes such as the QuantState of a 4-bit weight, must not be copied with their bytes
-    parameters = list(model.parameters())
-    for buffer in model.buffers():
-        copies.add(buffer)
-    for owner in (*model.modules(), *parameters):
-        for value in vars(owner).values():
-            for tensor in _tensors_in(value):
-                copies.add(tensor)
-    copied: Any = copy.deepcopy(model, copies)
-    for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
-        for name, value in vars(parameter).items():
-            setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
+        # buffers, and tensors in attributes such as the QuantState of a 4-bit weight, must not be copied with their bytes
+        for buffer in model.buffers():
+            add(buffer)
+        for owner in (*model.modules(), *model.parameters()):
+            for tensor in _tensors_in(list(vars(owner).values())):
+                add(tensor)
+        copied: Any = copy.deepcopy(model, copies)
+        for parameter in model.parameters():  # a 4-bit parameter's attributes are its quantisation and its module
+            for name, value in vars(parameter).items():
+                setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
     if "_original_forward" in vars(copied):  # accelerate's forward is a closure over the original model
         copied.forward = copied._original_forward
     return copied  # type: ignore[no-any-return]

@@ -262,10 +262,8 @@ class _Planner:
             yield _Attempt(choices, search, offload_target=target)
 
     def open_strategies(self, attempt: _Attempt) -> list[Strategy]:
-        has_table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
-        options = strategies(
-            attempt.choices, self.card, self.shape.layers, attempt.offload_target, trainable_formats(self.stored), has_table
-        )
+        stored_formats = trainable_formats(self.stored)
+        options = strategies(attempt.choices, self.card, self.shape, attempt.offload_target, stored_formats)
         if self.host_free_bytes is None:
             return options
         holdable = [option for option in options if resources.pinned_bytes(option, attempt.search.job) <= self.host_free_bytes]

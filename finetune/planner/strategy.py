@@ -11,6 +11,7 @@ from typing import Any, Literal
 from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.planner.plan import Choices
+from finetune.planner.shape import ModelShape
 from finetune.settings import AUTO
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, requested_formats, switches
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
@@ -78,11 +79,12 @@ class Strategy:
 
 
 def strategies(
-    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored: tuple[BaseFormat, ...], has_table: bool
+    choices: Choices, card: Card, shape: ModelShape, target: OffloadTarget, stored: tuple[BaseFormat, ...]
 ) -> list[Strategy]:
     """Return every strategy that the recipe leaves open on this GPU."""
     # `stored`: the formats that a quantised checkpoint allows
     bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
+    has_table = shape.table > 0 and not choices.recipe.trained_embedding_rows
     may_offload_table = has_table and not card.is_cpu and not is_sharded(choices.recipe.launch)
     tables: tuple[bool, ...] = (False, True) if may_offload_table else (False,)
     if choices.is_set("offload_embeddings"):
@@ -93,7 +95,7 @@ def strategies(
         # every step moves the weights, so take the smallest format; fetched layers are recomputed
         bases = sorted((base for base in bases if not base.not_offloaded), key=lambda base: base.weight_bytes)[:1]
         kinds = tuple(kind for kind in kinds if kind[0] is not False and kind[1] == 1)
-        counts = _counts(choices, layers)
+        counts = _counts(choices, shape.layers)
     combinations = itertools.product(bases, kinds, _optimizers(choices, card), _micro_batches(choices), tables, counts)
     return [
         Strategy(base, checkpointing, every_n, optim, micro, host_table, count, target)
