@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Choices, as_overrides, verdict_of
@@ -33,7 +33,7 @@ class Comparison:
 
     def against(self, **change: Any) -> str:
         """Compare with a changed strategy: `saves 4.2 GiB and costs 31% of time`."""
-        other = dataclasses.replace(self.strategy, **change)
+        other = replace(self.strategy, **change)
         saved_bytes = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
         slowdown = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
         size = ("" if self.search.lookup(other) else "about ") + format_bytes(abs(saved_bytes))  # estimated without a forecast
@@ -45,10 +45,10 @@ class Comparison:
         return f"{memory} and {'saves' if saved_bytes < 0 else 'also'} {-slowdown:.0%} of time"
 
     def fits(self, **change: Any) -> bool:
-        return self.search.fits(dataclasses.replace(self.strategy, **change))
+        return self.search.fits(replace(self.strategy, **change))
 
     def high_bytes(self, **change: Any) -> int:
-        return self.search.high_bytes(dataclasses.replace(self.strategy, **change))
+        return self.search.high_bytes(replace(self.strategy, **change))
 
 
 def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
@@ -155,7 +155,7 @@ def alternatives(
     rows = []
     # the chosen forecast may be of compiled layers, while the search's is not
     searched_chosen = search.lookup(chosen.strategy)
-    for candidate in (chosen if evaluated is searched_chosen else evaluated for evaluated in search.evaluated):
+    for candidate in (chosen if evaluated is searched_chosen else evaluated for evaluated in search.evaluated.values()):
         timing, overrides = search.timing(candidate.strategy), _overrides_of(candidate, chosen, search.job, choices)
         step_s, tokens_per_s = timing.corrected(time_factor)
         differing = {name: value for name, value in overrides.items() if chosen_overrides.get(name) != value}

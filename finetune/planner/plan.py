@@ -101,15 +101,6 @@ class DataStatistics:
             summaries.append(f"{images} of {width:,} x {height:,}, {tokens:,} tokens{suffix}")
         return " and ".join(summaries)
 
-    @property
-    def only_pictures(self) -> DataStatistics | None:
-        if not self.pictures:
-            return None
-        # without lengths, rows of max_length are assumed
-        return DataStatistics(
-            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens
-        )  # fmt: skip
-
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """Return the largest micro-batches, with `tokens` tokens in the longest row."""
         packed = settings.packing

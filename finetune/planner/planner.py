@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.card.card import PROCESS_BYTES, Card
@@ -98,7 +97,7 @@ class _Planner:
             raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
         self.history = read_history(self.card.name, self.card.rates_measured_at)
         # by avoid_packing: forecasts are shared between max_lengths and ranks, but not between packed and single rows
-        self.shared_forecasts: dict[bool, list[EvaluatedStrategy]] = {}
+        self.shared_forecasts: dict[bool, dict[tuple[Strategy, int, int], EvaluatedStrategy]] = {}
         self.stored = stored_quantisation(self.config, self.recipe.model_name_or_path)
         kernels_package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
         self.fused_mixers = not self.card.is_cpu and kernel_problem(kernels_package, self.card.capability) is None
@@ -134,7 +133,7 @@ class _Planner:
             raise resources.offloading_error(self.recipe, self.shape, self.host_free_bytes)
         if fitting := self._first_fitting(attempts):
             return fitting
-        return dataclasses.replace(preferred, chosen=preferred.search.smallest(self.open_strategies(preferred)))
+        return replace(preferred, chosen=preferred.search.smallest(self.open_strategies(preferred)))
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
         # the first attempt that fits, also with rows of uneven length
@@ -149,7 +148,7 @@ class _Planner:
                     replayed.append(candidate)
                 if not search.fits(candidate.strategy):
                     continue
-                fitting = dataclasses.replace(attempt, chosen=candidate)
+                fitting = replace(attempt, chosen=candidate)
                 if search.lean_because(candidate.strategy):
                     return fitting
                 if compiled := self._with_compiled_layers(fitting, options):
@@ -165,14 +164,14 @@ class _Planner:
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
         forecast = self._forecast(settings, candidate.width, lengths=self.data.lengths)
-        replayed = dataclasses.replace(candidate, forecast=forecast)
-        search.evaluated[search.evaluated.index(candidate)] = replayed
+        replayed = replace(candidate, forecast=forecast)
+        search.evaluated[search.key(candidate.strategy)] = replayed
         return replayed
 
     def _with_compiled_layers(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
         values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
-        compiled = dataclasses.replace(choices, values={**choices.values, **choices.only_auto(values)})
+        compiled = replace(choices, values={**choices.values, **choices.only_auto(values)})
         self.report_progress("forecasting compiled layers")
         settings = self._settings_of(compiled, chosen.strategy)
         try:
@@ -186,13 +185,13 @@ class _Planner:
         # compiled layers are not replayed over rows of uneven length: take at least the margin of lean layers
         margin_bytes = chosen.forecast.peak_high_bytes - chosen.forecast.allocated_bytes
         high_bytes = max(forecast.peak_high_bytes, forecast.allocated_bytes + margin_bytes)
-        forecast = dataclasses.replace(forecast, peak_high_bytes=high_bytes)
+        forecast = replace(forecast, peak_high_bytes=high_bytes)
         search.note_compiled(chosen, forecast)
         if forecast.peak_high_bytes > self.budget_bytes:
             return None
         compiled = compiled.with_reason("lean_layers", "layers are compiled")
         compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")
-        return dataclasses.replace(attempt, chosen=dataclasses.replace(chosen, forecast=forecast), compiled=compiled)
+        return replace(attempt, chosen=replace(chosen, forecast=forecast), compiled=compiled)
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
@@ -208,7 +207,7 @@ class _Planner:
         settings, timing = choices.settings(), search.timing(chosen.strategy)
         step_s, tokens_per_s = timing.corrected(time_factor)
         notes = (*chosen.forecast.notes, *self._notes(attempt))
-        forecast = dataclasses.replace(chosen.forecast, step_s=step_s, tokens_per_s=tokens_per_s, notes=notes)
+        forecast = replace(chosen.forecast, step_s=step_s, tokens_per_s=tokens_per_s, notes=notes)
         train_s = step_s * steps if step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
@@ -242,7 +241,7 @@ class _Planner:
     def _attempts(self, avoid_packing: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         # every open max_length with every open rank, preferred first
         basics = defaults.choose_basics(self.budgeted_choices, self.card, self.config, self.shape, avoid_packing)
-        forecasts = self.shared_forecasts.setdefault(avoid_packing, [])
+        forecasts = self.shared_forecasts.setdefault(avoid_packing, {})
         advised = basics.value("lora_r")
         lower = [] if basics.is_set("lora_r") else [rank for rank in reversed(defaults.RANKS) if rank < advised]
         for choices, rank in itertools.product(defaults.with_shorter_lengths(basics), [advised, *lower]):
@@ -288,7 +287,7 @@ class _Planner:
         high_bytes = forecast.peak_high_bytes + round(worst_error * forecast.allocated_bytes)
         if self.card.is_cpu:  # malloc's overhead is in the interval and in the measured process: don't add it twice
             high_bytes = max(forecast.peak_high_bytes, round(forecast.peak_bytes * (1 + worst_error)))
-        return dataclasses.replace(forecast, peak_high_bytes=high_bytes, at_limit=forecast.at_limit and not worst_error)
+        return replace(forecast, peak_high_bytes=high_bytes, at_limit=forecast.at_limit and not worst_error)
 
     def _suggestions(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> tuple[Suggestion, ...]:
         # single changes that save memory, the largest saving first

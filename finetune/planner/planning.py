@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +99,7 @@ def plan_recipe(
     def plan_for(recipe: Recipe, rows: RowsRead, reasons: dict[str, str]) -> Plan:
         plan = make_plan(recipe, card, rows.statistics, progress=progress, compare=compare)
         plan = plan.with_note(*rows.notes, _picture_note(plan), model_note)
-        return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
+        return replace(plan, reasons={**plan.reasons, **reasons}, data_problem=rows.problem)
 
     plan, statistics = plan_for(recipe, rows, reasons), rows.statistics
     if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
@@ -224,7 +223,7 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
     training = selected.splits[0]
     columns = (counts for split in selected.splits for counts in (split.lengths, split.trained_lengths))
     statistics = statistics_of_lengths(*columns)
-    return dataclasses.replace(
+    return replace(
         statistics, total_tokens=training.total_tokens, trained_tokens=training.trained_tokens,  # a row may have two sequences
         longest_mismatched=max(split.longest_mismatched() for split in selected.splits), **_picture_statistics(selected),
     )  # fmt: skip
@@ -300,8 +299,9 @@ def plan_largest(recipe: Recipe, card: Card, reader: RowReader, setting: str, pr
         raise RecipeError(f"--largest {setting}: not searchable; choose {', '.join(RANGES)} or model", "Name one of these.")
     step, limit_of_shape, limit = RANGES[setting]
     data = rows.statistics
-    if setting == "max_length" and data:  # planned for rows of max_length tokens
-        data = data.only_pictures
+    if setting == "max_length" and data:  # without lengths, rows of max_length are assumed
+        pictures = {name: getattr(data, name) for name in ("pictures", "eval_pictures", "picture_tokens")}
+        data = DataStatistics(0, 0, 0, 0, **pictures) if data.pictures else None
 
     def changes(value: int) -> dict[str, Any]:
         if setting != "per_device_train_batch_size":
@@ -322,7 +322,7 @@ def plan_largest(recipe: Recipe, card: Card, reader: RowReader, setting: str, pr
         tried = (fitting + failing) // 2
     overrides = changes(fitting * step or step)
     plan = (plan or make_plan(resolved(recipe, **overrides), card, data)).with_note(*rows.notes, model_note)
-    plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons, **row_reasons})
+    plan = replace(plan, reasons={**plan.reasons, **reasons, **row_reasons})
     too_large = failing * step if failing <= most else None
     texts = tuple(f"{name}={number}" for name, number in overrides.items())
     return Largest(setting, fitting * step, too_large, limit, texts, plan)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from finetune.card.card import Card, free_for_run, host_card
@@ -50,7 +50,7 @@ def pinned_bytes(strategy: Strategy, job: Job) -> int:
 
 def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free_bytes: int | None) -> str:
     """Return a note if host memory is too small to offload the layers' inputs."""
-    offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
+    offloading_strategy = replace(strategy, checkpointing="offload", every_n=1)
     needed_bytes = pinned_bytes(offloading_strategy, job)
     if recipe.activation_checkpointing != AUTO or host_free_bytes is None or needed_bytes <= host_free_bytes:
         return ""

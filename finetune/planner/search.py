@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class EvaluatedStrategy:
 
 
 # Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
-def estimate_high_bytes(strategy: Strategy, evaluated: list[EvaluatedStrategy], job: Job) -> int:
+def estimate_high_bytes(strategy: Strategy, evaluated: Collection[EvaluatedStrategy], job: Job) -> int:
     """Scale the upper end from the nearest evaluated strategy."""
     if not evaluated:
         shape, tokens = job.shape, job.micro_batch_tokens(strategy, job.width)
@@ -140,7 +140,8 @@ class Search:
     forecaster: Callable[[Strategy], Forecast]
     #: Why a strategy's layers are not compiled, empty where they can be; forecasts are without compiled layers.
     why_lean: Callable[[Strategy], str]
-    evaluated: list[EvaluatedStrategy]
+    #: By strategy, width and rank: shared between attempts.
+    evaluated: dict[tuple[Strategy, int, int], EvaluatedStrategy]
     _lean_because: dict[Strategy, str] = field(default_factory=dict)
     _more_compiled: dict[bool | str, float] = field(default_factory=dict)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class Search:
             if first_forecast := self.forecast(strategy):
                 return first_forecast
         # estimates keep changing with each forecast: settle for the first strategy evaluated so far
-        evaluated = [seen for seen in self._of_this_job() if seen.strategy in choices and allows(seen.strategy)]
+        evaluated = filter(None, map(self.lookup, filter(allows, choices)))
         return min(evaluated, key=lambda candidate: rank(candidate.strategy), default=None)
 
     def smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
@@ -192,16 +193,19 @@ class Search:
         """Forecast the strategy once; return an earlier forecast, or None for a new one."""
         cached = self.lookup(strategy)
         if cached is None:
-            self.evaluated.append(EvaluatedStrategy(strategy, self.job.width, self.job.rank, self.forecaster(strategy)))
+            self.evaluated[self.key(strategy)] = EvaluatedStrategy(*self.key(strategy), self.forecaster(strategy))
         return cached
 
     def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
-        return next((candidate for candidate in self._of_this_job() if candidate.strategy == strategy), None)
+        return self.evaluated.get(self.key(strategy))
+
+    def key(self, strategy: Strategy) -> tuple[Strategy, int, int]:
+        return strategy, self.job.width, self.job.rank
 
     def high_bytes(self, strategy: Strategy) -> int:
         if candidate := self.lookup(strategy):
             return candidate.forecast.peak_high_bytes
-        return estimate_high_bytes(strategy, self.evaluated, self.job)
+        return estimate_high_bytes(strategy, self.evaluated.values(), self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
         if strategy not in self._timings:
@@ -229,10 +233,6 @@ class Search:
         more = compiled.peak_high_bytes - lean.forecast.peak_high_bytes
         self._more_compiled[lean.strategy.checkpointing] = more / lean.strategy.micro
         self._timings.clear()
-
-    def _of_this_job(self) -> list[EvaluatedStrategy]:
-        job = (self.job.width, self.job.rank)
-        return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == job]
 
     def fits(self, strategy: Strategy) -> bool:
         return self.high_bytes(strategy) <= self.budget_bytes
