@@ -12,7 +12,6 @@ from finetune.errors import DataError, FinetuneError
 from finetune.planner.plan import Verdict
 from finetune.recipe import parse_recipe
 from finetune.settings import DatasetRecipe, Recipe
-from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
 from ..worker import Report, Work, serve
@@ -109,7 +108,7 @@ class Questions:
             parameters = shape_of(read_config(plan.settings), plan.settings).parameters
         except FinetuneError as error:
             return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-        forecast, base_format = plan.forecast, base_format_of(plan.settings)
+        forecast, base_format = plan.forecast, plan.settings.base_format
         return {
             "verdict": plan.verdict, "parameters": parameters, "bits": base_format.bits if base_format.setting else None,
             "peak_bytes": forecast and forecast.peak_bytes, "tokens_per_s": forecast and forecast.tokens_per_s,

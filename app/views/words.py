@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.settings import Settings
-from finetune.settings.base_formats import SWITCHES, base_format_of
+from finetune.settings.base_formats import SWITCHES
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
 
 from ..language import mark, tr, tr_n
@@ -117,7 +117,7 @@ def capitalized(text: str) -> str:
 
 def precision(settings: Settings) -> str:
     """Return the base model's bits, as `4-bit`."""
-    return tr("{bits}-bit", bits=base_format_of(settings).bits)
+    return tr("{bits}-bit", bits=settings.base_format.bits)
 
 
 def gradient_checkpointing(settings: Settings) -> str:

@@ -15,7 +15,6 @@ from finetune.files import to_json
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
-from finetune.settings.base_formats import requested_formats
 from finetune.units import format_bytes
 
 
@@ -67,7 +66,7 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, as
         print_json({"run": str(run.path), "merged": str(folder)})
         return
     out.print(f"merged model in {escape(str(folder))}")
-    if requested_formats(read_plan(run.plan).settings):
+    if read_plan(run.plan).settings.requested_formats:
         out.print("trained on quantised weights, merged into 16-bit weights: some answers may change")
 
 

@@ -21,7 +21,6 @@ from finetune.errors import CommandError, DataError
 from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
-from finetune.settings.base_formats import base_format_of
 from finetune.settings.compatibility import Sizes
 from finetune.units import format_bytes
 
@@ -130,7 +129,7 @@ def _print_choices(plan: Plan) -> None:
 
 def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
     # name, value, and the setting that has the reason
-    base, target = base_format_of(settings), settings.layer_offloading
+    base, target = settings.base_format, settings.layer_offloading
     checkpointing, every_n = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
     rows, micro_batches = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     # 16-bit weights have no switch: their reason is at load_in_4bit

@@ -19,7 +19,7 @@ from finetune.planner.plan import read_plan
 from finetune.planner.shape import shape_of
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
-from finetune.settings.base_formats import BITS_16, base_format_of
+from finetune.settings.base_formats import BITS_16
 from finetune.system import shell_join
 from finetune.units import format_bytes
 
@@ -66,7 +66,7 @@ def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]
     largest_rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= largest_rank), None)
     # vLLM loads the base in 16 bit, even if the run quantised it
-    weight_bytes = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if base_format_of(settings).setting else 0
+    weight_bytes = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if settings.base_format.setting else 0
     if rank is None or config.get("use_dora") or config.get("trainable_token_indices"):
         note = f"vLLM can't read this adapter (DoRA, new tokens or a rank over 512). Merge it: finetune merge {run.path}"
     elif weight_bytes > card.total_bytes:

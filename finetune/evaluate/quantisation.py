@@ -24,7 +24,7 @@ from finetune.planner.shape import shape_of
 from finetune.run.card import Queue, cards_of, visibility
 from finetune.run.directory import RunDirectory
 from finetune.settings import LaunchRecipe, Recipe, Settings
-from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
+from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, switches
 from finetune.system import keep_private, redirect_output
 from finetune.units import Progress
 
@@ -205,7 +205,7 @@ def _row_losses(settings: Settings, rows: Rows, adapter: Path | None, device: st
     from finetune.evaluate.answerer import batches, load_model, loss_batch_tokens, run_halving
     from finetune.evaluate.score import losses
 
-    ids, labels, base_format = rows["input_ids"], rows["labels"], base_format_of(settings)
+    ids, labels, base_format = rows["input_ids"], rows["labels"], settings.base_format
     progress(f"measuring {base_format.label}: loading")
     model = load_model(settings, adapter, device)
     row_losses: dict[int, float] = {}

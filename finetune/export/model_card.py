@@ -18,7 +18,6 @@ from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import yaml
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
-from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 CARD = "README.md"
@@ -79,7 +78,7 @@ def _is_on_hub(name: str) -> bool:
 
 def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
     settings, adapter = plan.settings, read_object(run.adapter / MANIFEST) or {}
-    weights = base_format_of(settings)
+    weights = settings.base_format
     revision = f" at revision {settings.model_revision}" if settings.model_revision else ""
     loss = adapter.get("eval_loss")
     origin, licence = base_adapter_of(run), card_value(settings, "license")

@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.compat.transformers import wrap_checkpoint
 from finetune.errors import RecipeError
 from finetune.layers.offload import InOrder, Offload, SavedActivations
-from finetune.settings.compatibility import is_zero3
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
@@ -57,7 +56,7 @@ def set_checkpointing(model: torch.nn.Module, settings: Settings) -> None:
         base.activation_checkpointing_disable()
         return
     # reentrant: for DeepSpeed ZeRO-3; excludes `selective` and `offload`
-    arguments: dict[str, Any] = {"use_reentrant": is_zero3(settings.launch)}
+    arguments: dict[str, Any] = {"use_reentrant": settings.launch.is_zero3}
     # no effect with eager attention, which has no attention kernel
     if checkpointing == "selective":
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention)

@@ -15,7 +15,7 @@ from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import DEFAULT_CAPABILITY, LargestStep
 from finetune.memory.sharding import shard, units_of
-from finetune.settings.compatibility import BUFFERS, is_sharded
+from finetune.settings.compatibility import BUFFERS
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def make_forecast(
     """Forecast a run of `settings` on `card` with these longest rows. Raises RecipeError for a model that can't be built."""
     step = LargestStep(config, settings, rows, None if card.is_cpu else card.capability or DEFAULT_CAPABILITY)
     one_gpu = step.dry_run()
-    is_sharded_run = is_sharded(settings.launch)
+    is_sharded_run = settings.launch.is_sharded
     run = shard(one_gpu, units_of(config, settings), settings) if is_sharded_run else one_gpu
     # DDP's gradient buckets: a copy of all gradients in each phase after loading (torch/csrc/distributed/c10d/reducer.cpp)
     bucket_bytes = one_gpu.parts["adapters"] if settings.launch.num_processes > 1 and not is_sharded_run else 0
@@ -206,7 +206,7 @@ def _with_replay_error(reserved: int) -> int:
 
 def _host_bytes(run: DryRun, pinned_bytes: int, settings: Settings) -> int:
     launch, model_bytes = settings.launch, 2 * run.parameters  # 16-bit weights
-    if not is_sharded(launch):
+    if not launch.is_sharded:
         # offloading ends before the weights are merged
         return PROCESS_BYTES + max(pinned_bytes, model_bytes)
     # all local ranks; local rank 0 gathers the model to save it

@@ -16,7 +16,7 @@ from finetune.memory.caching_allocator import OutOfMemory
 from finetune.memory.forecast import PARTS, Batch
 from finetune.memory.trace import NotRepeated
 from finetune.settings import resolved
-from finetune.settings.compatibility import is_zero3, padding_multiple
+from finetune.settings.compatibility import padding_multiple
 from finetune.settings.methods import METHODS, has_kl
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.settings.schema import Decides, settings_that_decide
@@ -40,7 +40,7 @@ _KEY_ENTRIES: dict[str, Callable[[Settings], Any] | None] = {
     "layer_offloading": lambda settings: settings.layer_offloading is not False,
     "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
-    "launch": lambda settings: is_zero3(settings.launch),  # it needs reentrant checkpointing; nothing else matters here
+    "launch": lambda settings: settings.launch.is_zero3,  # it needs reentrant checkpointing; nothing else matters here
     "loss_type": lambda settings: has_kl(settings.method, settings.loss_type),
     "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
     "eval_steps": None, "gpu": None, "model_name_or_path": None,

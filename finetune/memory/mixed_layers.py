@@ -8,7 +8,6 @@ from collections.abc import Collection
 from finetune.memory.step import AUXILIARY, Simulation
 from finetune.memory.tracker import OFFLOADED, Peak, PhaseKey, Tag
 from finetune.settings import Settings
-from finetune.settings.compatibility import is_zero3
 from finetune.settings.optimizers import OPTIMIZERS
 
 #: Phases in which it matters whether a layer is checkpointed.
@@ -25,7 +24,7 @@ def can_mix(settings: Settings, identical: bool) -> bool:
         identical
         and settings.activation_checkpointing is True
         and not OPTIMIZERS[settings.optim].small_states
-        and not is_zero3(settings.launch)
+        and not settings.launch.is_zero3
     )
 
 

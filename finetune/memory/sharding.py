@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.memory import cache
 from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.settings import Settings
-from finetune.settings.compatibility import loads_own_rows, shards_weights
+from finetune.settings.compatibility import loads_own_rows
 from finetune.settings.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _bytes_by_element(parameter: Parameter, cards: int) -> int:
 def units_of(config: dict[str, Any], settings: Settings) -> Units:
     """Return the units of a model with adapters, cached. Raises RecipeError for a model that can't be built."""
     deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
-    deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
+    deciding_settings["shards_weights"] = settings.launch.shards_weights  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=deciding_settings)
     return cache.cached(key, Units, lambda: _full_units(config, settings))
 

@@ -35,7 +35,6 @@ from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.settings import Settings
-from finetune.settings.base_formats import requested_formats
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
@@ -61,7 +60,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         ):
             materialise(model, tracker, dtype=model_dtype(settings))
             # TRL casts the fp32 adapters of quantised models to bf16; a run then casts them to its dtype
-            trl_dtypes = [torch.bfloat16] if requested_formats(settings) else []
+            trl_dtypes = [torch.bfloat16] if settings.requested_formats else []
             cast_adapters_in_turn(model, tracker, [*trl_dtypes, getattr(torch, settings.adapter_dtype)])
             if settings.offload_embeddings is True:
                 offload_embedding(model)

@@ -25,7 +25,6 @@ from finetune.memory.trace import NotRepeated, Recording, Trace
 from finetune.memory.tracker import Peak, PhaseKey, Rule, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.settings import Settings
-from finetune.settings.base_formats import requested_formats
 
 #: Phase of a mixture-of-experts router's auxiliary loss, after the loss.
 AUXILIARY = "auxiliary loss"
@@ -218,7 +217,7 @@ def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> I
 
 def _advice(settings: Settings | None) -> str:
     changes = ["lean_layers=false"] if settings and settings.lean_layers is True else []
-    changes += [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
+    changes += [f"{base.setting}=false" for base in settings.requested_formats] if settings else []
     try_own_layers = f"Try the model's own layers: {' '.join(changes)}. " if changes else ""
     return f"{try_own_layers}Give another model, or report it with its config.json."
 

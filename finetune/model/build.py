@@ -36,8 +36,8 @@ from finetune.model.hybrid import falls_back_to_torch, layers_kept_in_16_bit
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.weights import check_weights
 from finetune.settings import Settings
-from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
-from finetune.settings.compatibility import loads_own_rows, shards_weights
+from finetune.settings.base_formats import INT8, NF4
+from finetune.settings.compatibility import loads_own_rows
 from finetune.system import return_freed_memory
 
 
@@ -50,7 +50,7 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     """Return transformers' `quantization_config`, or None if unquantised. Raises RecipeError for an untrainable checkpoint."""
     if stored := stored_quantisation(vars(config), settings.model_name_or_path):
         return _config_for_stored(settings, stored, has_experts=has_experts(text_config(config)))
-    base_format = base_format_of(settings)
+    base_format = settings.base_format
     if base_format not in (NF4, INT8):
         return None
     quantization = _nf4_config(settings) if base_format is NF4 else BitsAndBytesConfig(load_in_8bit=True)
@@ -67,7 +67,7 @@ def _nf4_config(settings: Settings) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=model_dtype(settings),
         # FSDP2 and ZeRO-3 shard floating-point parameters only; 4-bit weights in uint8 stay unsharded or are misread
         # (https://github.com/huggingface/accelerate/issues/3983)
-        bnb_4bit_quant_storage=model_dtype(settings) if shards_weights(settings.launch) else torch.uint8,
+        bnb_4bit_quant_storage=model_dtype(settings) if settings.launch.shards_weights else torch.uint8,
     )
 
 
@@ -75,8 +75,8 @@ def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
     """Return the quantiser class that packs experts, or None if experts stay 16-bit."""
     stored = stored_quantisation(vars(config), settings.model_name_or_path)
     # a checkpoint that bitsandbytes stored has separate experts; FSDP2 and ZeRO-3 shard floating-point parameters only
-    is_excluded = stored.get("quant_method") == BITSANDBYTES or shards_weights(settings.launch)
-    return packing_quantiser(pack_experts) if base_format_of(settings).experts and not is_excluded else None
+    is_excluded = stored.get("quant_method") == BITSANDBYTES or settings.launch.shards_weights
+    return packing_quantiser(pack_experts) if settings.base_format.experts and not is_excluded else None
 
 
 def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_experts: bool) -> Any:
@@ -84,7 +84,7 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
     if method == BITSANDBYTES:
         stored_in = stored_format(stored)
         bits = f"{stored_in.bits}bit"
-        if base_format_of(settings) is not stored_in:
+        if settings.base_format is not stored_in:
             raise RecipeError(
                 f"model_name_or_path {name} is stored in {bits}",
                 f"Set {stored_in.setting}=true, or give the 16-bit model.",
@@ -96,7 +96,7 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
                 "loads fused experts only",
                 "Give the 16-bit model; load_in_4bit=true also quantises its experts while loading.",
             )
-        if stored_in is NF4 and shards_weights(settings.launch) and stored.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+        if stored_in is NF4 and settings.launch.shards_weights and stored.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
                 "Give the 16-bit model; load_in_4bit=true quantises it while loading, so that it can be sharded.",
@@ -105,9 +105,9 @@ def _config_for_stored(settings: Settings, stored: dict[str, Any], *, has_expert
         if stored_in is NF4:
             arguments["bnb_4bit_compute_dtype"] = model_dtype(settings)
         return BitsAndBytesConfig(**arguments)
-    if method == "mxfp4" and base_format_of(settings) is NF4 and not shards_weights(settings.launch):
+    if method == "mxfp4" and settings.base_format is NF4 and not settings.launch.shards_weights:
         return _nf4_config(settings)
-    if method in DEQUANTISED and not requested_formats(settings):
+    if method in DEQUANTISED and not settings.requested_formats:
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     quantisation = method or "an unknown quantisation"
     give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"

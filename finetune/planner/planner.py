@@ -23,8 +23,7 @@ from finetune.planner.shape import MAMBA2, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.settings import AUTO, Recipe, Settings, resolved
-from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open
-from finetune.settings.compatibility import is_sharded
+from finetune.settings.base_formats import NF4, QUANTISED, is_open
 from finetune.settings.methods import method_of
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import Progress
@@ -139,7 +138,7 @@ class _Planner:
         # the first attempt that fits, also with rows of uneven length
         for attempt in attempts:
             search, options = attempt.search, self.open_strategies(attempt)
-            if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
+            if options and self.recipe.launch.is_sharded:  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
             replayed, compiled_misfits = list[EvaluatedStrategy](), 0
             while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
@@ -307,7 +306,7 @@ class _Planner:
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> Iterator[tuple[dict[str, Any], str]]:
-    base = base_format_of(settings)
+    base = settings.base_format
     if base not in QUANTISED and not is_open(recipe, NF4):
         yield {NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time"
     elif base in QUANTISED and base.bits > NF4.bits:

@@ -13,8 +13,8 @@ from finetune.errors import RecipeError
 from finetune.planner.plan import Choices
 from finetune.planner.shape import ModelShape
 from finetune.settings import AUTO
-from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, requested_formats, switches
-from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
+from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, switches
+from finetune.settings.compatibility import NOT_REENTRANT, layer_offloading_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 
@@ -85,7 +85,7 @@ def strategies(
     # `stored`: the formats that a quantised checkpoint allows
     bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
     has_table = shape.table > 0 and not choices.recipe.trained_embedding_rows
-    may_offload_table = has_table and not card.is_cpu and not is_sharded(choices.recipe.launch)
+    may_offload_table = has_table and not card.is_cpu and not choices.recipe.launch.is_sharded
     tables: tuple[bool, ...] = (False, True) if may_offload_table else (False,)
     if choices.is_set("offload_embeddings"):
         tables = (choices.recipe.offload_embeddings,)
@@ -141,7 +141,7 @@ def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
 
 def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tuple[BaseFormat, ...]:
     recipe, plain = choices.recipe, BITS_32 if choices.value("dtype") == "float32" else BITS_16
-    if requested := requested_formats(recipe):
+    if requested := recipe.requested_formats:
         return (requested[0],)
     # int8's kernels compute in float16, and break the graphs of compiled layers
     exact = QUANTISED if plain is BITS_16 and recipe.torch_compile is not True else (NF4,)
@@ -150,13 +150,13 @@ def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tu
         return stored if len(stored) == 1 or stored[-1] in still_open else (plain,)
     if card.is_cpu:
         return (plain,)
-    return (plain, *(base for base in reversed(still_open) if base.planned and (base.shards or not is_sharded(recipe.launch))))
+    return (plain, *(base for base in reversed(still_open) if base.planned and (base.shards or not recipe.launch.is_sharded)))
 
 
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:
     wanted, every = choices.recipe.activation_checkpointing, choices.recipe.activation_checkpointing_every_n_layers
     kinds = CHECKPOINTING
-    if is_zero3(choices.recipe.launch):
+    if choices.recipe.launch.is_zero3:
         kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
     if card.is_cpu or (choices.recipe.torch_compile is True and every not in (AUTO, 1)):
         # offloading pins memory, which needs an accelerator; compiled layers offload the inputs of all layers or of none
@@ -174,7 +174,7 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
         return (choices.recipe.optim,)
     if card.is_cpu:
         return ("adamw_torch",)
-    sharded = is_sharded(choices.recipe.launch)
+    sharded = choices.recipe.launch.is_sharded
     return tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.planned and (optimizer.shards or not sharded))
 
 

@@ -12,7 +12,6 @@ from finetune.files import from_json, read_json
 from finetune.model.configuration import ADAPTER_CONFIG, match_name, vocabulary_size
 from finetune.model.weights import config_problems
 from finetune.settings import AUTO, Recipe, Settings, resolved
-from finetune.settings.base_formats import requested_formats
 from finetune.settings.compatibility import ONLY_WITH_VISION
 
 #: Settings that decide an adapter's parameters and their scale.
@@ -103,7 +102,7 @@ def _resolved_because(recipe: Recipe, reason: str, **values: Any) -> Recipe:
 
 def _inherited(recipe: Recipe, adapter: BaseAdapter) -> dict[str, Any]:
     inherited, problems = {}, {}
-    sets_format = bool(requested_formats(recipe))
+    sets_format = bool(recipe.requested_formats)
     for name, value in adapter.settings.items():
         # settings outside _ADAPTER_SETTINGS are formats of the base weights; the recipe's format replaces the adapter's
         if name not in _ADAPTER_SETTINGS and sets_format:
@@ -134,7 +133,7 @@ def read_base_adapter(name: str) -> BaseAdapter:
         raise RecipeError(problem, "Restore it, or give another adapter.") from None
     adapter_settings = {name: getattr(settings, name) for name in _ADAPTER_SETTINGS}
     # an adapter trained on quantised weights fits only these weights
-    adapter_settings |= {base_format.setting: True for base_format in requested_formats(settings)}
+    adapter_settings |= {base_format.setting: True for base_format in settings.requested_formats}
     return BaseAdapter(folder, adapter_settings, settings.model_name_or_path)
 
 

@@ -20,7 +20,6 @@ from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory, read_stop_requests
 from finetune.run.memory import MemorySampler
 from finetune.run.training import RunTrainer
-from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
 from finetune.units import MIB, format_bytes
 
@@ -126,7 +125,7 @@ class RunCallback(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._steps += 1
         # FSDP and DeepSpeed keep the gradients in their own shards
-        if self._steps <= _CHECKED_STEPS and not shards_weights(self.trainer.plan.settings.launch):
+        if self._steps <= _CHECKED_STEPS and not self.trainer.plan.settings.launch.shards_weights:
             require_gradients(self.trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

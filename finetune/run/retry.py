@@ -18,8 +18,8 @@ from finetune.model.configuration import read_config
 from finetune.planner.plan import AS_SET, Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.settings import resolved
-from finetune.settings.base_formats import NF4, base_format_of
-from finetune.settings.compatibility import is_zero3, lean_layers_conflict
+from finetune.settings.base_formats import NF4
+from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
@@ -121,7 +121,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         return {**_CHECKPOINT_EVERY_LAYER}
     # ZeRO-3 can't offload the checkpoints
-    if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):
+    if settings.activation_checkpointing in (True, "selective") and not settings.launch.is_zero3:
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
     return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
 
@@ -166,7 +166,7 @@ def no_smaller_plan_message(plan: Plan, phase: str, holders: list[str], recipe: 
         return f"out of memory in phase {phase}, and no smaller plan is left to try; {advice}"
     needs = f" ({format_bytes(plan.forecast.peaks['load'])} by the forecast)" if plan.forecast else ""
     close = f"close other programs on the GPU ({', '.join(holders[:6])}), or " if holders else ""
-    quantise = "" if base_format_of(plan.settings).bits == NF4.bits else f"{NF4.setting}=true or "
+    quantise = "" if plan.settings.base_format.bits == NF4.bits else f"{NF4.setting}=true or "
     advice = f"{close}plan again with {quantise}a smaller model: {command}"
     return f"out of memory while loading the model{needs}; a smaller micro-batch does not help: {advice}"
 

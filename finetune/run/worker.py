@@ -35,7 +35,6 @@ from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan, adjusted_since_s, out_of_memory_event, reforecast_adjusted, shrink_to_fit
 from finetune.run.seal import Checkpoint, fact_differences, newest_verified
 from finetune.run.trackers import Trackers
-from finetune.settings.compatibility import shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.system import (
     ignore_hangup,
@@ -114,7 +113,7 @@ class Worker:
 
         trainer, callback = self._build_trainer()
         self.trainer = trainer
-        if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
+        if self.plan.settings.packing and not self.plan.settings.launch.shards_weights:
             from finetune.model.padding import require_isolated_examples
 
             require_isolated_examples(trainer.model, trainer.data_collator)

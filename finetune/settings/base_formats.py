@@ -76,17 +76,6 @@ def switches(base_format: BaseFormat) -> dict[str, bool]:
     return {name: name == base_format.setting for name in SWITCHES}
 
 
-def requested_formats(recipe: Recipe) -> list[BaseFormat]:
-    """Return the quantised formats that the recipe sets; more than one is an error."""
-    return [base_format for base_format in QUANTISED if getattr(recipe, base_format.setting) is True]
-
-
-def base_format_of(recipe: Recipe) -> BaseFormat:
-    """Return the format of resolved settings, or a recipe's set format, else the dtype's."""
-    plain = BITS_32 if recipe.dtype == "float32" else BITS_16
-    return next(iter(requested_formats(recipe)), plain)
-
-
 def is_open(recipe: Recipe, base_format: BaseFormat) -> bool:
     """Tell whether the recipe leaves this format to the planner."""
     return getattr(recipe, base_format.setting) == AUTO

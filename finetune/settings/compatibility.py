@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from finetune.settings.base_formats import AUTO, INT8, NF4, base_format_of, requested_formats
+from finetune.settings.base_formats import AUTO, INT8, NF4
 from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
-    from finetune.settings.schema import LaunchRecipe, Recipe
+    from finetune.settings.schema import Recipe
 
 
 #: Kinds of gradient checkpointing that are not reentrant; DeepSpeed ZeRO-3 needs reentrant checkpointing.
@@ -23,25 +23,10 @@ NOT_REENTRANT = ("selective", "offload")
 BUFFERS = 2
 
 
-def is_sharded(launch: LaunchRecipe) -> bool:
-    """Tell whether optimizer states and gradients are sharded."""
-    return launch.strategy != "ddp"
-
-
-def is_zero3(launch: LaunchRecipe) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 shards the weights."""
-    return launch.strategy == "deepspeed" and launch.zero_stage == 3
-
-
-def shards_weights(launch: LaunchRecipe) -> bool:
-    """Tell whether the weights are sharded."""
-    return launch.strategy == "fsdp" or is_zero3(launch)
-
-
 def loads_own_rows(settings: Settings) -> bool:
     """Tell whether each rank loads only its own rows of the weights: FSDP with 4-bit weights."""
     # DoRA's magnitudes are computed from whole weights
-    return settings.launch.strategy == "fsdp" and base_format_of(settings).bits == 4 and not settings.use_dora
+    return settings.launch.strategy == "fsdp" and settings.base_format.bits == 4 and not settings.use_dora
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
@@ -75,7 +60,7 @@ def _method(recipe: Recipe) -> Iterator[str]:
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
-    if method.reference_passes and is_sharded(recipe.launch):
+    if method.reference_passes and recipe.launch.is_sharded:
         yield f"launch.strategy {recipe.launch.strategy} does not work with method {name} yet; use ddp"
 
 
@@ -101,7 +86,7 @@ def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
         yield f"adapter_dtype {dtype} needs dtype {dtype}; dtype is {recipe.dtype}"
     if recipe.use_dora:
         yield f"adapter_dtype {dtype} does not work with use_dora, whose magnitudes are trained in fp32"
-    if is_sharded(recipe.launch):
+    if recipe.launch.is_sharded:
         yield f"adapter_dtype {dtype} does not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
 
 
@@ -111,14 +96,14 @@ def _new_tokens(recipe: Recipe) -> Iterator[str]:
         yield f"trained_embedding_rows {rows} are not a first and end row; leave it out: the plan reads them from the tokenizer"
     if not (recipe.new_tokens or rows):
         return
-    if is_sharded(recipe.launch):
+    if recipe.launch.is_sharded:
         yield f"new_tokens do not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
     if recipe.offload_embeddings is True:
         yield "offload_embeddings does not work with new_tokens, which train rows of the embedding; set it to auto or false"
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:
-    if len(requested := requested_formats(recipe)) > 1:
+    if len(requested := recipe.requested_formats) > 1:
         yield f"{' and '.join(base.setting for base in requested)} are both true; keep one of them"
 
 
@@ -143,7 +128,7 @@ def _batch(recipe: Recipe) -> Iterator[str]:
 
 def _checkpointing(recipe: Recipe) -> Iterator[str]:
     checkpointing, every_n_layers = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
-    if is_zero3(recipe.launch) and checkpointing in NOT_REENTRANT:
+    if recipe.launch.is_zero3 and checkpointing in NOT_REENTRANT:
         yield f"activation_checkpointing {checkpointing} does not work with DeepSpeed ZeRO-3; set it to true"
     if recipe.torch_compile is True and (reason := compiling_conflict(recipe)):
         yield f"torch_compile does not work with {reason}; set torch_compile to auto or false"
@@ -153,7 +138,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 
 def compiling_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out compiled layers, or an empty text."""
-    if base_format_of(recipe) is INT8:
+    if recipe.base_format is INT8:
         return "load_in_8bit: int8 products break the graph"
     if recipe.use_dora:
         return "use_dora: DoRA's norms break the graph"
@@ -173,7 +158,7 @@ def lean_layers_conflict(recipe: Recipe) -> str:
     """Return the setting that rules out lean layers, or an empty text."""
     if recipe.torch_compile is True:
         return "torch_compile: lean layers break its graphs"
-    if is_zero3(recipe.launch):
+    if recipe.launch.is_zero3:
         return "DeepSpeed ZeRO-3, whose hooks are on the modules that lean layers replace"
     if recipe.use_dora:
         return "use_dora"
@@ -199,9 +184,9 @@ def layer_offloading_conflict(recipe: Recipe) -> str:
         return f"{name} {every_n}: {reason}; set {name} to auto or 1"
     if recipe.torch_compile is True:
         return "torch_compile, which is untested with offloaded weights; set torch_compile=auto"
-    if (base := base_format_of(recipe)).not_offloaded:
+    if (base := recipe.base_format).not_offloaded:
         return f"{base.setting}: {base.not_offloaded}; use {NF4.setting}, or neither"
-    if is_sharded(recipe.launch):
+    if recipe.launch.is_sharded:
         return f"launch.strategy {recipe.launch.strategy}, which shards and moves the weights itself; use launch.offload"
     if recipe.launch.num_processes > 1:
         return (
@@ -226,11 +211,11 @@ def _layer_offloading(recipe: Recipe) -> Iterator[str]:
 
 def _sharding(recipe: Recipe) -> Iterator[str]:
     strategy = recipe.launch.strategy
-    if not is_sharded(recipe.launch):
+    if not recipe.launch.is_sharded:
         return
     if recipe.gpu.strip().lower() == "cpu":
         yield f"launch.strategy {strategy} needs NVIDIA GPUs; on CPU use ddp"
-    if not (base := base_format_of(recipe)).shards:
+    if not (base := recipe.base_format).shards:
         yield f"{base.setting} can't be sharded by launch.strategy {strategy}; use {NF4.setting}, or neither"
     if recipe.offload_embeddings is True:
         yield f"offload_embeddings needs the whole embedding, but launch.strategy {strategy} shards it; set it to auto or false"
@@ -247,9 +232,9 @@ def _launch(recipe: Recipe) -> Iterator[str]:
         yield f"launch.machine_rank is {launch.machine_rank}; it must be below launch.num_machines, {machines}"
     if launch.strategy == "fsdp" and processes == 1:
         yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
-    if launch.offload != "none" and not is_sharded(launch):
+    if launch.offload != "none" and not launch.is_sharded:
         yield f"launch.offload {launch.offload} needs fsdp or deepspeed; launch.strategy is ddp"
-    if launch.offload == "nvme" and not is_zero3(launch):
+    if launch.offload == "nvme" and not launch.is_zero3:
         yield "launch.offload nvme needs DeepSpeed ZeRO-3: launch.strategy=deepspeed launch.zero_stage=3"
     if launch.offload == "nvme" and not launch.nvme_path:
         yield "launch.offload nvme needs launch.nvme_path, a directory on the drive"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.fields import FieldInfo
 
 from finetune.settings import compatibility
-from finetune.settings.base_formats import AUTO
+from finetune.settings.base_formats import AUTO, BITS_16, BITS_32, QUANTISED, BaseFormat
 from finetune.settings.methods import METHODS, USUAL_VALUES
 from finetune.settings.optimizers import OPTIMIZERS
 
@@ -208,6 +208,20 @@ class LaunchRecipe(_Strict):
     def processes_here(self) -> int:
         return max(1, self.num_processes // self.num_machines)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether optimizer states and gradients are sharded."""
+        return self.strategy != "ddp"
+
+    @property
+    def is_zero3(self) -> bool:
+        """Whether DeepSpeed ZeRO-3 shards the weights."""
+        return self.strategy == "deepspeed" and self.zero_stage == 3
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.strategy == "fsdp" or self.is_zero3
+
 
 class Recipe(_Strict):
     """The user's choices. `auto` leaves a setting to the planner, which gives a reason for its choice."""
@@ -350,6 +364,16 @@ class Recipe(_Strict):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def requested_formats(self) -> list[BaseFormat]:
+        """The quantised formats that the recipe sets; more than one is an error."""
+        return [base_format for base_format in QUANTISED if getattr(self, base_format.setting) is True]
+
+    @property
+    def base_format(self) -> BaseFormat:
+        """The format of resolved settings, or the recipe's set format, else the dtype's."""
+        return next(iter(self.requested_formats), BITS_32 if self.dtype == "float32" else BITS_16)
 
 
 #: Setting -> its names in other tools; and the reverse.

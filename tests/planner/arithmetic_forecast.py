@@ -6,7 +6,6 @@ from finetune.card import Card
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.settings import Recipe
-from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import GIB, MIB
 
@@ -36,7 +35,7 @@ class ArithmeticForecaster:
             settings.activation_checkpointing, entry
         )
         parts = {
-            "weights": shape.weight_bytes(base_format_of(settings)), "adapters": 4 * adapters, "gradients": 4 * adapters,
+            "weights": shape.weight_bytes(settings.base_format), "adapters": 4 * adapters, "gradients": 4 * adapters,
             "optimizer": round(OPTIMIZERS[settings.optim].state_bytes * adapters),
             "activations": round((shape.layers - recomputed) * layer + recomputed * saved),
             "recomputed": round(layer if recomputed else 0),

@@ -16,7 +16,7 @@ from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches, Job, time_step
 from finetune.planner.strategy import Strategy
 from finetune.recipe import parse_recipe
-from finetune.settings.base_formats import NF4, base_format_of
+from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import BUFFERS
 from finetune.units import GIB
 
@@ -38,7 +38,7 @@ def planned(forecast_by):
             forecast = super().__call__(config, settings, card, rows=rows)
             if settings.layer_offloading is False:
                 return forecast
-            layer = shape_of(config, settings).layer_bytes(base_format_of(settings))
+            layer = shape_of(config, settings).layer_bytes(settings.base_format)
             gone = max(0, settings.offloaded_layers - BUFFERS) * layer
             names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
             parts, peaks = {**forecast.parts}, {phase: size - gone for phase, size in forecast.peaks.items()}
