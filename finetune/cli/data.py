@@ -24,12 +24,12 @@ def show_data(
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
         from finetune.data.tokens import decode_spans, shorten_repeats
-        from finetune.planner.planning import encode_rows, limit_of
+        from finetune.planner.planning import encode_rows
         from finetune.recipe.complete import complete
 
         recipe, *_ = complete(recipe)
         encoded = encode_rows(recipe, progress)
-        selected = encoded.select(recipe, limit_of(recipe))
+        selected = encoded.select(recipe, recipe.length_limit)
     data_error = None  # printed last: the statistics help to correct the data
     try:
         selected.raise_problems()

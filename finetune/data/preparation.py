@@ -28,7 +28,6 @@ from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer, display_text
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe, Recipe
-from finetune.settings.methods import METHODS
 from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def encode(
 ) -> EncodedRows:  # fmt: skip
     """Tokenise the dataset, or load it from the cache. Raise DataError or RecipeError."""
     dataset = recipe.dataset
-    if row_format := METHODS[recipe.method].row_format:
+    if row_format := recipe.training_method.row_format:
         dataset = dataset.model_copy(update={"format": row_format})
     train_sources, eval_sources = sources or sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, processor_loader=ProcessorLoader(recipe))

@@ -11,7 +11,6 @@ from finetune.data.report import first_line, printable
 from finetune.errors import DataError, ModelError, RecipeError
 from finetune.files import IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer, sha256_of
 from finetune.settings import Recipe
-from finetune.settings.compatibility import pixel_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +60,7 @@ class ProcessorLoader:
         """Return everything that decides an image's tokens beside the tokenizer."""
         # a hub id's files depend on its revision, which is compared elsewhere
         paths = [self._path / name for name in _PROCESSOR_FILES] if isinstance(self._path, Path) else []
-        return [pixel_limit(self._recipe), *(sha256_of(path) for path in paths if path.is_file())]
+        return [self._recipe.pixel_limit, *(sha256_of(path) for path in paths if path.is_file())]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
         """Load the processor, or raise ModelError."""
@@ -79,7 +78,7 @@ class ProcessorLoader:
                 f"the rows have images, and the processor of {name} can't be used: {first_line(error)}",
                 "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
             ) from None
-        return PictureProcessor(processor, pixel_limit(self._recipe))
+        return PictureProcessor(processor, self._recipe.pixel_limit)
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -22,7 +22,7 @@ from finetune.files import parse_json, read_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 from finetune.settings import DatasetRecipe, Settings
-from finetune.settings.methods import METHOD_FORMATS, METHODS
+from finetune.settings.methods import METHOD_FORMATS
 
 #: Column of the tokenised held-out rows -> field of EvalRows. Only pairs have rejected columns, only labelled rows `desirable`.
 _SEQUENCE_FIELDS = {
@@ -108,7 +108,7 @@ def _read_like_training(settings: Settings, path: str, limit: int | None, encode
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
     )  # fmt: skip
-    method_format = METHODS[settings.method].row_format
+    method_format = settings.training_method.row_format
     # Rows in the format of the run's method are read in that format, others by their columns.
     # Pairs are read as pairs even where a run trains on single answers: a pair says more than its answers do.
     first = "preference" if method_format in METHOD_FORMATS else method_format

@@ -34,7 +34,6 @@ from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, call_sco
 from finetune.model.generate import MoreInputs, extra_model_inputs
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, require_data
-from finetune.settings.methods import METHODS
 from finetune.units import Progress, format_seconds
 
 _MAX_LOSS = 700.0  # exp() overflows above 709
@@ -60,7 +59,7 @@ def compare(
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run)
     # a method with a reference is compared with the adapter that the run continued, if any
-    against_adapter = bool(METHODS[plan.settings.method].reference_passes) and run.base_adapter.is_dir()
+    against_adapter = bool(plan.settings.training_method.reference_passes) and run.base_adapter.is_dir()
     load = load or answerer_loader(run, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     # rows without thoughts are asked without a thought; the tuned model learned to answer so by itself

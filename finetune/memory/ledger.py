@@ -17,7 +17,6 @@ from finetune.memory.forecast import PARTS, Batch
 from finetune.memory.trace import NotRepeated
 from finetune.settings import resolved
 from finetune.settings.compatibility import padding_multiple
-from finetune.settings.methods import METHODS, has_kl
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.settings.schema import Decides, settings_that_decide
 
@@ -41,7 +40,7 @@ _KEY_ENTRIES: dict[str, Callable[[Settings], Any] | None] = {
     "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
     "launch": lambda settings: settings.launch.is_zero3,  # it needs reentrant checkpointing; nothing else matters here
-    "loss_type": lambda settings: has_kl(settings.method, settings.loss_type),
+    "loss_type": lambda settings: settings.has_kl,
     "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
     "eval_steps": None, "gpu": None, "model_name_or_path": None,
 }  # fmt: skip
@@ -200,10 +199,10 @@ class LargestStep:
 def batch_of(settings: Settings, rows: RowShape) -> Batch:
     """Return the largest micro-batches of training and evaluation."""
     is_packed, examples = settings.packing is True, settings.per_device_train_batch_size
-    sequences = METHODS[settings.method].sequences
+    sequences = settings.training_method.sequences
     padded = sequences * examples > 1 and not is_packed
     documents = max(1, rows.tokens // 256) if is_packed else 1  # assumes examples of 256 tokens
-    mismatched_tokens = rows.mismatched_tokens if has_kl(settings.method, settings.loss_type) else None
+    mismatched_tokens = rows.mismatched_tokens if settings.has_kl else None
 
     def batch(shape: RowShape, examples: int) -> Batch:
         count, multiple = sequences * examples, padding_multiple(settings, examples)

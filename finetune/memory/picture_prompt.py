@@ -25,7 +25,7 @@ from finetune.hub import VALID_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
-from finetune.settings.compatibility import Sizes, pixel_limit
+from finetune.settings.compatibility import Sizes
 
 _FACTS_FILE = Path(__file__).parents[1] / "model" / "picture_processors.json"
 
@@ -47,7 +47,7 @@ def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePromp
     """Return a message with images of these sizes and one character. Raises RecipeError for an unknown processor."""
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
     # the period changes every VALID_S seconds, so that a hub that failed is tried again
-    return _prompt(*model, pixel_limit(settings), pictures, _period=int(time.monotonic() / VALID_S))
+    return _prompt(*model, settings.pixel_limit, pictures, _period=int(time.monotonic() / VALID_S))
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
             facts["processor_class"], facts["image_processor_type"], tokenizer, facts["settings"],
             **facts.get("processor_settings", {}),
         ),
-        pixel_limit(recipe),
+        recipe.pixel_limit,
     )  # fmt: skip
     texts, image_token = [processor.text_of(*size) for size in pictures], processor.processor.image_token
     if image_token in facts["mark"]:  # otherwise the texts include the tokens around the image

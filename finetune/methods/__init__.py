@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from finetune.settings import Settings
-from finetune.settings.methods import METHODS
 
 
 def method_of(settings: Settings) -> TrainingMethod:
     """Return the training method of a recipe."""
     # finetune/settings/methods.py has the facts that data, forecast and planner need of each method
-    return pkgutil.resolve_name(METHODS[settings.method].implementation)(settings)
+    return pkgutil.resolve_name(settings.training_method.implementation)(settings)
 
 
 #: Rows of the dataset -> a batch.
@@ -54,7 +53,7 @@ class TrainingMethod(ABC):
 
     def copy_reference(self, model: Any) -> None:
         """Copy the adapter that training continues from, if the method needs a reference."""
-        if METHODS[self.settings.method].reference_passes and self.settings.adapter_name_or_path is not None:
+        if self.settings.training_method.reference_passes and self.settings.adapter_name_or_path is not None:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
 
     @contextmanager

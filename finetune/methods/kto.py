@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.methods import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
-from finetune.settings.methods import NOT_TRAINED, has_kl
+from finetune.settings.methods import NOT_TRAINED
 
 _KL_PREFIX = "kl_"
 
@@ -45,16 +45,12 @@ def _answer_start(row: dict[str, Any]) -> int:
 class Kto(TrainingMethod):
     """KTO's loss as in TRL's KTOTrainer, and its `apo_zero_unpaired`."""
 
-    @property
-    def _has_kl(self) -> bool:
-        return has_kl(self.settings.method, self.settings.loss_type)
-
     def collator(self, answers: Collator) -> Collator:
-        return LabelledCollator(answers, self.settings.max_length, has_kl=self._has_kl)
+        return LabelledCollator(answers, self.settings.max_length, has_kl=self.settings.has_kl)
 
     def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
         batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}
-        names = ("input_ids", "labels", "attention_mask") if self._has_kl else ()
+        names = ("input_ids", "labels", "attention_mask") if self.settings.has_kl else ()
         return batch | {f"{_KL_PREFIX}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
 
     def loss(self, model: Any, inputs: dict[str, Any], *, items: Items = None, routed: bool | None = None) -> MicroBatchLoss:
@@ -93,7 +89,7 @@ class Kto(TrainingMethod):
         if not rows or chosen is None:
             return {}
         divisors = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
-        if self._has_kl:
+        if self.settings.has_kl:
             divisors["kl"] = rows
         means = {name: counts[name] / divisor for name, divisor in divisors.items() if divisor}
         # no margin without answers of both labels

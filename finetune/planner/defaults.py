@@ -130,7 +130,7 @@ def choose_packing(choices: Choices, card: Card, config: dict[str, Any], avoid_p
 
 
 def _advise_packing(choices: Choices, card: Card, problem: str | None) -> tuple[bool, str]:
-    if not METHODS[choices.recipe.method].packs:
+    if not choices.recipe.training_method.packs:
         return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
         return False, "torch's varlen attention needs an NVIDIA GPU of compute capability 8.0 or higher"

@@ -24,7 +24,6 @@ from finetune.planner.speed import Batches, Job, knows_rates, layer_copies_of
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, is_open
-from finetune.settings.methods import method_of
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import Progress
 
@@ -253,7 +252,7 @@ class _Planner:
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes,
                 compiled=self.recipe.torch_compile is True,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
-                fused_mixers=self.fused_mixers, method=method_of(choices.recipe),
+                fused_mixers=self.fused_mixers, method=choices.recipe.training_method,
             )  # fmt: skip
             lean = functools.partial(why_lean, job, choices, self.config)
             search = Search(job, self.budget_bytes, functools.partial(self._forecast_strategy, choices, job), lean, forecasts)

@@ -175,7 +175,7 @@ def read_rows(recipe: Recipe, encode: Callable[[Recipe], EncodedRows] | None = N
             require_path_or_id(path)
         if missing:
             return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
-        selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
+        selected = (encode or encode_rows)(recipe).select(recipe, recipe.length_limit)
     except DataError as error:
         return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
     except RecipeError as error:  # the model's tokenizer is not on this machine, and a plan needs none
@@ -211,11 +211,6 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     highest_token = max(split.stored.highest_token() for split in rows.splits)
     rows.trained_embedding_rows = trained_embedding_rows(rows.encoder.tokenizer, recipe, vocabulary, highest_token)
     return rows
-
-
-def limit_of(recipe: Recipe) -> int | None:
-    """Return the recipe's max_length, None for `auto`."""
-    return None if recipe.max_length == AUTO else recipe.max_length
 
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:

@@ -15,7 +15,6 @@ from finetune.planner.shape import ModelShape
 from finetune.settings import AUTO
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, switches
 from finetune.settings.compatibility import NOT_REENTRANT, layer_offloading_conflict
-from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 
 #: Gradient checkpointing in order of time cost: (activation_checkpointing, every n-th layer). n above 3 gains little, and its
@@ -186,4 +185,4 @@ def _micro_batches(choices: Choices) -> Iterator[int]:
     elif recipe.gradient_accumulation_steps != AUTO:
         yield rows // recipe.gradient_accumulation_steps
     else:
-        yield from (micro for micro in range(min_rows(recipe), rows + 1) if rows % micro == 0)
+        yield from (micro for micro in range(recipe.training_method.min_rows, rows + 1) if rows % micro == 0)

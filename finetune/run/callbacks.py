@@ -20,7 +20,6 @@ from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory, read_stop_requests
 from finetune.run.memory import MemorySampler
 from finetune.run.training import RunTrainer
-from finetune.settings.methods import METHODS
 from finetune.units import MIB, format_bytes
 
 _COMPARED_STEP = 2  # the first step with optimizer states in memory; `LongestEarly` puts the longest row into step 2
@@ -248,5 +247,5 @@ class RunCallback(TrainerCallback):
         collapse = self.trainer.method.collapse(counts)
         self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
         if self.collapsed and self.diverged is None:
-            weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
+            weight = " or sft_weight=1" if "sft_weight" in self.trainer.plan.settings.training_method.settings else ""
             self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."

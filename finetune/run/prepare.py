@@ -15,7 +15,7 @@ from finetune.files import existing_parent, free_disk_bytes, write_json, write_m
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Plan, Verdict
-from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
+from finetune.planner.planning import RowsRead, encode_rows, plan_recipe, statistics_of
 from finetune.planner.resources import check_layer_offloading
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter
@@ -50,7 +50,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
         nonlocal selected
         if (model := Path(resolve_model_path(recipe))).is_dir():
             check_weights(model)
-        selected = encode_rows(recipe, progress).select(recipe, limit_of(recipe))
+        selected = encode_rows(recipe, progress).select(recipe, recipe.length_limit)
         # a plan only notes these problems
         selected.raise_problems()
         progress("planning")
@@ -66,7 +66,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     recipe = recipe.model_copy(update=changed)
     longest = (plan.data.longest if plan.data else None) or 0
     planned_limit = settings.max_length if longest > settings.max_length else None  # cuts longer rows
-    data = selected.encoded.select(recipe, limit_of(recipe) or planned_limit)
+    data = selected.encoded.select(recipe, recipe.length_limit or planned_limit)
     data.raise_problems()
     examples = len(data.lengths)
     if examples < settings.effective_batch_size and settings.max_steps is None:

@@ -20,7 +20,6 @@ from finetune.run.directory import RunDirectory
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import lean_layers_conflict
-from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
@@ -110,7 +109,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     settings = plan.settings
     if phase == "load":  # the other changes do not reduce its memory
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
-    least_rows = min_rows(settings)
+    least_rows = settings.training_method.min_rows
     if phase == "evaluate" and settings.per_device_eval_batch_size > least_rows:
         return {"per_device_eval_batch_size": max(least_rows, settings.per_device_eval_batch_size // 2)}
     rows, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps

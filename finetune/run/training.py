@@ -52,7 +52,7 @@ from finetune.run.memory import MemorySampler
 from finetune.run.seal import rotate, seal
 from finetune.settings import Settings
 from finetune.settings.compatibility import lean_layers_conflict, padding_multiple
-from finetune.settings.methods import METHODS, NOT_TRAINED
+from finetune.settings.methods import NOT_TRAINED
 
 _PARTIAL = ".partial"
 _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64  # limits in tokens: the KV cache of an 8B model stays below 300 MB
@@ -108,7 +108,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,
         accelerator_config={"non_blocking": not on_cpu},  # copy a batch while the step before it still runs
-        remove_unused_columns=not METHODS[settings.method].has_own_format and settings.vision is not True,
+        remove_unused_columns=not settings.training_method.has_own_format and settings.vision is not True,
         **training_arguments(settings),
     )
     return OneCardConfig(**arguments)

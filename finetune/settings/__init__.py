@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, model_validator
 
 from finetune.settings.base_formats import BITS_16, switches
-from finetune.settings.methods import min_rows
 from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, unresolved
 
 __all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "resolve", "resolve_plain", "resolved", "unresolved"]
@@ -55,7 +54,7 @@ def resolve(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
 def resolve_plain(recipe: Recipe, **choices: Any) -> Settings:
     """Resolve every `auto` to a plain value, overridden by `choices`."""
     auto_names = unresolved(recipe)
-    least_rows = min_rows(recipe)
+    least_rows = recipe.training_method.min_rows
     layers = 0 if recipe.layer_offloading in (AUTO, False) else 1
     plain_values = {**PLAIN_VALUES, "per_device_eval_batch_size": least_rows, "offloaded_layers": layers}
     values = {name: value for name, value in plain_values.items() if name in auto_names}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.settings.base_formats import AUTO, INT8, NF4
-from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
+from finetune.settings.methods import METHODS, methods_reading
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
@@ -43,7 +43,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
 def _method(recipe: Recipe) -> Iterator[str]:
     if recipe.method == AUTO:  # checked again when the rows have decided the method
         return
-    name, method = recipe.method, METHODS[recipe.method]
+    name, method = recipe.method, recipe.training_method
     for setting in dict.fromkeys(setting for other in METHODS.values() for setting in other.settings):
         if setting not in method.settings and getattr(recipe, setting) is not None:
             *others, last = (other_name for other_name, other in METHODS.items() if setting in other.settings)
@@ -65,7 +65,7 @@ def _method(recipe: Recipe) -> Iterator[str]:
 
 
 def _min_rows(recipe: Recipe) -> Iterator[str]:
-    least_rows, world_size = min_rows(recipe), recipe.launch.num_processes
+    least_rows, world_size = recipe.training_method.min_rows, recipe.launch.num_processes
     if least_rows == 1:
         return
     reason = "its KL term needs an answer to another prompt; loss_type apo_zero_unpaired has no KL term"
@@ -150,7 +150,7 @@ def compiling_conflict(recipe: Recipe) -> str:
 def padding_multiple(recipe: Recipe, rows: int) -> int:
     """Return the multiple of tokens to which a micro-batch of `rows` is padded."""
     # layers compiled for any length are compiled again for a length that breaks an assumption, such as divisibility by 8
-    sequences = rows * method_of(recipe).sequences
+    sequences = rows * recipe.training_method.sequences
     return 64 if recipe.torch_compile is True and sequences > 1 and recipe.packing is not True else 1
 
 
@@ -272,11 +272,6 @@ ONLY_WITH_VISION: dict[str, tuple[Any, str]] = {
     "trained_embedding_rows": ([], "embedding rows are not trained with a vision tower yet"),
     "trust_remote_code": (False, "images are read by transformers' own processors only"),
 }
-
-
-def pixel_limit(recipe: Recipe) -> int | None:
-    """Return `max_pixels`, None without a limit or a plan."""
-    return None if recipe.max_pixels == "auto" else recipe.max_pixels
 
 
 def vision_problems(recipe: Recipe) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -85,23 +85,6 @@ MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
 NOT_TRAINED = -100
 #: Row formats of a single method; methods without a row format read all other formats.
 METHOD_FORMATS = {method.row_format for method in METHODS.values() if method.has_own_format}
-
-
-def has_kl(method: str, loss_type: str | None) -> bool:
-    """Tell whether the loss has a KL term, from a second batch of mismatched answers."""
-    return method == "kto" and loss_type != "apo_zero_unpaired"
-
-
-def min_rows(recipe: Any) -> int:
-    """Return the fewest rows of a micro-batch."""
-    # the KL term needs an answer to another prompt
-    return METHODS[recipe.method].min_rows if has_kl(recipe.method, recipe.loss_type) else 1
-
-
-def method_of(recipe: Any) -> Method:
-    """Return the recipe's method, with the reference passes of its loss."""
-    method = METHODS.get(recipe.method, METHODS["sft"])  # `auto` until the rows decide
-    return method if method.min_rows == 1 or has_kl(recipe.method, recipe.loss_type) else replace(method, reference_passes=1)
 
 
 def methods_reading(row_format: str) -> list[str]:

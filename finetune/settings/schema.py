@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
+from dataclasses import replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from finetune.settings import compatibility
 from finetune.settings.base_formats import AUTO, BITS_16, BITS_32, QUANTISED, BaseFormat
-from finetune.settings.methods import METHODS, USUAL_VALUES
+from finetune.settings.methods import METHODS, USUAL_VALUES, Method
 from finetune.settings.optimizers import OPTIMIZERS
 
 _TOKEN_CHARACTERS = 200
@@ -374,6 +375,28 @@ class Recipe(_Strict):
     def base_format(self) -> BaseFormat:
         """The format of resolved settings, or the recipe's set format, else the dtype's."""
         return next(iter(self.requested_formats), BITS_32 if self.dtype == "float32" else BITS_16)
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the loss has a KL term, from a second batch of mismatched answers."""
+        return self.method == "kto" and self.loss_type != "apo_zero_unpaired"
+
+    @property
+    def training_method(self) -> Method:
+        """The method, `sft` until the rows decide, with what its loss needs."""
+        method = METHODS.get(self.method, METHODS["sft"])
+        # the KL term needs an answer to another prompt
+        return method if method.min_rows == 1 or self.has_kl else replace(method, reference_passes=1, min_rows=1)
+
+    @property
+    def length_limit(self) -> int | None:
+        """`max_length`; None until the plan chooses."""
+        return None if self.max_length == AUTO else self.max_length
+
+    @property
+    def pixel_limit(self) -> int | None:
+        """`max_pixels`; None without a limit, or until the plan chooses."""
+        return None if self.max_pixels == AUTO else self.max_pixels
 
 
 #: Setting -> its names in other tools; and the reverse.
