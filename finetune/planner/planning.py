@@ -15,7 +15,7 @@ from finetune.memory.cache import LIBRARIES
 from finetune.memory.device_peak import make_forecast
 from finetune.model.configuration import read_config, vocabulary_size
 from finetune.model.names import entries
-from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics
+from finetune.planner.plan import MOST_ROWS, Choices, DataProblem, DataStatistics, Plan
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
@@ -26,7 +26,7 @@ from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 from finetune.settings.compatibility import Sizes
-from finetune.units import format_seconds
+from finetune.units import Progress, format_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.data.preparation import EncodedRows, SelectedRows
     from finetune.memory.forecast import Forecast
-    from finetune.planner.plan import Plan
-    from finetune.units import Progress
 
 RowReader = Callable[[Recipe], "RowsRead"]
 #: Seconds between progress reports, and until the first.

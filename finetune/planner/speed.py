@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import DataStatistics, LayerCopies
-from finetune.planner.shape import DELTA_NET, MAMBA2
+from finetune.planner.shape import DELTA_NET, MAMBA2, ModelShape
 from finetune.settings.base_formats import BaseFormat
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.methods import METHODS, Method
@@ -20,7 +20,6 @@ from finetune.settings.optimizers import OPTIMIZERS
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.memory.forecast import Forecast
-    from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
 
 # Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its

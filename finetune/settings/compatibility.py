@@ -12,7 +12,6 @@ from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from finetune.settings import Settings
     from finetune.settings.schema import Recipe
 
 
@@ -23,7 +22,7 @@ NOT_REENTRANT = ("selective", "offload")
 BUFFERS = 2
 
 
-def loads_own_rows(settings: Settings) -> bool:
+def loads_own_rows(settings: Recipe) -> bool:
     """Tell whether each rank loads only its own rows of the weights: FSDP with 4-bit weights."""
     # DoRA's magnitudes are computed from whole weights
     return settings.launch.strategy == "fsdp" and settings.base_format.bits == 4 and not settings.use_dora
