@@ -29,7 +29,7 @@ from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .views.markup import problem_of, render
 from .web.followed import Context, FollowedPage
-from .web.page_filter import FOREVER
+from .web.guard import FOREVER
 
 #: Styles and scripts of every page, then of each page by its address; the build fetches some of them from npm.
 _SHARED_FILES = ("inter.css", "theme.css", "shell.css", "language.js", "page.js", "parts.js")

@@ -1,19 +1,26 @@
-"""Guard: checks each request before the app; fails closed."""
+"""Guard: checks each request before the app, fails closed; and the filter of Gradio's pages."""
 
 from __future__ import annotations
 
 import hmac
 import re
+import secrets
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import language
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATH = "/healthz"
@@ -37,6 +44,9 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }  # fmt: skip
+_FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
+#: For addresses that contain a checksum.
+FOREVER = {"cache-control": "private, max-age=31536000, immutable"}
 
 
 @dataclass(frozen=True)
@@ -187,3 +197,41 @@ class UploadLimit:
             else:
                 used_bytes += sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
         return used_bytes
+
+
+def _security_policy(nonce: str) -> str:
+    return (
+        # the nonce is new for each page: markup injected through data can't run
+        # 'unsafe-eval': Gradio compiles its templates with eval, which only a script that already runs can call
+        # 'unsafe-inline': Gradio's styles are inline
+        f"default-src 'none'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; manifest-src 'self'; base-uri 'self'; "
+        "form-action 'none'; frame-src 'none'; frame-ancestors 'none'; object-src 'none'"
+    )
+
+
+class PageFilter(BaseHTTPMiddleware):
+    """Completes pages by `complete(page, path, query)`; everything else passes unbuffered."""
+
+    def __init__(self, app: ASGIApp, complete: Callable[[bytes, str, Mapping[str, str]], bytes]) -> None:
+        super().__init__(app)
+        self._complete = complete
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        nonce, path, headers = secrets.token_urlsafe(16), request.url.path, request.headers
+        # the page can only be rewritten before it is compressed
+        request.scope["headers"] = [pair for pair in headers.raw if pair[0] != b"accept-encoding"]
+        with language.use_language(language.preferred_language(headers.get("cookie", ""), headers.get("accept-language", ""))):
+            answer: Any = await call_next(request)
+            answer.headers["content-security-policy"] = _security_policy(nonce)
+            if path.startswith(("/assets/", "/theme.css")) and answer.status_code == 200:
+                answer.headers.update(FOREVER)
+            if path.startswith("/ft/"):
+                answer.headers.setdefault("cache-control", "no-store")
+            if not answer.headers.get("content-type", "").startswith("text/html") or "content-disposition" in answer.headers:
+                return answer
+            body = _FOREIGN.sub(b"", b"".join([part async for part in answer.body_iterator]))
+            page = await run_in_threadpool(self._complete, body, path, request.query_params)
+            del answer.headers["content-length"]
+            marked = re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
+            return Response(marked, answer.status_code, answer.headers)

@@ -16,8 +16,7 @@ from finetune.errors import CommandError
 from finetune.system import SETTINGS, port_socket
 
 from ..workspace import Workspace
-from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
-from .page_filter import PageFilter
+from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, PageFilter, UploadLimit
 
 _LEAST_TOKEN_LENGTH = 16
 #: More connections get 503, before file descriptors run out.
