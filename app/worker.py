@@ -1,6 +1,6 @@
 """Child processes that run modules of this package: detached, or a worker that answers calls.
 
-    planner = Worker(workspace, ".planning.process", log=path)
+    planner = Worker(workspace, ".planning", log=path)
     planner.call("plan", recipe=text, report=print)
 
 Calls from several threads wait for each other.

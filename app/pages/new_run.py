@@ -20,9 +20,8 @@ from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_rec
 from finetune.settings import AUTO, Recipe
 
 from ..background import OPEN_STATES, start_run, starts
+from ..draft import DATA_ENDINGS, DEMO_RECIPE, DraftState, Model, card_label, local_datasets, local_models, search_models
 from ..language import tr
-from ..planning.catalogue import DATA_ENDINGS, Model, card_label, local_datasets, local_models, search_models
-from ..planning.draft import DEMO_RECIPE, DraftState
 from ..views import data as data_views
 from ..views import new_run as views
 from ..views.markup import Safe, note, problem_of, render

@@ -12,8 +12,8 @@ from finetune.export.targets import GGUF_TYPES
 from finetune.run.directory import RunDirectory
 
 from ..background import Task, task_of
+from ..draft import local_datasets
 from ..language import mark, tr
-from ..planning.catalogue import local_datasets
 from ..views.answers import evaluations
 from ..views.markup import Safe, render
 from ..web.followed import Context

@@ -22,9 +22,8 @@ from finetune.settings.reference import Setting, settings_reference
 from finetune.settings.schema import GROUPS
 from finetune.units import gib
 
+from ..draft import DraftState, Model, as_text, card_label
 from ..language import mark, tr, tr_n
-from ..planning.catalogue import Model, card_label
-from ..planning.draft import DraftState, as_text
 from .markup import Safe, problem, render
 from .run import memory_bar_parts
 from .words import capitalized, in_words, short_name

@@ -15,8 +15,8 @@ from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 
 from ..chats import Chats
+from ..draft import Draft
 from ..live import LiveRuns
-from ..planning.draft import Draft
 from ..views.markup import problem_of, stamp_of
 from ..worker import Worker
 from ..workspace import Workspace
@@ -34,7 +34,7 @@ class Context:
         self.lives = LiveRuns()
         self.draft = Draft(workspace)
         log = workspace.folder("planner") / "log.txt"
-        self.planner = Worker(workspace, ".planning.process", log=log, silent_s=_SILENT_S)
+        self.planner = Worker(workspace, ".planning", log=log, silent_s=_SILENT_S)
         self.chats = Chats(workspace)
 
     def close(self) -> None:

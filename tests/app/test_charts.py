@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app import live as series_module
+from app.draft import card_label
 from app.live import Series, smoothed
-from app.planning.catalogue import card_label
 from app.views.charts import Line, histogram, sparkline, svg_chart
 from app.views.markup import Safe, inert, plain, table
 from finetune.card.find import catalogue, catalogue_sizes

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from arithmetic_forecast import ArithmeticForecaster
 
-from app.planning.process import Questions
+from app.planning import Questions
 from app.worker import Work, call_method
 from finetune.bundled import dataset_paths
 from finetune.cli import main

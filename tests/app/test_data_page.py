@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from app.draft import Model
 from app.pages.new_run import NewRun
-from app.planning.catalogue import Model
 from app.views.data import problems_of, source_text
 from app.views.markup import render
 from app.worker import SupersededError

@@ -3,7 +3,7 @@
 import pytest
 
 from app.background import Task, start_run, starts
-from app.planning.draft import Draft
+from app.draft import Draft
 from app.views.new_run import fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError

@@ -15,7 +15,7 @@ import pytest
 from app.background import Task, starts
 from app.language import use_language
 from app.pages.new_run import NewRun
-from app.planning.process import Questions
+from app.planning import Questions
 from app.views import new_run
 from app.views.new_run import blocker_of, form
 from app.views.run import memory_bar_parts

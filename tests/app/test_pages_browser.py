@@ -16,8 +16,8 @@ from browser import LONG_S, TOKEN, Served, english_texts, served_app
 from written_runs import append, make_run, steps
 
 import screenshots
+from app.draft import Draft
 from app.language import catalogue
-from app.planning.draft import Draft
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.events import Sample, State, Step

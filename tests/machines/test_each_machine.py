@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recorded_card import RecordedCard, train
 
-from app.planning.process import Questions
+from app.planning import Questions
 from app.views.new_run import blocker_of
 from app.worker import Work
 from finetune.card import find_card, record_measurement

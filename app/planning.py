@@ -1,4 +1,4 @@
-"""Planner process, without a GPU: `python -m app.planning.process`"""
+"""Planner process, without a GPU: `python -m app.planning`"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.recipe import parse_recipe
 from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.schema import Decides, settings_that_decide
 
-from ..worker import Report, Work, serve
+from .worker import Report, Work, serve
 
 if TYPE_CHECKING:
     from finetune.data.preparation import EncodedRows

@@ -1,1 +1,0 @@
-"""Planning: draft, catalogue, planner process."""
