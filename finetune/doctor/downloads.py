@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.data.sources import Source, sources_of
-from finetune.doctor.findings import Finding
+from finetune.doctor import Finding
 from finetune.errors import FinetuneError, ModelError
 from finetune.hub import is_switched_off
 from finetune.model.configuration import CONFIG, model_file, resolve_model_path

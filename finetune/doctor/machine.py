@@ -17,7 +17,7 @@ from finetune.card.find import find_card
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import visible, visible_devices
 from finetune.compat.triton import COMPILER_FIX, compiler_problem, find_compiler
-from finetune.doctor.findings import BUSY_FIX, PARTS, Finding
+from finetune.doctor import BUSY_FIX, PARTS, Finding
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS

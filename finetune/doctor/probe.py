@@ -15,7 +15,7 @@ from finetune.card import nvidia
 from finetune.card.cuda import try_kernel
 from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.compat.bitsandbytes import import_without_compiler
-from finetune.doctor.findings import PARTS, Finding
+from finetune.doctor import PARTS, Finding
 from finetune.model.hybrid import FLA, kernel_fallback_notes
 from finetune.system import WINDOWS
 

@@ -18,7 +18,7 @@ from finetune.card.find import listed_card
 from finetune.card.measured import Rates, conditions_of, store_rates
 from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
-from finetune.doctor.findings import Finding
+from finetune.doctor import Finding
 from finetune.units import MIB, Progress, format_bytes
 
 #: Seconds of each measurement; operators per measurement of the host, fewer than the 1,024 launches that a GPU queues.

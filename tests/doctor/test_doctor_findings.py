@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from finetune.doctor import Finding, worst
-from finetune.doctor.findings import run_check
+from finetune.doctor import Finding, run_check, worst
 
 
 def test_a_check_that_hangs_is_a_line_too():
