@@ -307,7 +307,7 @@ command(
     "doctor --measure"
 )
 command(
-    MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and images on disk.",
+    MACHINE, "cache", "doctor.use_cache", "Show or clear tokenised rows and images on disk.",
     [argument("verb", "VERB", "list, or clear.", "list"), JSON],
     "Both are recreated on demand.", "cache clear"
 )

@@ -184,7 +184,7 @@ def test_progress_messages_have_count_rate_and_time_left(monkeypatch):
 
 
 def test_the_cache_is_listed_and_cleared(write, capsys):
-    from finetune.cli.cache import use_cache
+    from finetune.cli.doctor import use_cache
 
     prepare(recipe(write("rows.jsonl", ROWS)), build_tokenizer(), max_length=None)
     use_cache("list", as_json=True)
