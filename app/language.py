@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 #: Names of languages by their code in <html lang>.
 LANGUAGES = {"en": "English", "zh": "中文"}
@@ -20,6 +20,7 @@ COOKIE = "ft_language"
 _ENTRY = re.compile(r'^msgid ((?:".*"\n)+)(?:msgid_plural (?:".*"\n)+)?msgstr(?:\[0\])? (".*"(?:\n".*")*)', re.MULTILINE)
 #: Text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
+Marked = TypeVar("Marked")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
 
 
@@ -51,9 +52,9 @@ def tr_n(singular: str, plural: str, n: int, **values: Any) -> str:
     return text.format(n=f"{n:,}", **values)
 
 
-def mark(text: str) -> str:
-    """Mark a constant for the catalogue."""
-    return text
+def mark(texts: Marked) -> Marked:
+    """Mark a constant, or the values of a constant dict, for the catalogue."""
+    return texts
 
 
 def preferred_language(cookie: str, accept_language: str) -> str:

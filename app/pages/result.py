@@ -18,15 +18,15 @@ from ..views.answers import evaluations
 from ..views.markup import Safe, render
 from ..web.followed import Context
 
-#: Values of `finetune eval --score` by the page's label.
-SCORES = {
-    mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
-    mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
-    mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
-}  # fmt: skip
-ROW_ORDERS = {
-    "differ": mark("Differing first"), "worst": mark("Worst tuned answers first"), "best": mark("Best tuned answers first")
-}  # fmt: skip
+#: Labels of the page by value of `finetune eval --score`.
+SCORES = mark({
+    "": "Chosen by the answers", "exact": "Exact match", "contains": "Contains the expected answer",
+    "regex": "Regular expression", "json": "JSON, field by field", "numeric": "Last number",
+    "calls": "Calls of tools", "tokens": "Token accuracy", "loss": "Loss only, no answers",
+})  # fmt: skip
+ROW_ORDERS = mark({
+    "differ": "Differing first", "worst": "Worst tuned answers first", "best": "Best tuned answers first"
+})  # fmt: skip
 _COMMAND_OF_PART = {"merged": "merge", "exported": "export"}
 #: Options by command and form field; a checkbox has no value.
 _OPTIONS = {
@@ -39,7 +39,7 @@ _SCORE_OF_FIELD = {"pattern": "regex", "tolerance": "numeric"}  # shown, and sen
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
     """Return the forms of Answers."""
     return render(
-        "evaluate", scores=[(value, tr(label)) for label, value in SCORES.items()],
+        "evaluate", scores=[(value, tr(label)) for value, label in SCORES.items()],
         rows=[("", tr("held-out rows")), *((path, path) for path in local_datasets(context.workspace))],
         orders=[(name, tr(label)) for name, label in ROW_ORDERS.items()],
         others=[other.path.name for other in context.workspace.list_runs() if other.path.name != run.path.name],
@@ -67,7 +67,7 @@ def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
     """Start a form's command, which checks its options. Raises CommandError or KeyError."""
     score = values.get("score", "")
-    if score not in SCORES.values():  # as FILE.py:FUNCTION: a click must not run a file's code
+    if score not in SCORES:  # as FILE.py:FUNCTION: a click must not run a file's code
         raise CommandError(f"{score!r} is not a score of this page")
     if verb == "compare":
         options = _compare_options(context, run, values)

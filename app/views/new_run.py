@@ -29,10 +29,10 @@ from .run import memory_bar_parts
 from .words import capitalized, in_words, short_name
 
 #: Roles of data columns, by field of `dataset.columns`.
-ROLES = {
-    "instruction": mark("Prompt"), "output": mark("Answer"), "input": mark("Context"), "system": mark("System prompt"),
-    "reasoning": mark("Reasoning"), "ignore": mark("Ignore"),
-}  # fmt: skip
+ROLES = mark({
+    "instruction": "Prompt", "output": "Answer", "input": "Context", "system": "System prompt",
+    "reasoning": "Reasoning", "ignore": "Ignore",
+})  # fmt: skip
 _MOST_PLANS = 3
 _ROOMY_SHARE = 0.75  # of the usable memory: a plan that takes at most this share leaves room
 #: A setting in a fix, which a button can apply; with shell quotes.

@@ -23,19 +23,15 @@ from .markup import Safe, chart_element, inert, note, render
 from .words import STATES, clock, in_words, precision, state_name
 
 #: Address and name of each tab.
-TABS = {
-    "overview": mark("Overview"), "answers": mark("Answers"), "chat": mark("Chat"), "use": mark("Use it"),
-    "details": mark("Details"),
-}  # fmt: skip
+TABS = mark({"overview": "Overview", "answers": "Answers", "chat": "Chat", "use": "Use it", "details": "Details"})
 BROKEN = ("diverged", "failed", "lost")  # the reason of the failure replaces the figures
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
-_MESSAGE_KIND_NAMES = {
-    "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
-    "out_of_memory": mark("out of memory"),
-}  # fmt: skip
+_MESSAGE_KIND_NAMES = mark({
+    "state": "state", "start": "start", "retry": "retry", "warning": "warning", "out_of_memory": "out of memory",
+})  # fmt: skip
 LOG_BYTES = 16 * 2**10
-_PHASE_NAMES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark("Evaluating"), "save": mark("Saving")}
+_PHASE_NAMES = mark({"load": "Loading", "train": "Training", "evaluate": "Evaluating", "save": "Saving"})
 _NOT_OF_TRAINING = ("spread", "free", "held")  # parts of the memory bar that training does not use
 
 

@@ -14,32 +14,30 @@ from finetune.settings.optimizers import EIGHT_BIT, FUSED
 
 from ..language import mark, tr, tr_n
 
-_OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
+_OPTIMIZERS = mark({FUSED: "AdamW, fused", EIGHT_BIT: "8-bit AdamW"})
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
 #: Displayed names of settings; the others are displayed as `Warmup ratio` for `warmup_ratio`.
-SETTING_NAMES = {
-    "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
-    "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
-    "optim": mark("Optimizer"), "model_name_or_path": mark("Model"), "load_in_4bit": mark("4-bit weights"),
-    "load_in_8bit": mark("8-bit weights"), "num_train_epochs": mark("Epochs"), "gpu": "GPU", "dataset": mark("Data"),
-    "lora_dropout": mark("LoRA dropout"), "lr_scheduler_type": mark("Learning rate schedule"), "dtype": mark("Data type"),
-    "excess_length": mark("Longer rows"), "attn_implementation": mark("Attention"), "use_dora": "DoRA",
-    "use_rslora": "rsLoRA", "beta": "beta", "adapter_name_or_path": mark("Adapter"),
-}  # fmt: skip
-_NUMERIC_PHRASES = {
-    "max_length": mark("Shorten the longest row to {n} tokens"), "lora_r": mark("LoRA rank {n}"),
-    "effective_batch_size": mark("{n} rows per step"),
-}  # fmt: skip
-_VALUE_PHRASES = {
-    ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
-    ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
-    ("adapter_dtype", "bfloat16"): mark("16-bit adapters"), ("layer_offloading", "cpu"): mark("Offload layers to CPU"),
-    ("layer_offloading", "nvme"): mark("Offload layers to disk"),
-    ("offload_embeddings", "true"): mark("Offload the input embedding to CPU"),
-    ("lora_dropout", "0.0"): mark("No dropout"), ("use_dora", "false"): mark("Plain LoRA instead of DoRA"),
-    ("excess_length", "drop"): mark("drop longer rows"), ("gpu", "auto"): mark("Use this machine's GPU"),
-    ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
-}  # fmt: skip
+SETTING_NAMES = {"gpu": "GPU", "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta"} | mark({
+    "lora_r": "LoRA rank", "lora_alpha": "LoRA alpha", "max_length": "Longest row", "effective_batch_size": "Rows per step",
+    "per_device_train_batch_size": "Rows at a time", "optim": "Optimizer", "model_name_or_path": "Model",
+    "load_in_4bit": "4-bit weights", "load_in_8bit": "8-bit weights", "num_train_epochs": "Epochs", "dataset": "Data",
+    "lora_dropout": "LoRA dropout", "lr_scheduler_type": "Learning rate schedule", "dtype": "Data type",
+    "excess_length": "Longer rows", "attn_implementation": "Attention", "adapter_name_or_path": "Adapter",
+})  # fmt: skip
+_NUMERIC_PHRASES = mark({
+    "max_length": "Shorten the longest row to {n} tokens", "lora_r": "LoRA rank {n}",
+    "effective_batch_size": "{n} rows per step",
+})  # fmt: skip
+_VALUE_PHRASES = mark({
+    ("load_in_4bit", "true"): "Use 4-bit weights", ("load_in_8bit", "true"): "Use 8-bit weights",
+    ("optim", EIGHT_BIT): "Use the 8-bit optimizer", ("optim", FUSED): "Use the fused optimizer",
+    ("adapter_dtype", "bfloat16"): "16-bit adapters", ("layer_offloading", "cpu"): "Offload layers to CPU",
+    ("layer_offloading", "nvme"): "Offload layers to disk",
+    ("offload_embeddings", "true"): "Offload the input embedding to CPU",
+    ("lora_dropout", "0.0"): "No dropout", ("use_dora", "false"): "Plain LoRA instead of DoRA",
+    ("excess_length", "drop"): "drop longer rows", ("gpu", "auto"): "Use this machine's GPU",
+    ("dataset.on_bad_rows", "skip"): "Leave the rows out",
+})  # fmt: skip
 #: Name and look of each state of a run.
 STATES = {
     "queued": (mark("In the queue"), "plain"), "starting": (mark("Starting"), "plain"), "running": (mark("Running"), "ok"),
@@ -47,13 +45,13 @@ STATES = {
     "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
     "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
-QUEUE_STATE_NAMES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
+QUEUE_STATE_NAMES = mark({"waiting": "In the queue", "preparing": "Starting", "failed": "Failed"})
 _EVERY_N = "activation_checkpointing_every_n_layers"
 #: Phrases for gradient checkpointing in other ways than every nth layer.
-_CHECKPOINTING_KINDS = {
-    "false": mark("no gradient checkpointing"), "selective": mark("gradient checkpointing except attention"),
-    "offload": mark("gradient checkpointing, inputs offloaded to CPU"),
-}  # fmt: skip
+_CHECKPOINTING_KINDS = mark({
+    "false": "no gradient checkpointing", "selective": "gradient checkpointing except attention",
+    "offload": "gradient checkpointing, inputs offloaded to CPU",
+})  # fmt: skip
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}  # without a phrase: they follow from others
 
 

@@ -34,6 +34,7 @@ def marked():
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("tr", "tr_n", "mark"):
                 argument = call.args[0]
                 branches = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
+                branches = argument.values if isinstance(argument, ast.Dict) else branches
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
     texts |= {*GROUPS, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
