@@ -20,9 +20,9 @@ from finetune.recipe import write_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive, is_recorded_process, process_record
 from finetune.settings import Recipe
-from finetune.system import exec_command, keep_private, shell_join
+from finetune.system import exec_command, keep_private, shell_join, start_detached
 
-from .worker import detach
+from .worker import child_environment
 from .workspace import Workspace
 
 OPEN_STATES = ("waiting", "preparing")  # states of a start before it has started or failed
@@ -47,9 +47,11 @@ class Task:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         output = self.path / "output.txt"
         output.write_bytes(b"")
-        process = detach(self.root, [sys.executable, "-P", "-m", module, *arguments], output)
+        with output.open("ab") as file:
+            command = [sys.executable, "-P", "-m", module, *arguments]
+            process = start_detached(command, file, cwd=self.root, env=child_environment())
         status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
-        write_json(self.path / "status.json", {**status, "process": process_record(process)})
+        write_json(self.path / "status.json", {**status, "process": process_record(process.pid)})
 
     def status(self) -> dict[str, Any] | None:
         # None: never started

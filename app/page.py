@@ -73,14 +73,14 @@ class Rail(FollowedPage):
                 live.refresh()
                 live.plan()  # raises here rather than in the template
                 shown_run = live
-        return {"now": render("rail_status", live=shown_run, gpus=usable_devices()), "machine": self._machine()}
-
-    def _machine(self) -> str:
         status, findings = self._doctor.status(), None
         if status and status["state"] != "running":
             no_answer = {"check": "doctor", "state": "fail", "what": f"no answer: {self._doctor.output()[-400:]}", "fix": ""}
             findings = (self._doctor.result() or {}).get("findings", [no_answer])
-        return render("machine", status=status, findings=findings)
+        return {
+            "now": render("rail_status", live=shown_run, gpus=usable_devices()),
+            "machine": render("machine", status=status, findings=findings),
+        }
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         if message["examine"]:
@@ -132,15 +132,16 @@ def complete(page: bytes, path: str, query: Mapping[str, str]) -> bytes:
     head += "".join(f'<script type="module" src="{STATIC_ADDRESS}/{name}"></script>' for name in names if name.endswith(".js"))
     page = re.sub(rb'(<html\b[^>]*?lang=")[\w-]*', rb"\g<1>" + current().encode(), page, count=1)
     page = page.replace(b"</head>", f"{head}</head>".encode(), 1)
-    return re.sub(rb'"(first-html-\d+)"', lambda match: _in_script(_component_html(match[1].decode(), query)).encode(), page)
 
+    def component(match: re.Match[bytes]) -> bytes:
+        try:
+            html = HTML_OF_COMPONENT[match[1].decode()](query)
+        except Exception as error:  # noqa: BLE001 - the remaining parts are shown
+            traceback.print_exc()
+            html = problem_of(error)
+        return _in_script(html).encode()
 
-def _component_html(component: str, query: Mapping[str, str]) -> str:
-    try:
-        return HTML_OF_COMPONENT[component](query)
-    except Exception as error:  # noqa: BLE001 - the remaining parts are shown
-        traceback.print_exc()
-        return problem_of(error)
+    return re.sub(rb'"(first-html-\d+)"', component, page)
 
 
 def _in_script(value: Any) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
-from finetune.system import SETTINGS, keep_private, raise_gc_thresholds, start_detached
+from finetune.system import SETTINGS, keep_private, raise_gc_thresholds
 
 if TYPE_CHECKING:
     from .workspace import Workspace
@@ -39,12 +39,6 @@ def child_environment() -> dict[str, str]:
     # a child needs neither the page's token nor its folder of uploads
     values = {key: value for key, value in os.environ.items() if key not in ("FINETUNE_UI_TOKEN", "GRADIO_TEMP_DIR")}
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
-
-
-def detach(root: Path, arguments: list[str], log: Path) -> int:
-    """Start a command that outlives the app; return its process id."""
-    with log.open("ab") as file:
-        return start_detached(arguments, file, cwd=root, env=child_environment()).pid
 
 
 # Messages are lines of JSON. To the process: {"number", "method", "values"} and {"cancel": number}. From the process, per call:
@@ -121,22 +115,19 @@ class Worker:
         return {"error": {**values, "fix": f"Try again; a new process is started. Its output: {self._log}", "exit_code": 1}}
 
     def _ask(self, message: dict[str, Any], report: Report) -> dict[str, Any]:
-        process = self._ensure_process()
-        self._send(process, message)
-        while "report" in (answer := self._read(process)):
-            if isinstance(answer["report"], str):
-                self.doing = answer["report"]
-            report(answer["report"])
-        return answer
-
-    def _ensure_process(self) -> subprocess.Popen[str]:
         if self._process is None or not self.is_alive:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=self._root, text=True,
                     encoding="utf-8", env=child_environment(),
                 )  # fmt: skip
-        return self._process
+        process = self._process
+        self._send(process, message)
+        while "report" in (answer := self._read(process)):
+            if isinstance(answer["report"], str):
+                self.doing = answer["report"]
+            report(answer["report"])
+        return answer
 
     def _send(self, process: subprocess.Popen[str], message: dict[str, Any]) -> None:
         with self._write_lock:

@@ -34,9 +34,15 @@ def pane(plan: Plan) -> str:
 
 def parts(context: Context, run: RunDirectory) -> dict[str, str]:
     """Return the conversation, memory warning and Stop button."""
-    turns, chats = context.chats.turns(run), context.chats
+    chats, follow, training_run = context.chats, context.lives.follow, None
+    # a training run and a chat share the GPU's memory; no warning once this run's chat process runs
+    if not chats.is_running(run):
+        training_run = next(filter(is_alive, context.workspace.list_runs()), None)
+    training_plan = follow(training_run).plan() if training_run else None
+    turns = chats.turns(run)
     return {
-        "turns": conversation(turns, chats), "warning": _warning(context, run),
+        "turns": conversation(turns, chats),
+        "warning": render("chat_warning", plan=follow(run).plan(), training_run=training_run, training_plan=training_plan),
         "stop": render("chat_stop", is_answering=bool(turns) and turns[-1].id in chats.answering),
     }  # fmt: skip
 
@@ -82,16 +88,6 @@ def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
 def has_adapter(run: RunDirectory) -> bool:
     """Return whether a run can answer."""
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
-
-
-def _warning(context: Context, run: RunDirectory) -> Safe:
-    training_run = None
-    # a training run and a chat share the GPU's memory; no warning once this run's chat process runs
-    if not context.chats.is_running(run):
-        training_run = next(filter(is_alive, context.workspace.list_runs()), None)
-    training_plan = context.lives.follow(training_run).plan() if training_run else None
-    plan = context.lives.follow(run).plan()
-    return render("chat_warning", plan=plan, training_run=training_run, training_plan=training_plan)
 
 
 def _pictures_html(folder: Path, names: Sequence[str]) -> Safe:

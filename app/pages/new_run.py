@@ -66,9 +66,11 @@ class NewRun:
         if mine in statuses:
             is_starting = statuses[mine]["state"] in OPEN_STATES
             parts["starting" if is_starting else "progress"] = render("started", status=statuses[mine])
+        # the texts of fields that differ from their default: the browser fills these into the form, which has only defaults
+        values = {name: text for name, field in self._fields.items() if (text := field.text(edited)) != field.default}
         return {
-            "stamp": edited.stamp, "parts": parts, "doing": self.context.planner.doing,
-            "values": views.changed_values(edited), "starting": is_starting,
+            "stamp": edited.stamp, "parts": parts, "doing": self.context.planner.doing, "values": values,
+            "starting": is_starting,
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
@@ -140,7 +142,8 @@ class NewRun:
                 text = write_recipe(draft.read().recipe)
                 return {"row": data_views.marked_row(self.context.planner.call("row", recipe=text, index=int(index)))}
             case {"walk": number, "at": at}:
-                problems = self._refused_rows()
+                answer = self.context.planner.call("look", recipe=write_recipe(draft.read().recipe))
+                problems = data_views.problems_of(answer)
                 if number >= len(problems) or at >= len(problems[number].rows):
                     raise CommandError("the rows have changed", "Open the data panel again.")
                 problem = problems[number]
@@ -192,9 +195,6 @@ class NewRun:
             target, number = folder / f"{stem}-{number}{suffix}", number + 1
         shutil.move(source, target)
         return self.context.workspace.path_in_recipe(target)
-
-    def _refused_rows(self) -> list[data_views.Problem]:
-        return data_views.problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, draft_stamp: int, name: str = "", *, force: bool = False) -> None:
         name, workspace = _NOT_IN_NAMES.sub("-", name).strip("-. "), self.context.workspace

@@ -36,20 +36,16 @@ _OPTIONS = {
 _SCORE_OF_FIELD = {"pattern": "regex", "tolerance": "numeric"}  # shown, and sent, with this score only
 
 
-def evaluate_pane(context: Context, run: RunDirectory) -> str:
-    """Return the forms of Answers."""
-    return render(
+def forms(context: Context, run: RunDirectory) -> dict[str, str]:
+    """Return the forms by tab."""
+    answers = render(
         "evaluate", scores=[(value, tr(label)) for value, label in SCORES.items()],
         rows=[("", tr("held-out rows")), *((path, path) for path in local_datasets(context.workspace))],
         orders=[(name, tr(label)) for name, label in ROW_ORDERS.items()],
         others=[other.path.name for other in context.workspace.list_runs() if other.path.name != run.path.name],
     )  # fmt: skip
-
-
-def use_pane(run: RunDirectory) -> str:
-    """Return the forms of Use it."""
     types = [(name, gguf.label) for name, gguf in GGUF_TYPES.items()]
-    return render("use", types=types, run=shlex.quote(run.path.name))
+    return {"answers": answers, "use": render("use", types=types, run=shlex.quote(run.path.name))}
 
 
 def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str, str]:
@@ -70,20 +66,16 @@ def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, A
     if score not in SCORES:  # as FILE.py:FUNCTION: a click must not run a file's code
         raise CommandError(f"{score!r} is not a score of this page")
     if verb == "compare":
-        options = _compare_options(context, run, values)
+        chosen = values.get("others", [])
+        others = [context.workspace.run(name) for name in ([chosen] if isinstance(chosen, str) else chosen)]
+        options = [str(other.path) for other in others if other is not None]
+        if not options:
+            raise CommandError(tr("Choose the runs to compare with."))
+        options.append(f"--output={run.path / 'comparison.html'}")
     else:
         wanted = {name: value for name, value in values.items() if value and _SCORE_OF_FIELD.get(name, score) == score}
         options = [option.format(wanted[name]) for name, option in _OPTIONS[verb].items() if name in wanted]
     task_of(context.workspace, run, verb).begin(verb, str(run.path), *options, "--json")
-
-
-def _compare_options(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    chosen = values.get("others", [])
-    others = [context.workspace.run(name) for name in ([chosen] if isinstance(chosen, str) else chosen)]
-    paths = [str(other.path) for other in others if other is not None]
-    if not paths:
-        raise CommandError(tr("Choose the runs to compare with."))
-    return [*paths, f"--output={run.path / 'comparison.html'}"]
 
 
 def _reports_html(run: RunDirectory, report: Task, compare: Task) -> str:

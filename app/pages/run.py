@@ -35,22 +35,20 @@ class RunPage:
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
             return sweep_page(sweep, tab)
-        run = self.context.workspace.run(name) or self._default_run(tab)
+        run = self.context.workspace.run(name)
         if run is None:
-            return render("run_none")
+            # these tabs need an adapter; the others prefer a running run; else the newest
+            is_wanted = chat.has_adapter if tab in ("answers", "chat", "use") else is_alive
+            runs = self.context.workspace.list_runs()
+            if not runs:
+                return render("run_none")
+            run = next(filter(is_wanted, runs), runs[0])
         live = self.context.lives.follow(run)
         try:
             parts, chat_pane = self.parts(run, tab), chat.pane(live.plan())
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
             return page_title(run.path.name) + problem_of(error)
-        forms = {"answers": result.evaluate_pane(self.context, run), "use": result.use_pane(run), "chat": chat_pane}
-        return run_view.page(live, tab, forms, parts)
-
-    def _default_run(self, tab: str) -> RunDirectory | None:
-        # these tabs need an adapter; the others prefer a running run; else the newest
-        is_wanted = chat.has_adapter if tab in ("answers", "chat", "use") else is_alive
-        runs = self.context.workspace.list_runs()
-        return next(filter(is_wanted, runs), runs[0] if runs else None)
+        return run_view.page(live, tab, {**result.forms(self.context, run), "chat": chat_pane}, parts)
 
     def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
         """Return the HTML of head and tab by part."""

@@ -39,19 +39,17 @@ class RunsPage(FollowedPage):
                 rows.append(row_of(self.context.lives.follow(run), min(0.05, deadline_s - time.monotonic())))
             except (FinetuneError, OSError, ValueError) as error:  # the remaining runs are shown
                 damaged += problem_of(error)
+        started = [(start.path.name, start.view()) for start in reversed(starts(workspace))]
+        entries = [
+            # the name begins with nanoseconds
+            {"name": name, "status": view, "time": clock(int(name.partition("-")[0]) / 1e9)} for name, view in started
+            if view["state"] != "started"
+        ]  # fmt: skip
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
             "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, say=sweep_sentence),
-            "queue": render("queue", entries=self._open_and_failed_starts()),
+            "queue": render("queue", entries=entries),
         }
-
-    def _open_and_failed_starts(self) -> list[dict[str, Any]]:
-        views = [(start.path.name, start.view()) for start in reversed(starts(self.context.workspace))]
-        # the name begins with nanoseconds
-        return [
-            {"name": name, "status": view, "time": clock(int(name.partition("-")[0]) / 1e9)} for name, view in views
-            if view["state"] != "started"
-        ]  # fmt: skip
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
         names = message.get("runs", ())

@@ -44,7 +44,12 @@ def answers(
     # samples of the newest step may have other prompts than the first
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     names = [tr("Step {step}", step=f"{step:,}") if step else tr("Before training") for step in steps]
-    rows = [_prompt_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts]]
+    rows = []
+    for text, paths in prompts[:most_prompts]:
+        by_step = by_prompt[text, paths]
+        expected = next((sample.expected for sample in by_step.values() if sample.expected), "")
+        texts = [by_step[step].answer or "" if step in by_step else None for step in steps]
+        rows.append((pictures_of(paths), text, expected, texts))
     return render("answers", steps=names, rows=rows, with_copy=with_pictures)
 
 
@@ -57,14 +62,6 @@ def pictures_of(paths: Iterable[str | Path]) -> Safe:
 def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
     # cached: each tick shows the copy; `stat` differs when another file has this name
     return file_thumbnail(path)
-
-
-def _prompt_row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> tuple[Safe, str, str, list[str | None]]:
-    # images, prompt, expected answer, and the answer of each step
-    expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
-    answers = [by_step[step].answer or "" if step in by_step else None for step in steps]
-    text, paths = prompt
-    return pictures_of(paths), text, expected, answers
 
 
 def evaluations(

@@ -45,13 +45,13 @@ def stamp_of(name: str, html: str) -> str:
     return f"{zlib.crc32(f'{name} {html}'.encode()):08x}"
 
 
-def action(**message: object) -> str:
-    """Return button attributes that send a message to the page."""
-    return f'data-act="{inert(json.dumps(message), 10**6)}"'
-
-
 class Safe(str):
     """HTML made by this app, not escaped again."""
+
+
+def action(**message: object) -> Safe:
+    """Return button attributes that send a message to the page."""
+    return Safe(f'data-act="{inert(json.dumps(message), 10**6)}"')
 
 
 def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "") -> Safe:
@@ -67,9 +67,9 @@ def page_title(name: str) -> str:
     return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
-def note(text: str, kind: str = "", attributes: str = "") -> Safe:
+def note(text: str, attributes: str = "") -> Safe:
     """Return one line of information."""
-    return Safe(f'<p class="ft-note {kind}"{attributes}>{inert(text)}</p>')
+    return Safe(f'<p class="ft-note"{attributes}>{inert(text)}</p>')
 
 
 #: Attributes of a note after which the browser opens New run.
@@ -118,7 +118,7 @@ def _environment() -> Any:
     )  # fmt: skip
     environment.globals |= {name: value for name, value in vars(words).items() if not name.startswith("_")}
     environment.globals |= {
-        "tr": tr, "tr_n": tr_n, "action": lambda **message: Safe(action(**message)), "part": part,
+        "tr": tr, "tr_n": tr_n, "action": action, "part": part,
         "table": table, "problem": problem, "pixels": pixels, "gib": gib, "format_count": format_count,
         "format_bytes": format_bytes,
     }  # fmt: skip

@@ -61,9 +61,13 @@ def verdict(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True)
     """Return whether the plan fits, its figures and the memory bar."""
     is_ready = not _failed_check(plan) and (blocked is None or blocked.is_elsewhere)
     level = "warn" if plan.verdict.level == "ok" and not is_ready else plan.verdict.level
+    title, text = tr(plan.verdict), ""
+    if plan.verdict not in (Verdict.FITS, Verdict.NO_FIT):
+        template, values = plan.verdict_sentence()
+        # the title shows the verdict already
+        text = capitalized(tr(template, **values).removeprefix(title).lstrip(":,：， ")) + "."
     return render(
-        "answer", note=blocker_note(blocked) if blocked else "", level=level, title=capitalized(tr(plan.verdict)),
-        text="" if plan.verdict in (Verdict.FITS, Verdict.NO_FIT) else _because(plan),
+        "answer", note=blocker_note(blocked) if blocked else "", level=level, title=capitalized(title), text=text,
         plan=plan, bar=memory_bar_parts(plan) if plan.forecast and has_bar else None, trust=_forecast_trust(plan),
     )  # fmt: skip
 
@@ -71,14 +75,11 @@ def verdict(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True)
 def blocker_note(blocker: Blocker) -> Safe:
     """Return a blocker with its fix."""
     box = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
+    label, row_count = in_words(blocker.override), re.match(r"([\d,]+) ", " ".join(blocker.problems))
+    if blocker.override == "dataset.on_bad_rows=skip" and row_count:
+        label = tr_n("Leave out {n} row", "Leave out {n} rows", int(row_count[1].replace(",", "")))
     is_data = blocker.title == DataError.title
-    return render("blocker", blocker=blocker, box=box, button_label=_button_label(blocker), is_data=is_data)
-
-
-def _because(plan: Plan) -> str:
-    # the title shows the verdict already
-    template, values = plan.verdict_sentence()
-    return capitalized(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
+    return render("blocker", blocker=blocker, box=box, button_label=label, is_data=is_data)
 
 
 def _forecast_trust(plan: Plan) -> str:
@@ -198,13 +199,6 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
     return None
 
 
-def _button_label(blocker: Blocker) -> str:
-    row_count = re.match(r"([\d,]+) ", " ".join(blocker.problems))
-    if blocker.override == "dataset.on_bad_rows=skip" and row_count:
-        return tr_n("Leave out {n} row", "Leave out {n} rows", int(row_count[1].replace(",", "")))
-    return in_words(blocker.override)
-
-
 class Field:
     """One setting as a form field."""
 
@@ -251,9 +245,3 @@ def form() -> str:
     """Return the form of all settings, with defaults."""
     groups = [(title, [field for field in fields() if field.row.group == title]) for title in GROUPS]
     return render("form", groups=groups)
-
-
-def changed_values(edited: DraftState) -> dict[str, str]:
-    """Return the texts of fields that differ from their default."""
-    # the browser fills these into the form, which has only defaults
-    return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}

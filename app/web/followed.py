@@ -55,10 +55,6 @@ class FollowedPage(ABC):
         self.context = context
 
     @abstractmethod
-    def html(self, query: Mapping[str, str]) -> str:
-        """Return the page as HTML."""
-
-    @abstractmethod
     def parts(self) -> dict[str, str]:
         """Return the HTML of each part."""
 

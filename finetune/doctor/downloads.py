@@ -97,7 +97,12 @@ def _problem(path: str, token: str | Literal[False] = False) -> str:
 def _source_finding(source: Source) -> Finding:
     if source.path is not None:
         return Finding("data", "ok", f"{source.name}: a local file")
-    if any(_datasets_cache(source.name).glob("*/*/*/dataset_info.json")):
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, last = source.name.split("/")
+    cache = Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])
+    if any(cache.glob("*/*/*/dataset_info.json")):
         return Finding("data", "ok", f"{source.name}: in the cache of datasets; works offline")
     fix = "Run `finetune data RECIPE` once while online: it downloads the rows."
     return Finding("data", "warn", f"{source.name}: a hub dataset that is not in the cache", fix)
@@ -116,14 +121,6 @@ def _missing_files(recipe: Recipe) -> list[str]:
     except ModelError:
         return [*problems, f"{INDEX} can't be read"]
     return problems + [f"{name} {problem}" for name in names if (problem := file_problem(folder / name))]
-
-
-def _datasets_cache(name: str) -> Path:
-    from datasets import config
-    from datasets.naming import camelcase_to_snakecase
-
-    *owner, last = name.split("/")
-    return Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])
 
 
 def _shortened(problems: list[str]) -> str:
