@@ -36,8 +36,7 @@ def command(
         # imported when the command runs: --help and wrong usage import no torch
         module, attribute = function.split(".")
         run = getattr(import_module(f"finetune.cli.{module}"), attribute)
-        accepted = signature(run).parameters
-        if "alone" in accepted:
+        if "alone" in signature(run).parameters:
             options["alone"] = bool(context.obj)  # from `entry.main`: the process runs nothing else
         return run(**options)
 

@@ -40,14 +40,14 @@ def show_doctor(
     findings_json = [finding.as_json() for finding in findings]  # without the user's name
     if as_json:
         print_json({"finetune": __version__, "state": state, "findings": findings_json})
-        return 1 if state == "fail" else 0
-    shown = table("", "")
-    shown.show_header = False
-    for finding, values in zip(findings, findings_json, strict=True):
-        fix = f"\n[dim]fix:[/] {escape(values['fix'])}" if finding.fix else ""
-        state_in_colour = f"[{_COLOURS[finding.state]}]{finding.state}[/]"
-        shown.add_row(state_in_colour, f"[bold]{finding.check}[/]: {escape(values['what'])}{fix}")
-    out.print(shown)
+    else:
+        shown = table("", "")
+        shown.show_header = False
+        for values in findings_json:
+            fix = f"\n[dim]fix:[/] {escape(values['fix'])}" if values["fix"] else ""
+            state_in_colour = f"[{_COLOURS[values['state']]}]{values['state']}[/]"
+            shown.add_row(state_in_colour, f"[bold]{values['check']}[/]: {escape(values['what'])}{fix}")
+        out.print(shown)
     return 1 if state == "fail" else 0
 
 

@@ -42,8 +42,6 @@ def main(*, alone: bool = False) -> int:
         return int(cli(standalone_mode=False, obj=alone) or 0)  # typer.Exit arrives here as its code
     except FinetuneError as error:
         return report(error)
-    except typer.Exit as request:
-        return int(request.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of a pipe has ended, as in `finetune runs | head -1`

@@ -94,10 +94,10 @@ def push_run(
         out.print(shown)
         out.print(f"{len(files)} files, {format_bytes(total_bytes)}, for {escape(repo)} ({visibility})")
     values = {"run": str(run.path), "repo": repo, "kind": kind, "public": public, "bytes": total_bytes}
-    listed = [{"name": file.name, "bytes": file.size_bytes} for file in files]
+    values["files"] = [{"name": file.name, "bytes": file.size_bytes} for file in files]
     if dry_run:
         if as_json:
-            print_json({**values, "files": listed, "sent": False})
+            print_json({**values, "sent": False})
         else:
             out.print("dry run: nothing was sent")
         return
@@ -109,6 +109,6 @@ def push_run(
     with show_progress(quiet=as_json) as progress:
         address = push(repo, files, public=public, update=update, progress=progress)
     if as_json:
-        print_json({**values, "files": listed, "sent": True, "commit": address})
+        print_json({**values, "sent": True, "commit": address})
     else:
         out.print(f"pushed: {escape(address)}", soft_wrap=True)

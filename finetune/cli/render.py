@@ -14,11 +14,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from finetune.errors import DataError
+from finetune.errors import DataError, FinetuneError
 from finetune.units import Progress, format_bytes, format_count, format_seconds, printable
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
-    from finetune.errors import FinetuneError
     from finetune.events import Step
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan, Verdict

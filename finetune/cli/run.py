@@ -21,17 +21,15 @@ from finetune.errors import FAILED, FINISHED, CommandError, Diverged
 from finetune.run import control
 from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
-from finetune.run.directory import open_run, runs_from_here
+from finetune.run.directory import RunDirectory, open_run, runs_from_here
 from finetune.run.retry import explanation
-from finetune.run.state import Pace, read_state
+from finetune.run.state import Pace, RunState, read_state
 from finetune.settings.methods import MAIN_METRICS, METRICS
 from finetune.system import caught_interrupts, shell_join
 from finetune.units import format_bytes, format_count, format_seconds, printable
 
 if TYPE_CHECKING:
     from finetune.data.report import DataReport
-    from finetune.run.directory import RunDirectory
-    from finetune.run.state import RunState
 
 _EXIT_DEADLINE_S = 60  # for the processes of an ended run to free the GPU before a command returns
 _EXIT_CODES = {"finished": FINISHED, Diverged.run_state: Diverged.exit_code}
