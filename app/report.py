@@ -27,7 +27,7 @@ from .views.charts import curves, measured_peak
 from .views.markup import Safe, render
 from .views.new_run import verdict as plan_verdict
 from .views.run import BROKEN, about, explanation_of, figures, memory, messages, pill, progress, settings_table
-from .views.runs import arms, comparison, losses, sweep_sentence
+from .views.runs import arm_name, arms, comparison, losses
 from .workspace import JOURNAL
 
 _ROWS_SHOWN = 5
@@ -64,7 +64,7 @@ def _sweep_report(path: Path) -> str:
 
     sweep = open_sweep(path)
     return _render_report(
-        "report_sweep", path.name, rule=RULE, sentence=sweep_sentence(sweep), losses=Safe(losses(sweep)),
+        "report_sweep", path.name, rule=RULE, sentence=sweep.sentence(arm_name), losses=Safe(losses(sweep)),
         arms=arms(sweep, in_report=True),
     )  # fmt: skip
 

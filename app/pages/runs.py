@@ -12,11 +12,11 @@ from finetune.run.directory import RunDirectory
 
 from ..background import starts
 from ..language import mark, tr
-from ..views.markup import TO_NEW_RUN, chart_element, note, problem, problem_of, render
+from ..views.markup import chart_element, note, problem, problem_of, render
 from ..views.run import pill
-from ..views.runs import comparison, row_of, state_of_sweep, sweep_sentence
+from ..views.runs import arm_name, comparison, row_of, state_of_sweep
 from ..views.words import clock
-from ..web.followed import FollowedPage
+from ..web.followed import FollowedPage, duplicate
 
 _MOST_COMPARED = 5
 _MOST_ROWS = 200
@@ -47,7 +47,7 @@ class RunsPage(FollowedPage):
         ]  # fmt: skip
         return {
             "list": damaged + render("runs_table", rows=rows, pill=pill),
-            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, say=sweep_sentence),
+            "sweeps": render("sweeps", sweeps=workspace.list_sweeps()[:_MOST_ROWS], state=state_of_sweep, arm_name=arm_name),
             "queue": render("queue", entries=entries),
         }
 
@@ -64,8 +64,7 @@ class RunsPage(FollowedPage):
                 self.context.lives.pop(run.path, None)
                 return {"said": note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))}
             case {"deed": "duplicate"}, [run]:
-                self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return {"said": note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)}
+                return {"said": duplicate(self.context, run)}
             case {"deed": "delete"}, [_, *_]:
                 return {"said": self._delete(runs)}
             case {"cancel": str(name)}, _:

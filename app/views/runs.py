@@ -104,11 +104,6 @@ def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Ser
     ]  # fmt: skip
 
 
-def sweep_sentence(sweep: Sweep) -> str:
-    """Return the result of a sweep in words."""
-    return sweep.sentence(arm_name)
-
-
 def arm_name(values: dict[str, Any]) -> str:
     """Return `Learning rate 0.0002 · LoRA rank 16`."""
     return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
@@ -130,7 +125,7 @@ def sweep_page(sweep: Sweep, tab: str) -> str:
 def arms(sweep: Sweep, *, in_report: bool = False) -> str:
     """Return the result in words and the arms, on the page with links."""
     return render(
-        "arms", results=sweep.results(), state=state_of_sweep(sweep), sentence=sweep_sentence(sweep), in_report=in_report,
+        "arms", results=sweep.results(), state=state_of_sweep(sweep), sentence=sweep.sentence(arm_name), in_report=in_report,
         arm_name=arm_name,
     )  # fmt: skip
 
