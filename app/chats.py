@@ -70,7 +70,7 @@ class Chats:
     """Conversations by run, and one worker with a run's models."""
 
     def __init__(self, workspace: Workspace) -> None:
-        self._workspace, self._folder = workspace, workspace.folder("chat")
+        self._root, self._folder = workspace.root, workspace.folder("chat")
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._worker_run_name = ""
@@ -149,7 +149,7 @@ class Chats:
             if self._worker is not None:
                 self._worker.close()
             arguments, log = (str(run.path), str(self.path(run))), self._folder / "log.txt"
-            self._worker = Worker(self._workspace, ".chats", *arguments, log=log, tries=1)
+            self._worker = Worker(self._root, ".chats", *arguments, log=log, tries=1)
             self._worker_run_name = run.path.name
         return self._worker
 
@@ -235,10 +235,5 @@ class Conversation:
         return messages, images
 
 
-def main() -> None:
-    """Answer until idle; the memory is then free for training."""
-    serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), _IDLE_S)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), _IDLE_S)

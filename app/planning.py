@@ -167,11 +167,6 @@ def _data_key(recipe: Recipe) -> str:
     return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTER_TOKENISING])
 
 
-def main() -> None:
-    """Run the planner process."""
+if __name__ == "__main__":
     hide_gpus()
     serve(Questions())
-
-
-if __name__ == "__main__":
-    main()

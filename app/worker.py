@@ -1,6 +1,6 @@
 """Child processes that run modules of this package: detached, or a worker that answers calls.
 
-    planner = Worker(workspace, ".planning", log=path)
+    planner = Worker(folder, ".planning", log=path)
     planner.call("plan", recipe=text, report=print)
 
 Calls from several threads wait for each other.
@@ -19,13 +19,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.system import SETTINGS, keep_private, raise_gc_thresholds
-
-if TYPE_CHECKING:
-    from .workspace import Workspace
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -62,9 +59,9 @@ class Worker:
     """Calls methods in a child process, one call at a time."""
 
     def __init__(
-        self, workspace: Workspace, module: str, *arguments: str, log: Path, silent_s: float | None = None, tries: int = 2
+        self, root: Path, module: str, *arguments: str, log: Path, silent_s: float | None = None, tries: int = 2
     ) -> None:
-        self._root, self._command, self._log = workspace.root, module_command(module, *arguments), log
+        self._root, self._command, self._log = root, module_command(module, *arguments), log
         # silent_s: the process is killed when it has sent nothing for so long
         # tries: how often a call is sent, as the kernel may kill the process when memory is short
         self._silent_s, self._tries = silent_s, tries

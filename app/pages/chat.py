@@ -70,12 +70,10 @@ def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
 
 def add_picture(context: Context, upload: str, waiting: str) -> dict[str, str]:
     """Add an upload to `waiting`, the next message's images. Raises CommandError."""
-    names, path = waiting.split(), Path(upload).resolve()
+    names = waiting.split()
     if len(names) >= MAX_PICTURES:
         raise CommandError(tr("A message can have at most {n} images.", n=MAX_PICTURES))
-    # a forged request must not read other files
-    if not path.is_relative_to(context.uploads.resolve()):
-        raise CommandError("this file was not uploaded here")
+    path = context.uploaded(upload)
     try:
         names.append(store_picture(context.chats.pictures, str(path)))
     except BadPicture as error:

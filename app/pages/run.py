@@ -17,10 +17,9 @@ from ..background import resume_run
 from ..language import tr
 from ..views import run as run_view
 from ..views.charts import chart_data
-from ..views.markup import TO_NEW_RUN, note, page_title, problem_of, render
-from ..views.run import TABS
+from ..views.markup import note, page_title, problem_of, render
 from ..views.runs import arms, sweep_page
-from ..web.followed import Context, attempted, changed_parts, named_run
+from ..web.followed import Context, attempted, changed_parts, duplicate, named_run
 from . import chat, result
 
 
@@ -32,7 +31,7 @@ class RunPage:
 
     def html(self, query: Mapping[str, str]) -> str:
         name, tab = query.get("run"), query.get("tab", "")
-        tab = tab if tab in TABS else "overview"
+        tab = tab if tab in run_view.TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
             return sweep_page(sweep, tab)
         run = self.context.workspace.run(name)
@@ -61,7 +60,7 @@ class RunPage:
 
     def changed(self, name: str, tab: str = "", shown: str = "", order: str = "differ") -> dict[str, Any]:
         """Return whether the run goes on, and the parts not in `shown`."""
-        if tab not in TABS or order not in result.ROW_ORDERS:
+        if tab not in run_view.TABS or order not in result.ROW_ORDERS:
             raise HTTPException(400, f"Unknown tab {tab!r} or order {order!r}; reload the page.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
             parts, goes_on = {"arms": arms(sweep)}, not sweep.is_finished  # a sweep has no tabs
@@ -91,8 +90,7 @@ class RunPage:
                 resume_run(context.workspace, run)
                 note_html = note(tr("Queued. The run continues from its newest checkpoint."))
             case {"run": "duplicate"}:
-                context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                note_html = note(tr("Opening New run with this run's recipe."), attributes=TO_NEW_RUN)
+                note_html = duplicate(context, run)
             case {"task": "ask"}:
                 chat.ask(context, run, values)
             case {"task": "picture"}:

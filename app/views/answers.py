@@ -9,15 +9,12 @@ from typing import Any
 
 import finetune.evaluate.results as stored_results
 from finetune.data.pictures.source import FileStat, file_stat, file_thumbnail
-from finetune.evaluate.results import rank_rows
 from finetune.events import Sample
 from finetune.run.directory import RunDirectory
 
 from ..language import current, mark, tr
 from .markup import Safe, render
 
-#: Text and image files: rows with different images may have the same text.
-_Prompt = tuple[str, tuple[str, ...]]
 _PICTURES_PER_SAMPLE = 4
 _ROWS_SHOWN = 12
 _SHORT_SCORE_NAMES = {
@@ -36,7 +33,8 @@ def answers(
     """Return a table of prompts by steps, the first and the newest; empty without samples."""
     steps = sorted({sample.step for sample in samples})
     steps = steps if len(steps) <= most_steps else [steps[0], *steps[1 - most_steps :]]
-    by_prompt: dict[_Prompt, dict[int, Sample]] = {}
+    # by text and image files: rows with different images may have the same text
+    by_prompt: dict[tuple[str, tuple[str, ...]], dict[int, Sample]] = {}
     for sample in samples:
         # not for a file that is passed on: a foreign run folder may name any image of this machine
         pictures = tuple(sample.pictures[:_PICTURES_PER_SAMPLE]) if with_pictures else ()
@@ -71,7 +69,7 @@ def evaluations(
     """Return a run's evaluations, newest first, below `progress`."""
     stored, results = stored_results.read_evaluations(run), []
     for name in sorted(stored, key=lambda name: -_modified_s(run, name)):
-        rows = rank_rows(stored[name]["base"]["scores"], stored[name]["tuned"]["scores"], order)
+        rows = stored_results.rank_rows(stored[name]["base"]["scores"], stored[name]["tuned"]["scores"], order)
         results.append((stored[name], stored_results.measures(stored[name]), rows[:rows_shown]))
     return render(
         "evaluations", progress=progress, empty=empty, is_open=is_open, damaged=stored_results.unreadable_evaluations(run),

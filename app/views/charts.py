@@ -133,16 +133,6 @@ def measured_peak(digest: Digest, plan: Plan) -> int | None:
     return reserved + _context_bytes(digest, plan)
 
 
-def _panels(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
-    loss = [
-        {"name": name, "label": label, "kind": kind}
-        for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
-        if name in digest.series
-    ]
-    loss_panel = {"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []}
-    return [loss_panel, _memory_panel(digest, plan), *_small_panels(digest)]
-
-
 def _memory_panel(digest: Digest, plan: Plan) -> dict[str, Any]:
     levels = []
     if plan.forecast:
@@ -185,7 +175,13 @@ def chart_data(live: LiveRun, have: str = "") -> dict[str, Any]:
         digest, plan, key = live.digest, live.plan(), live.key
         earlier_key, _, step = have.rpartition(".")
         from_step = int(step) if earlier_key == key and step.isdecimal() else 0
-        panels = _panels(digest, plan)
+        loss = [
+            {"name": name, "label": label, "kind": kind}
+            for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
+            if name in digest.series
+        ]
+        loss_panel = {"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []}
+        panels = [loss_panel, _memory_panel(digest, plan), *_small_panels(digest)]
         # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
         return {

@@ -67,13 +67,9 @@ def page_title(name: str) -> str:
     return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
-def note(text: str, attributes: str = "") -> Safe:
+def note(text: str) -> Safe:
     """Return one line of information."""
-    return Safe(f'<p class="ft-note"{attributes}>{inert(text)}</p>')
-
-
-#: Attributes of a note after which the browser opens New run.
-TO_NEW_RUN = ' data-go="/" role="status"'
+    return Safe(f'<p class="ft-note">{inert(text)}</p>')
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> Safe:

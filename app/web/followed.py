@@ -11,13 +11,14 @@ from typing import Any
 from fastapi import HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from finetune.errors import FinetuneError
+from finetune.errors import CommandError, FinetuneError
 from finetune.run.directory import RunDirectory
 
 from ..chats import Chats
 from ..draft import Draft
+from ..language import tr
 from ..live import LiveRuns
-from ..views.markup import problem_of, stamp_of
+from ..views.markup import Safe, inert, problem_of, stamp_of
 from ..worker import Worker
 from ..workspace import Workspace
 
@@ -34,8 +35,16 @@ class Context:
         self.lives = LiveRuns()
         self.draft = Draft(workspace)
         log = workspace.folder("planner") / "log.txt"
-        self.planner = Worker(workspace, ".planning", log=log, silent_s=_SILENT_S)
+        self.planner = Worker(workspace.root, ".planning", log=log, silent_s=_SILENT_S)
         self.chats = Chats(workspace)
+
+    def uploaded(self, path: str) -> Path:
+        """Return the path of an upload. Raises CommandError."""
+        source = Path(path).resolve()
+        # a forged request must not read or move other files
+        if not source.is_relative_to(self.uploads.resolve()):
+            raise CommandError("this file was not uploaded here")
+        return source
 
     def close(self) -> None:
         # runs and starts are other processes, and continue
@@ -85,6 +94,13 @@ def attempted(act: Callable[[Mapping[str, Any]], dict[str, str]], message: Mappi
         return {"said": ""} | act(message)
     except (FinetuneError, OSError, UnicodeError) as error:
         return {"said": problem_of(error)}
+
+
+def duplicate(context: Context, run: RunDirectory) -> Safe:
+    """Make a run's recipe the draft; return the note after which the browser opens New run."""
+    context.draft.write(run.recipe.read_text(encoding="utf-8"))
+    text = tr("Opening New run with this run's recipe.")
+    return Safe(f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>')
 
 
 def named_run(context: Context, name: str) -> RunDirectory:

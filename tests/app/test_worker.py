@@ -11,7 +11,6 @@ import pytest
 
 import app.worker
 from app.worker import SupersededError, Worker, WorkerError
-from app.workspace import Workspace
 
 TARGET = """
 import os, signal, time
@@ -47,7 +46,7 @@ serve(Target())
 def worker(tmp_path, monkeypatch):
     monkeypatch.setattr(app.worker, "module_command", lambda *_: [sys.executable, "-c", TARGET])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    worker = Worker(Workspace(tmp_path, tmp_path / "runs"), ".target", log=tmp_path / "log.txt")
+    worker = Worker(tmp_path, ".target", log=tmp_path / "log.txt")
     yield worker
     process = worker._process
     worker.close()

@@ -10,10 +10,9 @@ PAGE = """
 import sys
 from pathlib import Path
 from app.worker import Worker
-from app.workspace import Workspace
 
 folder = Path(sys.argv[1])
-planner = Worker(Workspace(folder, folder / "runs"), ".planning", log=folder / "log.txt")
+planner = Worker(folder, ".planning", log=folder / "log.txt")
 assert planner.call("plan", recipe="model_name_or_path: tiny\\ndataset: support\\ngpu: auto\\nlora_r: 16\\n")
 planner.close()
 """
