@@ -52,7 +52,7 @@ _CHECKPOINTING_KINDS = mark({
     "false": "no gradient checkpointing", "selective": "gradient checkpointing except attention",
     "offload": "gradient checkpointing, inputs offloaded to CPU",
 })  # fmt: skip
-_IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}  # without a phrase: they follow from others
+_IMPLIED = {"gradient_accumulation_steps", "offloaded_layers", _EVERY_N}  # without a phrase: they follow from others
 
 
 def state_name(state: str) -> str:
@@ -82,7 +82,7 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
         return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
     if name in _NUMERIC_PHRASES:
         return tr(_NUMERIC_PHRASES[name], n=f"{int(value):,}")
-    if name in _IMPLIED or name == _EVERY_N:
+    if name in _IMPLIED:
         return ""
     if name == "dataset.ignore_columns":
         return tr("Leave out {columns}", columns=value.strip("[]"))

@@ -103,13 +103,6 @@ def duplicate(context: Context, run: RunDirectory) -> Safe:
     return Safe(f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>')
 
 
-def named_run(context: Context, name: str) -> RunDirectory:
-    """Return a run. Raises HTTPException."""
-    if (run := context.workspace.run(name)) is None:
-        raise HTTPException(404, "There is no such run.")
-    return run
-
-
 def explain_errors(api: Any) -> None:
     """Let the routes of `api` answer errors with a sentence."""
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.background import Task, task_of
-from app.pages import result
-from app.pages.run import RunPage
+from app.pages import run as run_page
 from app.workspace import Workspace
 from finetune.cli.app import cli
 from finetune.evaluate.scorers import SCORES
@@ -23,7 +22,7 @@ def page(home, kept_run, monkeypatch):
     context = SimpleNamespace(workspace=workspace)
 
     def submit(task, **values):
-        return RunPage(context).act(run.path.name, {"task": task, "values": values})["said"]
+        return run_page.RunPage(context).act(run.path.name, {"task": task, "values": values})["said"]
 
     return SimpleNamespace(run=run, context=context, started=started, submit=submit)
 
@@ -41,7 +40,7 @@ def write_scores(run, name, **more):
 
 def shown(page, part):
     tab = "answers" if part in ("evaluations", "reports") else "use"
-    return result.parts(page.context, page.run, tab, "differ")[part]
+    return run_page.result_parts(page.context, page.run, tab, "differ")[part]
 
 
 def done(page, verb, values):
@@ -111,7 +110,7 @@ def parsed(options):
 
 
 def test_every_score_but_a_function_can_be_chosen():
-    assert set(result.SCORES) == {"", *SCORES}
+    assert set(run_page.SCORES) == {"", *SCORES}
 
 
 @pytest.mark.parametrize(
