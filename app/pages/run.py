@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.evaluate.results import read_evaluations
-from finetune.export.targets import GGUF_TYPES
+from finetune.export import GGUF_TYPES
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive

@@ -10,7 +10,7 @@ import typer
 
 from finetune.errors import CAUSES
 from finetune.evaluate.scorers import SCORES
-from finetune.export.targets import GGUF_TYPES, LAYOUTS
+from finetune.export import GGUF_TYPES, LAYOUTS
 from finetune.requirements import refuse_missing_extra
 
 # pretty_exceptions_enable: `entry` prints errors itself

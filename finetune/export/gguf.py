@@ -19,11 +19,10 @@ from finetune.errors import CommandError, is_disk_full
 from finetune.evaluate.answerer import adapter_folder, answer_limit, answerer_loader, chat_format_of
 from finetune.evaluate.results import answers_without_thoughts
 from finetune.evaluate.rows import file_rows, held_out_rows, run_encoder
-from finetune.export import parity
+from finetune.export import GGUF_TYPES, parity
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import atomic_folder, merge, model_folder, require_disk
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
-from finetune.export.targets import GGUF_TYPES
 from finetune.files import read_object, read_safetensors_header, write_json
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.planner.plan import read_plan

@@ -1,39 +1,192 @@
-"""Merge the adapter into 16-bit weights, as a standard model folder."""
+"""Merge the adapter into 16-bit weights, as a standard model folder: tensor by tensor, or in memory."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
-from huggingface_hub import snapshot_download
-from peft import PeftModel
+import torch
+from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from peft import PeftModel, set_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
+from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.compat.transformers import quiet_libraries
 from finetune.data.report import first_line
 from finetune.data.tokenizer import read_tokenizer
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory, is_disk_full
-from finetune.export import shards
-from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.model.adapters import grow_vocabulary
 from finetune.model.build import build_base, build_on_meta, model_dtype
+from finetune.files import existing_parent, free_disk_bytes, read_json, read_safetensors_header, write_safetensors
+from finetune.layers.host_memory import bytes_of
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import is_multimodal
 from finetune.model.transformers_config import load_config
+from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
-from finetune.run.fingerprint import require_own_adapter
+from finetune.run.seal import require_own_adapter
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
-from finetune.system import rename
+from finetune.system import rename, sync_file
 from finetune.units import Progress, format_bytes
+
+#: Dtypes of tensors that can change, by their names in a file.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class StoredOtherwiseError(Exception):
+    """A weight is stored in a form that can't be merged."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint to write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    file: str  # name of the file to write it to
+    read: Callable[[], Any]  # returns its bytes
+
+
+def stored_tensors(folder: Path) -> list[Tensor]:
+    """Return the tensors of a model folder in file order."""
+    tensors = []
+    for file in weight_files(folder):  # files that the index doesn't name are left out
+        with (folder / file).open("rb") as opened:
+            header, data_begin = read_safetensors_header(opened)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            begin, end = entry["data_offsets"]
+            read = partial(_read, folder / file, data_begin + begin, end - begin)
+            tensors.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), end - begin, file, read))
+    return tensors
+
+
+def _read(path: Path, begin: int, size_bytes: int) -> np.ndarray:
+    data = np.fromfile(path, np.uint8, size_bytes, offset=begin)
+    if len(data) < size_bytes:
+        raise CommandError(f"{path} is truncated", "Download the weights again.")
+    return data
+
+
+def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
+    """Return the entry that writes a tensor from memory."""
+    shape, file = tuple(values.shape), "model.safetensors"  # the only file, unless files are split by size
+    return Tensor(name, _DTYPE_NAMES[values.dtype], shape, values.nbytes, file, lambda: bytes_of(values.detach()))
+
+
+def with_adapter(base: Any, adapter: Path) -> Any:
+    """Load a PeftModel on a meta base, its adapter in host memory."""
+    model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
+    for path, module in model.named_modules():  # PEFT has moved the adapter to meta; NaN reveals a tensor missing in its file
+        for name, value in module._parameters.items():
+            if value is not None and value.is_meta and "lora_" in f"{path}.{name}":
+                module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
+    set_peft_model_state_dict(model, load_file(adapter / ADAPTER_WEIGHTS))
+    return model
+
+
+def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Return a checkpoint's tensors, merged when they are read. Raise StoredOtherwiseError."""
+    # the base was loaded from this checkpoint, so transformers can revert how it renamed and converted tensors
+    base = model.get_base_model()
+    layers, merged = dict(_adapted_layers(base)), {tensor.name: tensor for tensor in tensors}
+    tied = {name for names in (getattr(base, "all_tied_weights_keys", None) or {}).items() for name in names}
+
+    def stored_delta(parameter: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        layer = layers[parameter]
+        return revert_weight_conversion(base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
+
+    cached_delta = lru_cache(maxsize=4)(stored_delta)  # a file alternates between the weights of experts
+    for parameter, layer in layers.items():
+        if parameter in tied:
+            raise StoredOtherwiseError(f"{parameter} is tied to another weight")
+        if getattr(layer, "lora_variant", None):
+            raise StoredOtherwiseError(f"{parameter} has DoRA, which is not a sum of weight and change")
+        shapes = _stored_shapes(base, parameter, layer)
+        for name, shape in shapes.items():
+            tensor = merged.get(name)
+            if tensor is None or tensor.shape != shape or tensor.dtype not in _DTYPES:
+                raise StoredOtherwiseError(f"{parameter} is not stored as {name} {shape}")
+            delta = partial(cached_delta if len(shapes) > 1 else stored_delta, parameter)
+            merged[name] = replace(tensor, read=partial(_read_merged, tensor, delta))
+    return list(merged.values())
+
+
+def _read_merged(tensor: Tensor, delta: Callable[[torch.dtype], dict[str, torch.Tensor]]) -> Any:
+    weight = torch.frombuffer(tensor.read(), dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    weight.add_(delta(weight.dtype)[tensor.name])
+    if not torch.isfinite(weight).all():
+        problem = f"{tensor.name} would have values that are not finite after merging"
+        raise CommandError(problem, "Its training diverged: train again.")
+    return bytes_of(weight)
+
+
+def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
+    for path, module in base.named_modules():
+        if isinstance(module, LoraLayer):
+            name = getattr(module, "parameter_name", None)
+            if name:  # PEFT computes the delta on the parameter's device: replace meta by one element of host memory
+                base_layer: Any = module.get_base_layer()
+                parameter = getattr(base_layer, name)
+                placeholder = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
+                base_layer._parameters[name] = torch.nn.Parameter(placeholder, requires_grad=False)
+            module_name = ".".join(part for part in path.split(".") if part != "base_layer")
+            yield f"{module_name}.{name or 'weight'}", module
+
+
+def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int, ...]]:
+    weight = layer.get_param() if getattr(layer, "parameter_name", None) else layer.get_base_layer().weight
+    shape = torch.Size(weight.shape)
+    try:
+        stored = revert_weight_conversion(base, {parameter: torch.empty(shape, device="meta")})
+    except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise StoredOtherwiseError(f"{parameter}: {error}") from error
+    return {name: tuple(values.shape) for name, values in stored.items()}
+
+
+def write_tensors(
+    tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Progress = lambda _: None
+) -> None:
+    """Write tensors to their files, or to files of at most `max_bytes`."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if max_bytes is None:
+        groups = itertools.groupby(tensors, key=lambda tensor: tensor.file)
+        files = {file: [tensor.name for tensor in group] for file, group in groups}
+    else:
+        split = split_state_dict_into_shards_factory(  # a larger tensor gets a separate file
+            by_name, get_storage_size=lambda tensor: tensor.size_bytes, filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_bytes,
+        )  # fmt: skip
+        files = split.filename_to_tensors
+    for number, (file, names) in enumerate(files.items(), 1):
+        progress(f"writing file {number} of {len(files)}")
+        entries = {name: (by_name[name].dtype, by_name[name].shape, by_name[name].size_bytes) for name in names}
+        write_safetensors(target / file, entries, lambda name: by_name[name].read())
+        sync_file(target / file)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.size_bytes for tensor in tensors)},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 _FILE_BYTES = 5 * 10**9  # as transformers and the hub split models
@@ -80,16 +233,16 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
     # tensor by tensor if possible: the whole model need not fit into memory
-    stored, is_streamed = shards.stored_tensors(source), True
+    stored, is_streamed = stored_tensors(source), True
     try:
         tensors = _merged_on_read(settings, config, adapter, stored, progress)
-    except shards.StoredOtherwiseError:
+    except StoredOtherwiseError:
         tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
     require_disk(sum(tensor.size_bytes for tensor in tensors), folder)
     folder.mkdir(parents=True)
     progress("writing")
-    shards.write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
+    write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
     for path in sorted(source.iterdir()):  # last: a model without its config.json does not load
         if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
@@ -111,20 +264,18 @@ def _update_config(path: Path, settings: Any) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged_on_read(
-    settings: Any, config: Any, adapter: Path, stored: list[shards.Tensor], progress: Progress
-) -> list[shards.Tensor]:
+def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
     if getattr(config, "quantization_config", None) or settings.trained_embedding_rows:
-        raise shards.StoredOtherwiseError("the base model is stored quantised, or its vocabulary grows")
+        raise StoredOtherwiseError("the base model is stored quantised, or its vocabulary grows")
     _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
-    return shards.merged_tensors(shards.with_adapter(base, adapter), stored)
+    return merged_tensors(with_adapter(base, adapter), stored)
 
 
 def _merged_in_memory(
-    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[shards.Tensor], progress: Progress
-) -> list[shards.Tensor]:
+    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Progress
+) -> list[Tensor]:
     is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -139,7 +290,7 @@ def _merged_in_memory(
     values = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
     # the conversions of a loaded quantised model include dequantising; reverting that would give FP8 values without scales
     values = revert_weight_conversion(model if is_quantised else merged, values)
-    tensors = [shards.tensor_in_memory(name, tensor) for name, tensor in values.items()]
+    tensors = [tensor_in_memory(name, tensor) for name, tensor in values.items()]
     if not is_multimodal(config):
         return tensors
     # only the language model was loaded: add the other stored tensors, except the scales of the merged ones

@@ -11,8 +11,8 @@ from typing import Any
 from finetune.data.template import common_prefix_length
 from finetune.data.tokens import Encoder
 from finetune.errors import CommandError, DataError, FinetuneError
+from finetune.export import GGUF_TYPES
 from finetune.export.ollama import conversations
-from finetune.export.targets import GGUF_TYPES
 from finetune.units import Progress
 
 #: llama.cpp's own script, and the command that fetches it.

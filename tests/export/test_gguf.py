@@ -15,9 +15,8 @@ import pytest
 
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
-from finetune.export import gguf
+from finetune.export import GGUF_TYPES, gguf
 from finetune.export.parity import LlamaCpp, ParityError
-from finetune.export.targets import GGUF_TYPES
 from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.llama]

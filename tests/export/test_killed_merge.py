@@ -6,7 +6,7 @@ import os
 import pytest
 from safetensors.torch import load_file
 
-from finetune.export import shards
+from finetune.export import merge as merging
 from finetune.export.merge import merge
 from finetune.model.weights import check_weights
 from finetune.run.directory import RunDirectory
@@ -24,7 +24,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
     for moment in range(10):
         child = os.fork()
         if not child:
-            remaining, read = [moment * 5], shards._read
+            remaining, read = [moment * 5], merging._read
 
             def counted(function, remaining=remaining):
                 def call(*arguments):
@@ -35,7 +35,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
 
                 return call
 
-            shards._read = counted(read)
+            merging._read = counted(read)
             merge(run, home / "merged")
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

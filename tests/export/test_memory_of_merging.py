@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
+from finetune.export.merge import merged_tensors, stored_tensors, with_adapter, write_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import RecipeError
-from finetune.export.merge import write_merged
-from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
+from finetune.export.merge import merged_tensors, stored_tensors, with_adapter, write_merged, write_tensors
 from finetune.model.weights import INDEX
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,8 +9,7 @@ from hub_stand_in import hub_stand_in
 
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.events import EventWriter, ForecastCheck
-from finetune.export.model_card import model_card, without_local_paths
-from finetune.export.push import files_to_send, push
+from finetune.export.push import files_to_send, model_card, push, without_local_paths
 from finetune.files import write_manifest
 from finetune.run.directory import RunDirectory
 
