@@ -17,9 +17,9 @@ from finetune.events import ForecastCheck, Start, read_events
 from finetune.files import changes_in, read_object, write_output
 from finetune.planner.history import cost_of, seconds_spent
 from finetune.planner.plan import plan_was_edited
-from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
+from finetune.run.memory import outcome
 
 from .live import LiveRun
 from .views.answers import answers, evaluations

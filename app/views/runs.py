@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import Result
-from finetune.run.best import compare_held_out
+from finetune.run.state import compare_held_out
 from finetune.units import GIB, format_bytes
 
 from ..language import tr

@@ -19,9 +19,9 @@ from finetune.cli.render import err, out, print_summary, show_progress, state_te
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, CommandError, Diverged
 from finetune.run import control
-from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run, runs_from_here
+from finetune.run.memory import outcome
 from finetune.run.retry import explanation
 from finetune.run.state import Pace, RunState, read_state
 from finetune.settings.methods import MAIN_METRICS, METRICS

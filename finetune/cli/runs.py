@@ -13,9 +13,9 @@ from finetune.evaluate import results
 from finetune.events import Evaluation, Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.history import cost_of, seconds_spent
-from finetune.run.accuracy import outcome
 from finetune.run.control import delete_run, rename_run
 from finetune.run.directory import open_run, runs_from_here
+from finetune.run.memory import outcome
 from finetune.run.retry import adjusted_plan, adjusted_since_s, explanation
 from finetune.run.state import RunState, read_state
 from finetune.units import format_bytes

@@ -13,9 +13,9 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import CommandError, FinetuneError
 from finetune.events import read_events
-from finetune.run.accuracy import outcome
-from finetune.run.best import compare_held_out
 from finetune.run.directory import RunDirectory, open_run
+from finetune.run.memory import outcome
+from finetune.run.state import compare_held_out
 from finetune.system import exec_command
 
 

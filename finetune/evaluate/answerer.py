@@ -33,8 +33,7 @@ from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.fingerprint import require_own_adapter, require_same_base
-from finetune.run.seal import newest_verified
+from finetune.run.seal import newest_verified, require_own_adapter, require_same_base
 from finetune.settings import Settings
 from finetune.units import Progress
 

@@ -191,7 +191,7 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     gathered_bytes = min(all_bytes, persistent_bytes + MAX_LIVE_ELEMENTS * item_bytes + fetched_bytes) + buffer_bytes
     if not offloads:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
-        # transformers excludes quantised models from that flag (finetune/distributed/processes.py,
+        # transformers excludes quantised models from that flag (finetune/distributed.py,
         # accelerate_configuration; transformers/modeling_utils.py, PreTrainedModel.get_init_context).
         loading_bytes = all_bytes + sum(map(sum, shards.values()))
         return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, master_bytes, host_bytes)

@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.distributed import ranks
-from finetune.events import Evaluation, Result, read_events
 from finetune.files import changes_in, read_json_as, read_object, to_json, write_json, write_manifest
+from finetune import distributed
+from finetune.events import Result
+from finetune.files import changes_in, write_json, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.directory import RunDirectory
@@ -22,10 +23,6 @@ from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
-
-
-COMPARED = "Held-out loss at step {step}, the last step that all runs evaluated, lowest first: {losses}."
-NOT_COMPARED = "The losses are not compared: no step was evaluated on the same held-out examples by all runs."
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def _damage(run: RunDirectory, step: int) -> list[str]:
 def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:
     """Return the best step whose checkpoint is intact on every machine."""
     for evaluation in sorted(evaluated, key=lambda evaluation: evaluation.loss):
-        if evaluation.loss < math.inf and ranks.all_reduce_min(int(not _damage(run, evaluation.step))):
+        if evaluation.loss < math.inf and distributed.all_reduce_min(int(not _damage(run, evaluation.step))):
             return evaluation
     return None
 
@@ -78,13 +75,13 @@ def unusable_best_message(step: int, problem: str) -> str:
 
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     """Write adapter/ with the best step. All ranks call this."""
-    step, is_writer = trainer.state.global_step, ranks.this_rank().is_local_rank_0
+    step, is_writer = trainer.state.global_step, distributed.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
     building = run.path / ".adapter"
     if is_writer:
         shutil.rmtree(building, ignore_errors=True)
-    ranks.barrier()
+    distributed.barrier()
     if trainer.plan.settings.launch.strategy != "ddp":  # sharded weights: all ranks take part in gathering
         trainer.save_model(str(building))
     elif is_writer:
@@ -115,20 +112,6 @@ def _complete(building: Path, trainer: RunTrainer, step: int, loss: float | None
     shutil.rmtree(trainer.run.adapter, ignore_errors=True)
     rename(building, trainer.run.adapter)
     sync_folder(trainer.run.path)  # before the run reports its end: the result must survive a power cut
-
-
-def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
-    """Return a sentence's template and values: the losses at the last step that all runs have evaluated."""
-    losses = dict[str, dict[int, float]]()
-    for run in runs:
-        evaluated = [event for event in read_events(run.events) if isinstance(event, Evaluation)]
-        losses[str(run.path)] = {event.step: event.eval_loss for event in evaluated if event.eval_loss is not None}
-    held_out_reports = [(read_object(run.data / "report.json") or {}).get("eval_report") for run in runs]
-    step = max(set.intersection(*map(set, losses.values())), default=None)
-    if step is None or any(report != held_out_reports[0] for report in held_out_reports):
-        return NOT_COMPARED, {}
-    ranked = sorted((by_step[step], name) for name, by_step in losses.items())
-    return COMPARED, {"step": f"{step:,}", "losses": ", ".join(f"{name} {loss:.4f}" for loss, name in ranked)}
 
 
 def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:

@@ -11,14 +11,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from finetune.card.allocator import has_windows_driver
-from finetune.distributed.ranks import all_reduce_max
+from finetune.distributed import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
 from finetune.events import Compiled, EventWriter, Memory, Step
 from finetune.layers.compiled import Compilations
-from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.directory import RunDirectory, read_stop_requests
-from finetune.run.memory import MemorySampler
+from finetune.run.memory import MemorySampler, compare_with_forecast, excess_warning
 from finetune.run.training import RunTrainer
 from finetune.units import MIB, format_bytes
 

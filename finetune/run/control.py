@@ -20,8 +20,8 @@ from finetune.planner.plan import read_plan
 from finetune.recipe.load import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, register, request_stop, request_stop_once, require_data
-from finetune.run.fingerprint import require_base
 from finetune.run.retry import adjust, adjusted_plan
+from finetune.run.seal import require_base
 from finetune.run.state import is_alive, living_processes, process_record, read_state
 from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import rename, send_line, start_detached

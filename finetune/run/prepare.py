@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card import Card, find_card
 from finetune.compat.triton import COMPILER_FIX, triton_problem
-from finetune.distributed.processes import machine_problems
+from finetune.distributed import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json, write_manifest
 from finetune.model.configuration import resolve_model_path

@@ -1,4 +1,4 @@
-"""State of a run, derived from events, lock and processes and stored nowhere; its remaining time."""
+"""State of a run, derived from events, lock and processes and stored nowhere; remaining time; runs compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.events import ENDED_STATES, Evaluation, Event, EventReader, Start, State, Step, newest
+from finetune.events import ENDED_STATES, Evaluation, Event, EventReader, Start, State, Step, newest, read_events
 from finetune.files import read_object
 from finetune.system import is_locked
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ENDED = (*ENDED_STATES, "lost")  # `lost` is derived here; other runs are queued, starting, running or pausing
 _TAIL_BYTES = 256 * 1024
+COMPARED = "Held-out loss at step {step}, the last step that all runs evaluated, lowest first: {losses}."
+NOT_COMPARED = "The losses are not compared: no step was evaluated on the same held-out examples by all runs."
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,17 @@ class Pace:
             evaluations_left = (total - 1) // self.eval_steps - (step - 1) // self.eval_steps  # the newest step's included
             left_s += max(0, evaluations_left) * statistics.fmean(self.evaluations_s)
         return left_s
+
+
+def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
+    """Return a sentence's template and values: the losses at the last step that all runs have evaluated."""
+    losses = dict[str, dict[int, float]]()
+    for run in runs:
+        evaluated = [event for event in read_events(run.events) if isinstance(event, Evaluation)]
+        losses[str(run.path)] = {event.step: event.eval_loss for event in evaluated if event.eval_loss is not None}
+    held_out_reports = [(read_object(run.data / "report.json") or {}).get("eval_report") for run in runs]
+    step = max(set.intersection(*map(set, losses.values())), default=None)
+    if step is None or any(report != held_out_reports[0] for report in held_out_reports):
+        return NOT_COMPARED, {}
+    ranked = sorted((by_step[step], name) for name, by_step in losses.items())
+    return COMPARED, {"step": f"{step:,}", "losses": ", ".join(f"{name} {loss:.4f}" for loss, name in ranked)}

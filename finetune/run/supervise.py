@@ -19,7 +19,7 @@ import psutil
 
 from finetune import errors
 from finetune.card.allocator import allocator_environment
-from finetune.distributed.processes import Launcher, is_distributed
+from finetune.distributed import Launcher, is_distributed
 from finetune.events import Event, EventReader, EventWriter, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan

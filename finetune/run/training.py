@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
+from finetune import distributed
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.processing import PictureProcessor
@@ -26,7 +27,6 @@ from finetune.data.shards import PICTURES, picture_sizes
 from finetune.data.tokenizer import ProcessorLoader, read_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import Answer
-from finetune.distributed import ranks
 from finetune.errors import DiskFull, is_disk_full, is_out_of_memory
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Sample
 from finetune.files import read_json
@@ -198,7 +198,7 @@ class RunTrainer(SFTTrainer):
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         # not with several ranks: FSDP replaces the parameters
-        cached = _without_module_walks(self.model) if ranks.this_rank().world_size == 1 else contextlib.nullcontext()
+        cached = _without_module_walks(self.model) if distributed.this_rank().world_size == 1 else contextlib.nullcontext()
         with cached, narrow_tiles(self.model.config, on_cpu=self.plan.card.is_cpu):  # type: ignore[union-attr]
             return super().train(*arguments, **named)
 
@@ -247,7 +247,7 @@ class RunTrainer(SFTTrainer):
         on_device = {name: count for name, count in counts.items() if isinstance(count, torch.Tensor)}
         on_host = torch.stack([count.double() for count in on_device.values()]).tolist()  # one copy for all
         counts |= zip(on_device, on_host, strict=True)
-        sums = ranks.all_reduce([float(count) for count in counts.values()], "SUM")
+        sums = distributed.all_reduce([float(count) for count in counts.values()], "SUM")
         fractions = {name for name, count in on_device.items() if count.is_floating_point()}
         return {name: total if name in fractions else int(total) for name, total in zip(counts, sums, strict=True)}
 
@@ -262,7 +262,7 @@ class RunTrainer(SFTTrainer):
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         # arms of a sweep are compared row by row
-        is_arm = self.run.arm.exists() and ranks.this_rank().world_size == 1
+        is_arm = self.run.arm.exists() and distributed.this_rank().world_size == 1
         recording = recorded_row_losses(self.model) if is_arm else contextlib.nullcontext()
         with self.measured_phase("evaluate"), recording as rows:
             metrics = super().evaluate(*arguments, **named)
@@ -272,7 +272,7 @@ class RunTrainer(SFTTrainer):
             step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=self.phase_s,
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"), metrics=self.method.metrics(self.take_counts()),
         ))  # fmt: skip
-        if ranks.this_rank().is_local_rank_0:
+        if distributed.this_rank().is_local_rank_0:
             model, is_first = self.accelerator.unwrap_model(self.model), len(evaluations(self.state.log_history)) == 1
             self.sample_answers.emit(model, self.state.global_step, self.events, is_first=is_first)
         return metrics
@@ -306,9 +306,9 @@ class RunTrainer(SFTTrainer):
             self.finish_sealing()
             if self.is_local_process_zero():
                 shutil.rmtree(partial, ignore_errors=True)
-            ranks.barrier()
+            distributed.barrier()
             super()._save_checkpoint(model, trial)
-            ranks.barrier()
+            distributed.barrier()
         if self.is_local_process_zero():
             self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, self.phase_s, self.best)
 

@@ -18,22 +18,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import events
+from finetune import distributed, events
 from finetune.card import cuda
 from finetune.compat.triton import tune_without_buffer
-from finetune.distributed import ranks
 from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, OutOfMemory, is_disk_full, is_out_of_memory
 from finetune.model.hybrid import kernel_fallback_notes
 from finetune.planner.plan import Plan, plan_was_edited
-from finetune.run.accuracy import compare_with_forecast, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.fingerprint import deciding_facts, seal_facts
-from finetune.run.memory import MemorySampler
+from finetune.run.memory import MemorySampler, compare_with_forecast, record_measurements
 from finetune.run.retry import adjusted_plan, adjusted_since_s, out_of_memory_event, reforecast_adjusted, shrink_to_fit
-from finetune.run.seal import Checkpoint, fact_differences, newest_verified
+from finetune.run.seal import Checkpoint, deciding_facts, fact_differences, newest_verified, seal_facts
 from finetune.run.trackers import Trackers
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.system import (
@@ -61,14 +58,16 @@ class Worker:
         from finetune.run.callbacks import StopRequest
 
         self.run, self.plan = run, adjusted_plan(run)
-        self.rank = ranks.this_rank()
-        ranks.end_with_launcher(self.rank)
+        self.rank = distributed.this_rank()
+        distributed.end_with_launcher(self.rank)
         # before a forecast: its dry run may open a CUDA context in this process
         self.available_bytes = available_bytes(self.plan)
         if self.rank.is_local_rank_0:  # only local rank 0 compares memory with the forecast
             self.plan = reforecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
-        self.events = events.EventWriter(run.events) if self.rank.world_size == 1 else ranks.RankEvents(run.events, self.rank)
+        self.events = (
+            events.EventWriter(run.events) if self.rank.world_size == 1 else distributed.RankEvents(run.events, self.rank)
+        )
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.on_event)
@@ -218,7 +217,7 @@ class Worker:
 
     def _checkpoint_to_resume(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
-        step = ranks.all_reduce_min(checkpoint.step if checkpoint else 0)  # each machine has its own checkpoints
+        step = distributed.all_reduce_min(checkpoint.step if checkpoint else 0)  # each machine has its own checkpoints
         if checkpoint is not None and checkpoint.step != step:
             checkpoint, older = newest_verified(self.run.checkpoints, before=step + 1)
             skipped += older
@@ -227,7 +226,7 @@ class Worker:
         if origin and self._facts.result().get("base", origin.base) != origin.base and origin.base is not None:
             differences.append("the base adapter was trained on other base weights")
         # all ranks must fail together, and only local rank 0 has compared the weights
-        if ranks.all_reduce_max(len(differences)):
+        if distributed.all_reduce_max(len(differences)):
             action = f"resume from {checkpoint.path.name}" if checkpoint else "continue from the adapter"
             lines = differences or ["another rank has found a difference"]
             raise FinetuneError([f"can't {action}: {line}" for line in lines], "Restore the setting, or start a new run.")
@@ -342,7 +341,7 @@ def main() -> int:
     if len(sys.argv) == 1:
         wait_for_run()
     run = RunDirectory(Path(sys.argv[1]))
-    is_writer = ranks.this_rank().is_local_rank_0
+    is_writer = distributed.this_rank().is_local_rank_0
     lock = take_lock(run.worker_lock, wait_s=_PREDECESSOR_S) if is_writer else None
     if is_writer and lock is None:
         print(f"a training process of {run.path} is still alive", file=sys.stderr)  # noqa: T201 - log.txt is its output
@@ -350,12 +349,12 @@ def main() -> int:
     worker = Worker(run)
     code = worker.main()
     gc.freeze()  # skip the collection at exit
-    return ranks.tear_down(worker.rank, code)
+    return distributed.tear_down(worker.rank, code)
 
 
 if __name__ == "__main__":
     status = main()
-    if status and ranks.this_rank().world_size == 1:
+    if status and distributed.this_rank().world_size == 1:
         # a retry can start sooner: the interpreter's exit would wait until the base model's files are hashed
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,7 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluate.results import _MEASURES
 from finetune.events import CHARTS
 from finetune.planner.plan import VERDICTS
-from finetune.run.best import COMPARED, NOT_COMPARED
+from finetune.run.state import COMPARED, NOT_COMPARED
 from finetune.settings.schema import GROUPS
 
 APP = Path(language.__file__).parent

@@ -10,7 +10,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from finetune.card import find_card
-from finetune.distributed.processes import accelerate_configuration, deepspeed_configuration, is_distributed
+from finetune.distributed import accelerate_configuration, deepspeed_configuration, is_distributed
 from finetune.errors import RecipeError
 from finetune.files import write_json
 from finetune.model.build import quantization_config

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.card import find_card, nvidia
 from finetune.card.visible import visible
-from finetune.distributed.processes import machine_problems
+from finetune.distributed import machine_problems
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe
 from finetune.units import MIB

@@ -10,7 +10,7 @@ from finetune.files import cache_dir
 from finetune.planner.history import MOST_RUNS, History, cost_of, read_history, record_run, seconds_spent
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
-from finetune.run.accuracy import compare_with_forecast
+from finetune.run.memory import compare_with_forecast
 from finetune.units import GIB
 
 RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")

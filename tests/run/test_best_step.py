@@ -11,7 +11,7 @@ from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
 from finetune.recipe import load_recipe
 from finetune.run.best import EvaluatedStep, best_of, evaluations, since_best
-from finetune.run.fingerprint import require_own_adapter
+from finetune.run.seal import require_own_adapter
 from finetune.run.state import read_state
 
 #: Eight rows again and again: held-out loss falls while the form is learnt, then rises, as the held-out answer is another one.

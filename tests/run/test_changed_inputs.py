@@ -8,7 +8,7 @@ from conftest import copy_of, flip_one_byte
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
-from finetune.distributed.ranks import Rank
+from finetune.distributed import Rank
 from finetune.errors import RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
@@ -19,7 +19,7 @@ from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import require_data
-from finetune.run.fingerprint import require_own_adapter
+from finetune.run.seal import require_own_adapter
 from finetune.run.state import read_state
 from finetune.run.worker import Worker
 
@@ -148,7 +148,7 @@ def test_one_process_of_a_machine_hashes_the_base_models_files(run, local, monke
     worker = Worker.__new__(Worker)
     worker.run, worker.plan, worker.rank = run, read_plan(run.plan), Rank(2 + local, local, 4)
     hashed = []
-    monkeypatch.setattr("finetune.run.fingerprint.weights_fingerprint", lambda settings, **_: hashed.append(1) or "a hash")
+    monkeypatch.setattr("finetune.run.seal.weights_fingerprint", lambda settings, **_: hashed.append(1) or "a hash")
     assert worker._facts.result().get("base") == ("a hash" if local == 0 else None) and len(hashed) == (local == 0)
     assert worker._facts is worker._facts
 

@@ -7,10 +7,10 @@ import pytest
 from finetune.card import find_card
 from finetune.events import Evaluation, EventWriter, ForecastCheck, Start, Step
 from finetune.planner.plan import read_plan
-from finetune.run.accuracy import MARGIN, compare_with_forecast, excess_warning, outcome
-from finetune.run.best import COMPARED, NOT_COMPARED, compare_held_out
 from finetune.run.callbacks import others_warning, spill_warning
 from finetune.run.directory import RunDirectory
+from finetune.run.memory import MARGIN, compare_with_forecast, excess_warning, outcome
+from finetune.run.state import COMPARED, NOT_COMPARED, compare_held_out
 
 pytestmark = pytest.mark.slow
 GIB = 2**30

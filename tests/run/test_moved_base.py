@@ -12,8 +12,8 @@ from finetune.model.configuration import read_config
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
-from finetune.run.fingerprint import require_own_adapter
 from finetune.run.prepare import create_run, prepare
+from finetune.run.seal import require_own_adapter
 
 RECIPE = "model_name_or_path: mymodel\nadapter_name_or_path: first\ndataset: support\n"
 

@@ -14,17 +14,17 @@ pytestmark = [pytest.mark.standin, pytest.mark.slow]
 SITE_CUSTOMIZE = """
 import os
 if "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ:
-    from finetune.distributed import ranks
+    from finetune import distributed
     from finetune.events import EventWriter, Phase, Step
 
-    emit = ranks.RankEvents.emit
+    emit = distributed.RankEvents.emit
 
     def emit_for_each(self, event):
         if isinstance(event, (Phase, Step)):
             EventWriter(self.path.with_name(f"rank-{self._rank.number}.jsonl")).emit(event)
         emit(self, event)
 
-    ranks.RankEvents.emit = emit_for_each
+    distributed.RankEvents.emit = emit_for_each
 """
 FIXED = ["effective_batch_size=4", "max_steps=3", "eval_steps=2", "save_steps=2", "sample_answers=0", "gpu=auto"]
 

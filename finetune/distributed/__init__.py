@@ -1,1 +1,0 @@
-"""Distributed: training with several ranks, on one machine or several."""
