@@ -152,17 +152,6 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     return problems
 
 
-def _write_configuration(run: Path, plan: Plan) -> Path:
-    folder = run.absolute() / "launch"
-    folder.mkdir(exist_ok=True)
-    deepspeed = folder / "deepspeed.json"
-    if plan.settings.launch.strategy == "deepspeed":
-        write_json(deepspeed, deepspeed_configuration(plan.settings))
-    path = folder / "accelerate.yaml"
-    path.write_text(dump(accelerate_configuration(plan.settings, deepspeed)), encoding="utf-8")
-    return path
-
-
 def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, Any]:
     """Return accelerate's configuration."""
     launch = settings.launch
@@ -236,15 +225,19 @@ class Launcher:
 
     def command(self) -> list[str]:
         """Return the command line of the launcher; write its configuration."""
-        ending_path(self.run, 0).parent.mkdir(exist_ok=True)
+        settings, folder = self.plan.settings, ending_path(self.run.absolute(), 0).parent
+        folder.mkdir(exist_ok=True)
         # final events of an earlier attempt would count for this attempt
         for local_rank in range(self.local_world_size):
             ending_path(self.run, local_rank).unlink(missing_ok=True)
         worker = ["-m", _WORKER, str(self.run)]
         if not self.plan.card.is_cpu:
-            configuration = _write_configuration(self.run, self.plan)
+            configuration, deepspeed = folder / "accelerate.yaml", folder / "deepspeed.json"
+            if settings.launch.strategy == "deepspeed":
+                write_json(deepspeed, deepspeed_configuration(settings))
+            configuration.write_text(dump(accelerate_configuration(settings, deepspeed)), encoding="utf-8")
             return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *worker]
-        launch = self.plan.settings.launch
+        launch = settings.launch
         rendezvous = [
             f"--nnodes={launch.num_machines}", f"--node-rank={launch.machine_rank}", f"--master-addr={launch.main_process_ip}",
             f"--master-port={launch.main_process_port}",

@@ -132,7 +132,10 @@ class AnswerStream:
         """Take the next piece, with its special tokens."""
         self._received += piece
         marks = (*self._openings, *self._format.literals)
-        complete = self._received[: len(self._received) - longest_partial_match(marks, self._received)]
+        # the end that begins a mark is delayed, unless it completes one
+        begun = (length for mark in marks for length in range(1, len(mark)) if self._received.endswith(mark[:length]))
+        delayed = 0 if self._received.endswith(marks) else max(begun, default=0)
+        complete = self._received[: len(self._received) - delayed]
         thought, text = self._format.split(complete.rstrip(), is_cut=True)
         text = text[: min((_call_start(text, opening) for opening in self._openings), default=None)]
         self._pass_on(self._format.without_special_tokens(text), self._format.without_special_tokens(thought))
@@ -161,13 +164,6 @@ def _call_start(text: str, opening: str) -> int:
     # bare JSON is a call only at the beginning of the answer
     is_call = position >= 0 and not (opening == "{" and text[:position].strip())
     return position if is_call else len(text)
-
-
-def longest_partial_match(marks: tuple[str, ...], text: str) -> int:
-    """Return the length of the text's end that begins a mark, or 0 if it completes one."""
-    if text.endswith(marks):
-        return 0
-    return max((length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length])), default=0)
 
 
 def is_plain(run: RunDirectory) -> bool:

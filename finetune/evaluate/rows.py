@@ -134,18 +134,16 @@ def count_trained(run: RunDirectory, rows: EvalRows) -> int:
 
 def probe_rows(encoder: Encoder) -> EvalRows:
     """Return the bundled general questions, in the encoder's chat template if any."""
-    lines = PROBE.read_text(encoding="utf-8").splitlines()
-    examples = [_probe_example(parse_json(line), encoder.template is not None) for line in lines]
+    examples = []
+    for row in map(parse_json, PROBE.read_text(encoding="utf-8").splitlines()):
+        if encoder.template is None:
+            examples.append(Example(PROBE.name, 0, prompt=f"{row['prompt']}\n", completion=row["completion"]))
+        else:
+            messages = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
+            examples.append(Example(PROBE.name, 0, messages=messages, answers=(1,)))
     sequences = [sequence for result in encoder.encode(examples) if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return EvalRows(ids=ids, labels=labels)
-
-
-def _probe_example(row: dict[str, str], as_conversation: bool) -> Example:
-    if not as_conversation:
-        return Example(PROBE.name, 0, prompt=f"{row['prompt']}\n", completion=row["completion"])
-    messages = {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}
-    return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
 def _eval_rows(questions: list[dict[str, Any]]) -> EvalRows:

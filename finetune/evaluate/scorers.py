@@ -41,12 +41,16 @@ class RowScore:
     valid: bool | None = None  # whether the answer is JSON, or its calls can be read
 
 
+#: Called with prompt, expected answer and answer.
+ScoreAnswer = Callable[[str, str, str], RowScore]
+
+
 @dataclass(frozen=True)
 class Scorer:
     """A kind of score."""
 
     name: str
-    score_answer: Callable[[str, str, str], RowScore]  # called with prompt, expected answer and answer
+    score_answer: ScoreAnswer
 
 
 def score_range(name: str, *scores: Sequence[float]) -> float:
@@ -68,7 +72,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         raise CommandError(f"--tolerance works with --score numeric, not with {name}", "Add --score numeric.")
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise CommandError(f"--tolerance is {tolerance}; it must be 0 or more", "For 1 %: --tolerance 0.01")
-    functions: dict[str, Callable[[str, str, str], RowScore]] = {
+    functions: dict[str, ScoreAnswer] = {
         "exact": lambda _, expected, answer: RowScore(float(answer.strip() == expected.strip())),
         "contains": lambda _, expected, answer: RowScore(float(expected.strip() in answer)),
         "regex": _by_pattern(pattern),
@@ -117,7 +121,7 @@ def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
     return RowScore(float(number is not None and abs(number - target) <= tolerance * (abs(target) or 1.0)))
 
 
-def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
+def _by_pattern(pattern: str | None) -> ScoreAnswer:
     if pattern is None:
         return lambda _, expected, answer: RowScore(float(_compile(expected.strip()).search(answer) is not None))
     search = _compile(pattern).search
@@ -181,7 +185,7 @@ def _last_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
+def _by_function(source: str) -> ScoreAnswer:
     function = _load_function(source)
 
     def score_answer(prompt: str, expected: str, answer: str) -> RowScore:

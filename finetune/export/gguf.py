@@ -113,7 +113,14 @@ class _Expected:
 def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:
     checkpoint = file.parent / "merged"
     if adapter:
-        _write_base_with_tokenizer(run, checkpoint)
+        settings = read_plan(run.plan).settings
+        checkpoint.mkdir()
+        for path in model_folder(settings).iterdir():
+            if path.suffix == ".safetensors":
+                link_or_copy(path.resolve(), checkpoint / path.name)
+            elif path.name in ("config.json", "generation_config.json") or path.name.endswith(".index.json"):
+                shutil.copyfile(path, checkpoint / path.name)
+        read_tokenizer(run.adapter, settings).save_pretrained(str(checkpoint))
     else:
         merge(run, checkpoint, progress=progress)
         write_json(checkpoint / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
@@ -132,17 +139,6 @@ def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str
         progress(f"quantising to {gguf_type}")
         _quantise(f16_file, file, gguf_type)
         f16_file.unlink()
-
-
-def _write_base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
-    settings = read_plan(run.plan).settings
-    folder.mkdir()
-    for path in model_folder(settings).iterdir():
-        if path.suffix == ".safetensors":
-            link_or_copy(path.resolve(), folder / path.name)
-        elif path.name in ("config.json", "generation_config.json") or path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
-    read_tokenizer(run.adapter, settings).save_pretrained(str(folder))
 
 
 def _run_converter(llama_cpp: Path, pre_tokenizer_name: str, script: str, output: Path, *arguments: str) -> None:

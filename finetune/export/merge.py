@@ -26,10 +26,10 @@ from finetune.compat.transformers import quiet_libraries
 from finetune.data.report import first_line
 from finetune.data.tokenizer import read_tokenizer
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory, is_disk_full
-from finetune.model.adapters import grow_vocabulary
-from finetune.model.build import build_base, build_on_meta, model_dtype
 from finetune.files import existing_parent, free_disk_bytes, read_json, read_safetensors_header, write_safetensors
 from finetune.layers.host_memory import bytes_of
+from finetune.model.adapters import grow_vocabulary
+from finetune.model.build import build_base, build_on_meta, model_dtype
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import is_multimodal
 from finetune.model.transformers_config import load_config
@@ -83,12 +83,6 @@ def _read(path: Path, begin: int, size_bytes: int) -> np.ndarray:
     if len(data) < size_bytes:
         raise CommandError(f"{path} is truncated", "Download the weights again.")
     return data
-
-
-def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
-    """Return the entry that writes a tensor from memory."""
-    shape, file = tuple(values.shape), "model.safetensors"  # the only file, unless files are split by size
-    return Tensor(name, _DTYPE_NAMES[values.dtype], shape, values.nbytes, file, lambda: bytes_of(values.detach()))
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:
@@ -232,12 +226,19 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
     """Write a standard model folder. Raise OutOfMemory or DiskFull before anything is written."""
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
+    stored = stored_tensors(source)
     # tensor by tensor if possible: the whole model need not fit into memory
-    stored, is_streamed = stored_tensors(source), True
-    try:
-        tensors = _merged_on_read(settings, config, adapter, stored, progress)
-    except StoredOtherwiseError:
-        tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
+    is_streamed = not (getattr(config, "quantization_config", None) or settings.trained_embedding_rows)
+    if is_streamed:
+        _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
+        progress("reading the adapter")
+        base = build_base(settings, config, device="meta", weights=True)
+        try:
+            tensors = merged_tensors(with_adapter(base, adapter), stored)
+        except StoredOtherwiseError:
+            is_streamed = False
+    if not is_streamed:
+        tensors = _merged_in_memory(settings, config, adapter, folder, stored, progress)
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
     require_disk(sum(tensor.size_bytes for tensor in tensors), folder)
     folder.mkdir(parents=True)
@@ -264,15 +265,6 @@ def _update_config(path: Path, settings: Any) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged_on_read(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
-    if getattr(config, "quantization_config", None) or settings.trained_embedding_rows:
-        raise StoredOtherwiseError("the base model is stored quantised, or its vocabulary grows")
-    _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
-    progress("reading the adapter")
-    base = build_base(settings, config, device="meta", weights=True)
-    return merged_tensors(with_adapter(base, adapter), stored)
-
-
 def _merged_in_memory(
     settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Progress
 ) -> list[Tensor]:
@@ -290,13 +282,17 @@ def _merged_in_memory(
     values = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
     # the conversions of a loaded quantised model include dequantising; reverting that would give FP8 values without scales
     values = revert_weight_conversion(model if is_quantised else merged, values)
-    tensors = [tensor_in_memory(name, tensor) for name, tensor in values.items()]
+    file = "model.safetensors"  # the only file, unless files are split by size
+    tensors = [
+        Tensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, file, partial(bytes_of, tensor.detach()))
+        for name, tensor in values.items()
+    ]
     if not is_multimodal(config):
         return tensors
     # only the language model was loaded: add the other stored tensors, except the scales of the merged ones
     merged_names = {tensor.name for tensor in tensors}
     others = [tensor for tensor in stored if _QUANTISED_PART.sub("", tensor.name) not in merged_names]
-    return tensors + [replace(tensor, file=tensors[0].file) for tensor in others]
+    return tensors + [replace(tensor, file=file) for tensor in others]
 
 
 def model_folder(settings: Any) -> Path:

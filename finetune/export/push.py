@@ -162,19 +162,15 @@ def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> lis
         if missing := [str(path) for path in paths if not (path.is_file() and path.suffix == ".gguf")]:
             raise CommandError(f"{', '.join(missing)}: not a GGUF file", "Export one: finetune export RUN")
     else:
-        paths = _model_files(run, kind)
+        folder = run.path / TARGETS[kind].folder
+        if kind == "adapter":
+            require_own_adapter(run, folder, base=False)
+        elif not (folder / "config.json").is_file():
+            raise CommandError(f"{run.path} has no merged model", f"Merge it first: finetune merge {run.path}")
+        model_files = [path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES]
+        paths = [path for path in model_files if path.name not in _LOCAL_FILES]
     files = [HubFile(path.name, _shareable_content(path)) for path in paths]
     return sorted([*files, HubFile(CARD, model_card(run, kind).encode())], key=lambda file: file.name)
-
-
-def _model_files(run: RunDirectory, kind: str) -> list[Path]:
-    folder = run.path / TARGETS[kind].folder
-    if kind == "adapter":
-        require_own_adapter(run, folder, base=False)
-    elif not (folder / "config.json").is_file():
-        raise CommandError(f"{run.path} has no merged model", f"Merge it first: finetune merge {run.path}")
-    files = [path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES]
-    return [path for path in files if path.name not in _LOCAL_FILES]
 
 
 def _shareable_content(path: Path) -> Path | bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +13,16 @@ from finetune.methods import USUAL_BETA, Collator, Items, MicroBatchLoss, Traini
 from finetune.settings.methods import NOT_TRAINED
 
 
+@dataclass(frozen=True)
 class PairCollator:
     """Batches of all chosen answers, then all rejected answers."""
 
-    def __init__(self, answers: Collator) -> None:
-        self._answers = answers
+    answers: Collator  # of single answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return 2 x rows sequences."""
         columns = ("input_ids", "labels")
-        return self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
+        return self.answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
 
 
 class Dpo(TrainingMethod):

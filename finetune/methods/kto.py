@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +14,30 @@ from finetune.settings.methods import NOT_TRAINED
 _KL_PREFIX = "kl_"
 
 
+@dataclass(frozen=True)
 class LabelledCollator:
     """Batches of labelled answers and, with `has_kl`, their KL batch."""
 
-    def __init__(self, answers: Collator, max_length: int | None, *, has_kl: bool = True) -> None:
-        self._answers, self._max_length, self._has_kl = answers, max_length, has_kl
+    answers: Collator  # of single answers
+    max_length: int
+    has_kl: bool
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the answers' batch, `desirable` for each example, and the KL batch with the prefix `kl_`."""
-        batch = self._answers([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+        batch = self.answers([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
         batch["desirable"] = torch.tensor([bool(row["desirable"]) for row in rows])
-        if not self._has_kl:
+        if not self.has_kl:
             return batch
         # each prompt with the answer of the row before, as in TRL
         mismatched = [self._mismatched(row, rows[index - 1]) for index, row in enumerate(rows)]
-        return batch | {f"{_KL_PREFIX}{name}": value for name, value in self._answers(mismatched).items()}
+        return batch | {f"{_KL_PREFIX}{name}": value for name, value in self.answers(mismatched).items()}
 
     def _mismatched(self, row: dict[str, Any], other: dict[str, Any]) -> dict[str, list[int]]:
         prompt = row["input_ids"][: _answer_start(row)]
         start = _answer_start(other)
         input_ids = [*prompt, *other["input_ids"][start:]]
         labels = [NOT_TRAINED] * len(prompt) + list(other["labels"][start:])
-        return {"input_ids": input_ids[: self._max_length], "labels": labels[: self._max_length]}
+        return {"input_ids": input_ids[: self.max_length], "labels": labels[: self.max_length]}
 
 
 def _answer_start(row: dict[str, Any]) -> int:
@@ -46,7 +49,7 @@ class Kto(TrainingMethod):
     """KTO's loss as in TRL's KTOTrainer, and its `apo_zero_unpaired`."""
 
     def collator(self, answers: Collator) -> Collator:
-        return LabelledCollator(answers, self.settings.max_length, has_kl=self.settings.has_kl)
+        return LabelledCollator(answers, self.settings.max_length, self.settings.has_kl)
 
     def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
         batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}

@@ -7,14 +7,13 @@ import itertools
 import math
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import changes_in, read_json_as, read_object, to_json, write_json, write_manifest
 from finetune import distributed
 from finetune.events import Result
-from finetune.files import changes_in, write_json, write_manifest
+from finetune.files import changes_in, read_json_as, to_json, write_json, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.directory import RunDirectory
@@ -73,8 +72,9 @@ def unusable_best_message(step: int, problem: str) -> str:
     return f"step {step} had the lowest held-out loss, but checkpoint-{step} can't be used ({problem})"
 
 
-def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
-    """Write adapter/ with the best step. All ranks call this."""
+def save_result(trainer: RunTrainer) -> Result | None:
+    """Write adapter/ with the best step. All ranks call this; None on ranks that write nothing."""
+    run, best = trainer.run, trainer.best
     step, is_writer = trainer.state.global_step, distributed.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)
     loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
@@ -89,29 +89,24 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
         model.save_pretrained(str(building), safe_serialization=True)
     if not is_writer:
         return None
-    best = trainer.best if trainer.best and trainer.best.step != step else None
-    if best and (problems := _damage(run, best.step)):
-        message = unusable_best_message(best.step, "; ".join(problems[:3]))
-        trainer.events.warn(f"{message}; the result is the last step")
-        best = None
-    if best is None:
-        _complete(building, trainer, step, loss)
-        return Result(step=step, path=run.adapter.name, eval_loss=loss, last_step=step)
-    shutil.copyfile(_adapter_of_step(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
-    _complete(building, trainer, best.step, best.loss)
-    return Result(step=best.step, path=run.adapter.name, eval_loss=best.loss, last_step=step, last_eval_loss=loss)
-
-
-def _complete(building: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
+    result = Result(step=step, path=run.adapter.name, eval_loss=loss, last_step=step)
+    if best and best.step != step:
+        if problems := _damage(run, best.step):
+            message = unusable_best_message(best.step, "; ".join(problems[:3]))
+            trainer.events.warn(f"{message}; the result is the last step")
+        else:
+            shutil.copyfile(_adapter_of_step(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
+            result = replace(result, step=best.step, eval_loss=best.loss, last_eval_loss=loss)
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
     # safetensors makes the file readable only by the owner
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)
-    shutil.copy(trainer.run.plan, building / "plan.json")
-    write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts.result()})
-    shutil.rmtree(trainer.run.adapter, ignore_errors=True)
-    rename(building, trainer.run.adapter)
-    sync_folder(trainer.run.path)  # before the run reports its end: the result must survive a power cut
+    shutil.copy(run.plan, building / "plan.json")
+    write_manifest(building, {"step": result.step, "eval_loss": result.eval_loss, "facts": trainer.seal_facts.result()})
+    shutil.rmtree(run.adapter, ignore_errors=True)
+    rename(building, run.adapter)
+    sync_folder(run.path)  # before the run reports its end: the result must survive a power cut
+    return result
 
 
 def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:

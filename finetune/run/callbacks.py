@@ -15,7 +15,7 @@ from finetune.distributed import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
 from finetune.events import Compiled, EventWriter, Memory, Step
 from finetune.layers.compiled import Compilations
-from finetune.run.best import evaluations, since_best
+from finetune.run.best import best_of, best_sealed, evaluations, since_best, unusable_best_message
 from finetune.run.directory import RunDirectory, read_stop_requests
 from finetune.run.memory import MemorySampler, compare_with_forecast, excess_warning
 from finetune.run.training import RunTrainer
@@ -111,6 +111,7 @@ class RunCallback(TrainerCallback):
         # each is a message once the run ends for this reason
         self.diverged: str | None = None
         self.stopped_early: str | None = None
+        self.has_collapsed = False  # the chosen answers have become unlikely
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began_s = time.perf_counter()
@@ -184,9 +185,12 @@ class RunCallback(TrainerCallback):
         self._compare_with_forecast(state, memory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the best step of a resumed run."""
+        """Set the best step of a resumed run: the best whose checkpoint is intact."""
         if state.global_step > 0:
-            self.trainer.restore_best()
+            evaluated = evaluations(state.log_history)
+            self.trainer.best, lowest = best_sealed(evaluated, self.trainer.run), best_of(evaluated)
+            if lowest is not None and lowest != self.trainer.best:
+                self._events.warn(unusable_best_message(lowest.step, "missing or damaged"))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # when resumed from the last step, transformers compares it with max_steps only after training one more step
@@ -195,11 +199,15 @@ class RunCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step; stop when the recipe's patience is exhausted."""
-        is_best = self.trainer.is_best_so_far()
+        evaluated, best = evaluations(state.log_history), self.trainer.best
+        newest = best_of(evaluated[-1:])  # None without a finite loss
+        is_best = newest is not None and (best is None or newest.loss < best.loss)
+        if is_best:
+            self.trainer.best = newest
         if state.global_step >= state.max_steps or self._stop.is_finish_requested:  # the adapter is saved next
             return
         control.should_save |= is_best and state.global_step > 0  # step 0 is the base adapter
-        patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))
+        patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluated)
         if patience and waited >= patience:
             reason = f"after {waited} evaluations without a lower held-out loss"
             self.stopped_early = f"stopped early at step {state.global_step} of {state.max_steps}, {reason}"
@@ -236,15 +244,11 @@ class RunCallback(TrainerCallback):
             if value is not None and not math.isfinite(value):
                 self.diverged = f"{name} is {value} at step {step}."
 
-    @property
-    def collapsed(self) -> bool:
-        """Whether the chosen answers have become unlikely."""
-        return self._collapsed_steps >= _COLLAPSED_STEPS
-
     def _check_collapse(self, step: int, counts: dict[str, Any]) -> None:
         # preference losses only push rejected answers below chosen ones: both can become unlikely
         collapse = self.trainer.method.collapse(counts)
         self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
-        if self.collapsed and self.diverged is None:
+        self.has_collapsed = self._collapsed_steps >= _COLLAPSED_STEPS
+        if self.has_collapsed and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in self.trainer.plan.settings.training_method.settings else ""
             self.diverged = f"at step {step} {collapse}; set a higher beta{weight}."

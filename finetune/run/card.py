@@ -21,7 +21,6 @@ from finetune.run.state import is_recorded_process, process_record
 from finetune.system import take_lock
 from finetune.units import format_bytes
 
-_ERROR_FIX = "Check this machine: finetune doctor"
 _JOIN_S = 10.0  # limit of the wait for another run's `join`, which takes milliseconds
 
 
@@ -192,4 +191,4 @@ def _problem_and_fix(card: Card, error: Exception) -> tuple[str, str]:
         users = ", ".join(holders_of((card.uuid or "",))[:6])
         fix = f"Close programs that use this GPU{f': {users}' if users else ''}."
         return f"{card.name} has no memory left for a CUDA context", fix
-    return f"{card.name} can't be used: {text}", _ERROR_FIX
+    return f"{card.name} can't be used: {text}", "Check this machine: finetune doctor"

@@ -7,7 +7,7 @@ import dataclasses
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.card.card import free_for_run
 from finetune.errors import CommandError, FinetuneError
@@ -22,10 +22,6 @@ from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-
 
 MOST_RETRIES = 4
 _CHECKPOINT_EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
@@ -70,20 +66,6 @@ def reforecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
         adjustments = dataclasses.replace(adjustments, forecast=forecast, since_s=time.time())
         write_json(run.adjustments, to_json(adjustments), checksum=True)
     return dataclasses.replace(plan, forecast=forecast)
-
-
-def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) -> tuple[Plan, dict[str, Any]]:
-    """Shrink the plan until it fits or can't shrink further; save the changes. Return plan and changes."""
-    changes: dict[str, Any] = {}
-    # each attempt in between would load the model only to run out of memory
-    while available_bytes is not None and plan.forecast is not None and plan.forecast.peak_bytes > available_bytes:
-        smaller = next_smaller(plan, "train")
-        if smaller is None:
-            break
-        adjust(run, smaller)
-        changes |= smaller
-        plan = reforecast_adjusted(run, adjusted_plan(run))
-    return plan, changes
 
 
 def adjusted_since_s(run: RunDirectory) -> float:
@@ -185,15 +167,12 @@ def _read_adjustments(run: RunDirectory) -> _Adjustments:
     return from_json(_Adjustments, read_json(run.adjustments, dict)) if run.adjustments.exists() else _Adjustments({})
 
 
-_MESSAGE_CHARACTERS = 800  # torch lists every process on the GPU
-
-
 def out_of_memory_event(error: BaseException, phase: str, plan: Plan, memory: Memory) -> OutOfMemory:
     """Return the event of an error. `memory`: measured after the error."""
     forecast = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
     message = str(error).split("\n")[0] or f"{type(error).__name__}."  # a MemoryError has no text
     return OutOfMemory(
-        phase=phase, message=message[:_MESSAGE_CHARACTERS],
+        phase=phase, message=message[:800],  # torch lists every process on the GPU
         micro_batch=plan.settings.per_device_train_batch_size, max_length=plan.settings.max_length,
         forecast_allocated_bytes=forecast.allocated_bytes, forecast_reserved_bytes=forecast.reserved_bytes, **vars(memory),
     )  # fmt: skip

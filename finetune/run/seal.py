@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.distributed import this_rank
 from finetune.errors import CommandError, ModelError
 from finetune.files import MANIFEST, changes_in, read_json, read_object, require_unchanged, sha256_of, write_manifest
 from finetune.model.weights import (
@@ -109,7 +110,7 @@ _HASHES = {"data", "base", "base_config", "origin"}
 _INPUT_NAMES = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
 
 
-def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
+def seal_facts(plan: Plan, run: RunDirectory, *, base: bool) -> dict[str, Any]:
     """Return the facts for a checkpoint's manifest. `base`: with hashes of the base model's files."""
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
@@ -119,7 +120,7 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
         facts |= _base_facts(plan.settings)
     if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
         facts["origin"] = sha256_of(origin)
-    return facts
+    return {**facts, "num_processes": this_rank().world_size}
 
 
 def _base_facts(settings: Settings) -> dict[str, str]:

@@ -108,15 +108,12 @@ def _ticks(pid: int) -> int | None:
         return None
 
 
-_NEWEST_STEPS, _NEWEST_EVALUATIONS = 50, 5
-
-
 @dataclass
 class Pace:
     """Seconds of the newest steps and evaluations of a run."""
 
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
-    evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     eval_steps: int | None = None
     newest: Step | None = None  # of this attempt
 

@@ -5,10 +5,11 @@ Nothing leaves the machine without WANDB_MODE=online or TRACKIO_SPACE_ID.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ class Trackers:
         if isinstance(event, Start):
             self._start(event.step)
         elif isinstance(event, Step):
-            self._log(event.step, _values(event, _STEP_NAMES, "train") | self._forecast)
+            self._log(event, _STEP_NAMES, "train", self._forecast)
         elif isinstance(event, Evaluation):
-            self._log(event.step, _values(event, _EVAL_NAMES, "eval"))
+            self._log(event, _EVAL_NAMES, "eval", {})
 
     def close(self, code: int) -> None:
         for name, (_, close) in self._open.items():
@@ -74,28 +75,25 @@ class Trackers:
         config = {**settings.model_dump(mode="json"), **plan_facts, **self._forecast}
         run = {"name": f"{group}-from-{step}" if step else group, "group": group, "config": config}
         for name in settings.report_to:
-            self._guarded(name, self._open_tracker, name, step, run)
+            with self._switched_off_by_errors(name):
+                folder = self._run.trackers.resolve() / name
+                folder.mkdir(parents=True, exist_ok=True)
+                self._open[name] = _OPEN[name](folder, step, run)
 
-    def _open_tracker(self, name: str, step: int, run: dict[str, Any]) -> None:
-        folder = self._run.trackers.resolve() / name
-        folder.mkdir(parents=True, exist_ok=True)
-        self._open[name] = _OPEN[name](folder, step, run)
-
-    def _log(self, step: int, values: dict[str, float]) -> None:
+    def _log(self, event: Step | Evaluation, names: dict[str, str], prefix: str, constants: dict[str, float]) -> None:
+        values = {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}
+        values |= {f"{prefix}/{name}": value for name, value in event.metrics.items()} | constants
         for name, (log, _) in list(self._open.items()):
-            self._guarded(name, log, values, step)
+            with self._switched_off_by_errors(name):
+                log(values, event.step)
 
-    def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+    @contextlib.contextmanager
+    def _switched_off_by_errors(self, name: str) -> Iterator[None]:
         try:
-            call(*arguments)
+            yield
         except Exception as error:  # noqa: BLE001 - a broken tracker must not end the training
             self._open.pop(name, None)
             self._events.warn(f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers")
-
-
-def _values(event: Step | Evaluation, names: dict[str, str], prefix: str) -> dict[str, float]:
-    values = {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}
-    return values | {f"{prefix}/{name}": value for name, value in event.metrics.items()}
 
 
 def _open_tensorboard(folder: Path, step: int, run: dict[str, Any]) -> _Tracker:

@@ -40,11 +40,8 @@ from finetune.model.techniques import apply_techniques, step_context, training_a
 from finetune.planner.plan import Plan
 from finetune.run.best import (
     EvaluatedStep,
-    best_of,
-    best_sealed,
     evaluations,
     recorded_row_losses,
-    unusable_best_message,
     write_row_losses,
 )
 from finetune.run.directory import RunDirectory
@@ -277,21 +274,6 @@ class RunTrainer(SFTTrainer):
             self.sample_answers.emit(model, self.state.global_step, self.events, is_first=is_first)
         return metrics
 
-    def restore_best(self) -> None:
-        """Set `best` to the best step of a resumed run whose checkpoint is intact."""
-        evaluated = evaluations(self.state.log_history)
-        self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
-        if lowest is not None and lowest != self.best:
-            self.events.warn(unusable_best_message(lowest.step, "missing or damaged"))
-
-    def is_best_so_far(self) -> bool:
-        """Return whether the newest evaluation is the best, and remember its step."""
-        newest = evaluations(self.state.log_history)[-1:]
-        if best_of(newest) is None or (self.best is not None and newest[0].loss >= self.best.loss):
-            return False
-        self.best = newest[0]
-        return True
-
     def create_model_card(self, *arguments: Any, **named: Any) -> None:
         """Write no model card: TRL would add one to each checkpoint."""
 
@@ -375,18 +357,19 @@ class RunTrainer(SFTTrainer):
         self.memory.reset_peak()
 
 
+@dataclasses.dataclass(frozen=True)
 class PictureCollator:
     """Makes the same batch as TRL's vision collator."""
 
-    def __init__(self, text_collator: Collator, processor: PictureProcessor) -> None:
-        self._text_collator, self._processor = text_collator, processor
+    text_collator: Collator
+    processor: PictureProcessor
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         text_rows = [{name: value for name, value in row.items() if name != PICTURES} for row in rows]
-        batch = dict(self._text_collator(text_rows))
+        batch = dict(self.text_collator(text_rows))
         sources = [[source_from_dict(value) for value in row[PICTURES]] for row in rows]
         # raises DataError for a missing or changed image
-        return batch | self._processor.batch(batch["input_ids"], sources)
+        return batch | self.processor.batch(batch["input_ids"], sources)
 
 
 def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:

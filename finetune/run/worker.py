@@ -29,7 +29,7 @@ from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.memory import MemorySampler, compare_with_forecast, record_measurements
-from finetune.run.retry import adjusted_plan, adjusted_since_s, out_of_memory_event, reforecast_adjusted, shrink_to_fit
+from finetune.run.retry import adjust, adjusted_plan, adjusted_since_s, next_smaller, out_of_memory_event, reforecast_adjusted
 from finetune.run.seal import Checkpoint, deciding_facts, fact_differences, newest_verified, seal_facts
 from finetune.run.trackers import Trackers
 from finetune.settings.schema import Decides, settings_that_decide
@@ -128,16 +128,18 @@ class Worker:
         finally:
             trainer.finish_sealing()
         if callback.diverged:
-            raise Diverged(callback.diverged, self._divergence_advice(collapsed=callback.collapsed))
+            raise Diverged(callback.diverged, self._divergence_advice(collapsed=callback.has_collapsed))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"paused at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
             code = 128 + self.stop.signal
             self.events.emit(events.State(state="paused", message=message, exit_code=code))
             return code
-        self.phase = "save"
-        message = self._save_result(trainer, callback.stopped_early)
-        if self.rank.is_local_rank_0:
+        self.phase, message = "save", ""
+        if result := save_result(trainer):
+            self.events.emit(result)
+            summary = result_summary(result, self.run, trainer.state.max_steps)
+            message = f"{callback.stopped_early}; {summary}" if callback.stopped_early else summary
             since_s = adjusted_since_s(self.run)  # earlier steps used other memory settings
             all_steps = (event for event in events.read_events(self.run.events) if isinstance(event, events.Step))
             steps = [step for step in all_steps if (step.time_s or 0) >= since_s]
@@ -207,13 +209,9 @@ class Worker:
 
     @cached_property
     def _facts(self) -> Future[dict[str, Any]]:
-        def hash_facts(plan: Plan) -> dict[str, Any]:
-            # one process per machine hashes the base model's files
-            facts = seal_facts(plan, self.run, base=self.rank.is_local_rank_0)
-            return {**facts, "num_processes": self.rank.world_size}
-
-        # of the plan as it is now: compiling may replace it
-        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(hash_facts, self.plan)
+        # of the plan as it is now: compiling may replace it. One process per machine hashes the base model's files
+        is_writer = self.rank.is_local_rank_0
+        return ThreadPoolExecutor(1, thread_name_prefix="hash").submit(seal_facts, self.plan, self.run, base=is_writer)
 
     def _checkpoint_to_resume(self) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = newest_verified(self.run.checkpoints)
@@ -257,9 +255,16 @@ class Worker:
         if attempt == 1 or self.rank.world_size > 1 or self.plan.card.is_cpu:
             return
         needed_bytes = self.plan.forecast.peak_bytes if self.plan.forecast else 0
-        self.plan, changes = shrink_to_fit(self.run, self.plan, self.available_bytes)
+        available_bytes, changes = self.available_bytes, dict[str, Any]()
+        # each attempt in between would load the model only to run out of memory
+        while available_bytes is not None and self.plan.forecast and self.plan.forecast.peak_bytes > available_bytes:
+            if (smaller := next_smaller(self.plan, "train")) is None:
+                break
+            adjust(self.run, smaller)
+            changes |= smaller
+            self.plan = reforecast_adjusted(self.run, adjusted_plan(self.run))
         if changes:
-            reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(self.available_bytes or 0)} is free"
+            reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(available_bytes or 0)} is free"
             self.events.emit(events.Retry(attempt=attempt, reason=reason, changes=changes))
 
     def _open_card(self) -> None:
@@ -285,14 +290,6 @@ class Worker:
             cuda.release_cached()
             if message := plain_segments_message(self.plan):
                 self.events.warn(message)
-
-    def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
-        result = save_result(trainer, self.run)
-        if result is None:
-            return ""
-        self.events.emit(result)
-        text = result_summary(result, self.run, trainer.state.max_steps)
-        return f"{stopped_early}; {text}" if stopped_early else text
 
     def _divergence_advice(self, *, collapsed: bool) -> str:
         intact, _ = newest_verified(self.run.checkpoints)

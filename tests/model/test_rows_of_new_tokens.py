@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from finetune.compat.trl import add_loss
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import RecipeError
-from finetune.model.adapters import attach_adapters, embedding_rows, grow_vocabulary, trainable_parameters
 from finetune.export.merge import stored_tensors, write_merged
+from finetune.model.adapters import attach_adapters, embedding_rows, grow_vocabulary, trainable_parameters
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 WORDS = {"<pad>": 0, "</s>": 1, "support": 2, "ticket": 3, "other": 4}
