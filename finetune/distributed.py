@@ -129,7 +129,6 @@ def all_reduce(numbers: list[float], operation: str) -> list[float]:
 
 SHUTDOWN_S = 15  # seconds between the failure of a rank and the kill of all ranks
 _WORKER = "finetune.run.worker"
-_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
 def is_distributed(settings: Recipe) -> bool:
@@ -163,18 +162,18 @@ def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, A
         # on one machine 0 lets accelerate find a free port
         "main_process_port": launch.main_process_port if launch.num_machines > 1 else 0,
     }  # fmt: skip
-    if launch.strategy != "deepspeed":  # DeepSpeed's own file sets the precision
-        values["mixed_precision"] = _PRECISION[settings.dtype]
+    if launch.strategy == "deepspeed":  # its own file sets the precision
+        values["deepspeed_config"] = {
+            "deepspeed_config_file": str(deepspeed), "zero3_init_flag": False, "deepspeed_multinode_launcher": "standard",
+        }  # fmt: skip
+    else:
+        values["mixed_precision"] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[settings.dtype]
     if launch.strategy == "fsdp":
         # the model does gradient checkpointing, not FSDP; every rank loads the weights: 4-bit weights can't be broadcast
         values["fsdp_config"] = {
             "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": launch.offload == "cpu", "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
-        }  # fmt: skip
-    if launch.strategy == "deepspeed":
-        values["deepspeed_config"] = {
-            "deepspeed_config_file": str(deepspeed), "zero3_init_flag": False, "deepspeed_multinode_launcher": "standard",
         }  # fmt: skip
     return values
 

@@ -36,8 +36,6 @@ RULE = (
     f"step; the first {_FULL_ARMS} arms always train to the end."
 )
 _DROPPED = (TrialState.PRUNED, TrialState.FAIL)
-#: Factors of the planner's learning rate: half a decade apart, a decade to both sides.
-_RATE_FACTORS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 _POLL_S = 0.2
 _STOP_DEADLINE_S = 600.0  # seconds for the last step and the checkpoint of a stopped arm
 
@@ -210,7 +208,9 @@ def create_sweep(
 
 def rates_around(advice: float) -> list[float]:
     """Return learning rates around the planner's advice, with two significant digits."""
-    return [float(f"{advice * factor:.1e}") for factor in _RATE_FACTORS if advice * factor < 1]
+    # half a decade apart, a decade to both sides
+    rates = [advice * factor for factor in (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)]
+    return [float(f"{rate:.1e}") for rate in rates if rate < 1]
 
 
 def grid(swept: dict[str, list[Any]]) -> list[Trial]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from finetune.card import Card, cuda, nvidia
+from finetune.card import cuda, nvidia
 from finetune.card.allocator import expandable_segments, has_windows_driver
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import problem_of_torch, usable_devices
@@ -20,8 +21,6 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import take_lock
 from finetune.units import format_bytes
-
-_JOIN_S = 10.0  # limit of the wait for another run's `join`, which takes milliseconds
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
@@ -97,7 +96,8 @@ class Queue:
 
     def join(self, run: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(self.folder / "lock", wait_s=_JOIN_S)  # else a ticket could appear ahead of a started run
+        # else a ticket could appear ahead of a started run; another run's `join` takes milliseconds
+        lock = take_lock(self.folder / "lock", wait_s=10.0)
         try:
             prefixes = (ticket.name.partition("-")[0] for ticket in self.folder.glob("*.json"))
             last_number = max((int(prefix) for prefix in prefixes if prefix.isdecimal()), default=0)
@@ -145,10 +145,20 @@ def available_bytes(plan: Plan) -> int | None:
 
 def open_card(plan: Plan, local_rank: int) -> None:
     """Create the CUDA context and run a kernel. Raises CardError."""
+    card, driver = plan.card, None
     try:
         cuda.open_card(local_rank)
     except (RuntimeError, AssertionError) as error:
-        raise CardError(*_problem_and_fix(plan.card, error)) from error
+        with contextlib.suppress(DriverError):
+            driver = nvidia.driver_versions()
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem, fix = f"{card.name} can't be used: {text}", "Check this machine: finetune doctor"
+        if "out of memory" in text:
+            users = ", ".join(holders_of((card.uuid or "",))[:6])
+            problem = f"{card.name} has no memory left for a CUDA context"
+            fix = f"Close programs that use this GPU{f': {users}' if users else ''}."
+        # a build of torch that can't use this GPU or driver is the likelier cause
+        raise CardError(*(problem_of_torch(card.name, card.capability, driver) or (problem, fix))) from error
 
 
 def limit_card(plan: Plan) -> str:
@@ -176,19 +186,3 @@ def kernel_problem() -> str:
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             problem = f"Triton can't compile: {type(error).__name__}: {first_line}"
     return problem
-
-
-def _problem_and_fix(card: Card, error: Exception) -> tuple[str, str]:
-    try:
-        driver = nvidia.driver_versions()
-    except DriverError:
-        driver = None
-    problem = problem_of_torch(card.name, card.capability, driver)
-    if problem is not None:
-        return problem
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if "out of memory" in text:
-        users = ", ".join(holders_of((card.uuid or "",))[:6])
-        fix = f"Close programs that use this GPU{f': {users}' if users else ''}."
-        return f"{card.name} has no memory left for a CUDA context", fix
-    return f"{card.name} can't be used: {text}", "Check this machine: finetune doctor"

@@ -29,8 +29,9 @@ from finetune.system import rename, send_line, start_detached
 #: Settings without an effect on the result, fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
 _CHOOSE_RESULT = {"eval_steps", "early_stopping_patience"}  # settings that choose among the steps without changing them
-_SCHEDULE = "earlier steps had the learning rates of a schedule with the old end"
-_WHY_FIXED = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
+_WHY_FIXED = dict.fromkeys(
+    ("max_steps", "num_train_epochs"), "earlier steps had the learning rates of a schedule with the old end"
+)
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # Windows folders can't end in a dot
 _TRASH = ".trash"  # folder of deleted runs, whose names get the time and a number
 

@@ -42,9 +42,9 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
-def reforecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
+def reforecast_adjusted(run: RunDirectory) -> Plan:
     """Return the adjusted plan with a new, saved forecast, or without a forecast if forecasting fails."""
-    adjustments = _read_adjustments(run)
+    plan, adjustments = adjusted_plan(run), _read_adjustments(run)
     if plan.forecast is None or adjustments.forecast or not _affect(adjustments.changes, Decides.BYTES):
         return plan
     from datasets import load_from_disk

@@ -63,7 +63,7 @@ class Worker:
         # before a forecast: its dry run may open a CUDA context in this process
         self.available_bytes = available_bytes(self.plan)
         if self.rank.is_local_rank_0:  # only local rank 0 compares memory with the forecast
-            self.plan = reforecast_adjusted(run, self.plan)
+            self.plan = reforecast_adjusted(run)
         self.stop = StopRequest(run)
         self.events = (
             events.EventWriter(run.events) if self.rank.world_size == 1 else distributed.RankEvents(run.events, self.rank)
@@ -262,7 +262,7 @@ class Worker:
                 break
             adjust(self.run, smaller)
             changes |= smaller
-            self.plan = reforecast_adjusted(self.run, adjusted_plan(self.run))
+            self.plan = reforecast_adjusted(self.run)
         if changes:
             reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(available_bytes or 0)} is free"
             self.events.emit(events.Retry(attempt=attempt, reason=reason, changes=changes))

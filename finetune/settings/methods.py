@@ -51,7 +51,7 @@ METHODS = {
         ),
     ),
     "dpo": Method(
-        implementation="finetune.methods.dpo:Dpo", sequences=2, reference_passes=1, row_format="preference",
+        implementation="finetune.methods.preferences:Dpo", sequences=2, reference_passes=1, row_format="preference",
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="TRL: dpo.py, sft.py",  # 5e-6 and 2e-4 with LoRA
@@ -61,7 +61,7 @@ METHODS = {
         ),
     ),
     "kto": Method(
-        implementation="finetune.methods.kto:Kto", reference_passes=3, min_rows=2, row_format="labelled",
+        implementation="finetune.methods.preferences:Kto", reference_passes=3, min_rows=2, row_format="labelled",
         losses=("kto", "apo_zero_unpaired"),
         settings=("beta", "loss_type", "desirable_weight", "undesirable_weight"),
         rate_factor=0.025, rate_source="DPO",

@@ -19,7 +19,7 @@ from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import compile_layers, undo_compiling, use_operators
 from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods import method_of
-from finetune.methods.dpo import PREFERENCE_LOSSES
+from finetune.methods.preferences import PREFERENCE_LOSSES
 from finetune.recipe import recipe_from
 from finetune.settings import resolve_plain
 from finetune.settings.methods import METHODS
