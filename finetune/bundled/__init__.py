@@ -21,5 +21,4 @@ def model_path(name: str) -> Path | None:
 
 def dataset_paths(name: str) -> dict[str, Path] | None:
     """Return a bundled dataset's files by split, or None."""
-    paths = _DATASETS.get(name)
-    return dict(paths) if paths else None
+    return _DATASETS.get(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -82,20 +81,7 @@ class ColumnUse:
     count: int = 0
     named_count: int = 0  # of values whose column's name alone says that they change the meaning of a row
     kinds: set[str] = field(default_factory=set)
-    digests: set[str] = field(default_factory=set)  # of two values at most: enough to see that a column isn't constant
-
-    def add(self, kinds: set[str], value: Any, *, is_named: bool) -> None:
-        self.count += 1
-        self.named_count += is_named
-        self.kinds |= kinds
-        if len(self.digests) < 2:
-            self.digests.add(_digest(value))
-
-    def merge(self, other: ColumnUse) -> None:
-        self.count += other.count
-        self.named_count += other.named_count
-        self.kinds |= other.kinds
-        self.digests |= other.digests
+    hashes: set[int] = field(default_factory=set)  # of two values at most: enough to see that a column isn't constant
 
 
 @dataclass
@@ -110,8 +96,12 @@ class UnusedColumns:
 
     def merge(self, other: UnusedColumns) -> None:
         self.totals = {prefix: count + other.totals[prefix] for prefix, count in self.totals.items()}
-        for name, use in other.uses.items():
-            self.uses.setdefault(name, ColumnUse()).merge(use)
+        for name, other_use in other.uses.items():
+            use = self.uses.setdefault(name, ColumnUse())
+            use.count += other_use.count
+            use.named_count += other_use.named_count
+            use.kinds |= other_use.kinds
+            use.hashes |= other_use.hashes
 
     def add(self, prefix: str, unread: Values, texts: Sequence[str] = ()) -> None:
         """Count unread columns or fields of a usable row; `texts`: all texts of the row."""
@@ -125,7 +115,11 @@ class UnusedColumns:
             is_copy = len(texts) > 1 and isinstance(value, str) and all(text in value for text in texts)
             kinds = {"copy"} if is_copy else kinds_of(name, value, texts)
             if kinds or changes_meaning:
-                use.add(kinds, value, is_named=bool(changes_meaning))
+                use.count += 1
+                use.named_count += bool(changes_meaning)
+                use.kinds |= kinds
+                if len(use.hashes) < 2:
+                    use.hashes.add(hash(repr(value)))  # forks have the same seed of hashes
 
     @property
     def stops_run(self) -> bool:
@@ -143,7 +137,7 @@ class UnusedColumns:
         if use.named_count:  # a file whose rows all have another split than train is no mixture
             return field_name != "split" or (all_rows_read and use.named_count != total)
         # all rows have the same value; a single row can't show that
-        is_constant = len(use.digests) == 1 and use.count >= max(total, 2 if all_rows_read else 1)
+        is_constant = len(use.hashes) == 1 and use.count >= max(total, 2 if all_rows_read else 1)
         is_flag = in_message and bool(use.kinds & {"truth", "bit"})
         may_matter = use.count > 0 and (is_flag or not is_constant)
         return may_matter and not is_harmless(field_name, use.kinds, has_answer=self.format != "text")
@@ -161,10 +155,6 @@ class UnusedColumns:
         return DataError(f"{self.file}: unused columns may change what the model learns: {described}", "\n".join(fixes))
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
 #: Kind -> pattern of a short text; the first match counts.
 _PATTERNS = {
     "truth": "(?i:true|false|yes|no)",
@@ -179,7 +169,6 @@ _PATTERNS = {
     "word": r"[A-Z]?[^\W\d_A-Z]{1,24}|[A-Z]{1,12}",
 }
 _ANY_KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
-_LONG_URL = re.compile(_PATTERNS["url"])
 _LABEL_CHARACTERS, _LABEL_WORDS = 64, 6  # a longer text is a sentence, not a label
 #: Scripts with few or no spaces between words (Thai, Japanese, Chinese, Korean), and the length of a label in them.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
@@ -310,7 +299,7 @@ def _kind(value: Any) -> str:
 
 def _text_kind(text: str) -> str:
     if len(text) > _TOKEN_CHARACTERS or "\n" in text:
-        return "url" if len(text) < _URL_CHARACTERS and _LONG_URL.fullmatch(text) else "text"
+        return "url" if len(text) < _URL_CHARACTERS and re.fullmatch(_PATTERNS["url"], text) else "text"
     if not text.isascii() and len(text) > _UNSPACED_CHARACTERS and _UNSPACED.search(text):
         return "text"
     if match := _ANY_KIND.fullmatch(text):

@@ -129,8 +129,13 @@ class MessageReader:
             if not isinstance(turn, dict):
                 raise BadRow(path, f"is {type_phrase(turn)}, not a message with role and content")
             used = used_fields(turn, self._ignored, self._json_columns)
-            messages.append(_message(used, path, self._keys))
-            read_keys = {*_MESSAGE_KEYS, *_role_and_content_keys(used, self._keys)}
+            role_key, content_key = self._keys
+            if role_key not in used and "from" in used:  # ShareGPT's keys
+                role_key = "from"
+            if content_key not in used and "value" in used:
+                content_key = "value"
+            messages.append(_message(used, path, role_key, content_key))
+            read_keys = {*_MESSAGE_KEYS, role_key, content_key}
             self.unread.append({name: item for name, item in used.items() if name not in read_keys})
         return messages
 
@@ -175,17 +180,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     return trained
 
 
-def _role_and_content_keys(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
-    role, content = keys
-    if role not in message and "from" in message:  # ShareGPT's keys
-        role = "from"
-    if content not in message and "value" in message:
-        content = "value"
-    return role, content
-
-
-def _message(source: Values, path: str, keys: tuple[str, str]) -> Message:
-    role_key, content_key = _role_and_content_keys(source, keys)
+def _message(source: Values, path: str, role_key: str, content_key: str) -> Message:
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":
         message["tool_calls"] = read_calls(source.get(content_key), f"{path}.{content_key}")

@@ -73,7 +73,7 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadRow(f"history[{index}]", f"is {type_phrase(pair)}, not a pair of question and answer")
         for role, text in zip(("user", "assistant"), pair, strict=True):
-            messages += _as_messages(text, f"history[{index}]", role)
+            messages.append({"role": role, "content": required_text({f"history[{index}]": text}, f"history[{index}]")})
     messages = _add_system(row, [*messages, question, {"role": "assistant", "content": answer}])
     reasoning = optional_text(row, "reasoning")
     thought, end_of_thought, _ = answer.partition("</think>")
@@ -84,8 +84,8 @@ def _from_alpaca(row: Values, _reader: MessageReader) -> Values:
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
 
-def _as_messages(value: Any, field: str, role: str, reader: MessageReader | None = None) -> list[Message]:
-    if reader is None or isinstance(value, str):
+def _as_messages(value: Any, field: str, role: str, reader: MessageReader) -> list[Message]:
+    if isinstance(value, str):
         return [{"role": role, "content": required_text({field: value}, field)}]
     return reader.read([value] if isinstance(value, dict) else value, field)
 

@@ -43,7 +43,7 @@ class Row:
     values: Values
 
 
-def read_file(path: Path, name: str, split: str | None = None) -> Iterator[Row | Refused]:
+def read_file(path: Path, name: str, split: str | None) -> Iterator[Row | Refused]:
     """Yield the rows of a file, compressed or not. Raise DataError for an empty, incomplete or wrong file."""
     count = 0
     try:
@@ -73,10 +73,6 @@ def _rows_of_split(rows: Iterable[Row | Refused], split: str, name: str) -> Iter
             raise RecipeError(f"{problem}; {name} has no splits", fix)
         elif row.values["split"] == split:
             yield Row(name, row.number, {key: value for key, value in row.values.items() if key != "split"})
-
-
-def _lists_in(content: Values, keys: Iterable[str]) -> dict[str, list[Any]]:
-    return {key: content[key] for key in keys if isinstance(content.get(key), list)}
 
 
 def file_type(path: Path) -> str:
@@ -116,7 +112,13 @@ def _read_json(path: Path, name: str) -> Iterator[Row | Refused]:
     if not is_array and file_type(path) != ".json":
         yield from _read_json_lines(path, name)
         return
-    text = _limited_text(path, name)
+    with _open(path) as file:
+        data = file.read(JSON_LIMIT + 1)
+    if len(data) > JSON_LIMIT:
+        problem = f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value"
+        fix = f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl  (rows on lines: only rename it)"
+        raise DataError(problem, fix)
+    text = data.decode("utf-8-sig", "surrogateescape")
     try:
         content = _parse_json(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
@@ -128,14 +130,18 @@ def _read_json(path: Path, name: str) -> Iterator[Row | Refused]:
             position = f"line {error.lineno}, column {error.colno}: "
         problem = f"{name}: {position}{_json_problem(error)}"
         raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
-    yield from _numbered_rows(_list_of_rows(content, name), name)
+    for number, item in enumerate(_list_of_rows(content, name), 1):
+        yield _row_or_refused(item, name, number)
 
 
 def _read_json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
-    with _open(path) as file:
-        for number, line in _numbered_lines(file, name):
-            # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
-            yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
+    for number, text in _numbered_lines(path, name):
+        try:
+            row = _row_or_refused(_parse_json(text), name, number)
+        except (ValueError, RecursionError) as error:
+            position = f" (at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+            row = Refused(name, number, None, f"{_json_problem(error)}{position}")
+        yield row
 
 
 def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
@@ -147,20 +153,13 @@ def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
         yield line
 
 
-def _numbered_lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     fix = "A .jsonl file has one row per line. If this is one JSON array, rename it to .json."
-    for number, line in enumerate(_limited_lines(file, name, fix), 1):
-        content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-        if content:
-            yield number, content
-
-
-def _parse_line(text: str, name: str, number: int) -> Row | Refused:
-    try:
-        return _row_or_refused(_parse_json(text), name, number)
-    except (ValueError, RecursionError) as error:
-        position = f" (at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        return Refused(name, number, None, f"{_json_problem(error)}{position}")
+    with _open(path) as file:
+        for number, line in enumerate(_limited_lines(file, name, fix), 1):
+            if content := (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+                # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
+                yield number, content.decode("utf-8", "surrogateescape")
 
 
 def _json_problem(error: Exception) -> str:
@@ -202,34 +201,18 @@ def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:
     return Refused(name, number, None, f"is {type_name}, not an object with named fields")
 
 
-def _numbered_rows(items: list[Any], name: str) -> Iterator[Row | Refused]:
-    return (_row_or_refused(item, name, number) for number, item in enumerate(items, 1))
-
-
-def _limited_text(path: Path, name: str) -> str:
-    with _open(path) as file:
-        data = file.read(JSON_LIMIT + 1)
-    if len(data) > JSON_LIMIT:
-        problem = f"{name}: has more than {JSON_LIMIT // 2**20} MiB of JSON, the limit of one JSON value"
-        fix = f"Write one row per line:  jq -c '.[]' {shlex.quote(name)} > {path.stem}.jsonl  (rows on lines: only rename it)"
-        raise DataError(problem, fix)
-    return data.decode("utf-8-sig", "surrogateescape")
-
-
 def _list_of_rows(content: Any, name: str) -> list[Any]:
     if isinstance(content, list):
         return content
     if not isinstance(content, dict):
         problem = f"{name}: is a single value, not a list of rows"
         raise DataError(problem, 'Write a list: [{"prompt": ..., "completion": ...}, ...]')
-    splits = [*_lists_in(content, SPLITS)]
+    splits = [key for key in SPLITS if isinstance(content.get(key), list)]
     if len(splits) > 1:
         problem = f"{name}: has the splits {', '.join(splits)} in one file"
         raise DataError(problem, f"Make a file of each:  jq -c '.{splits[0]}[]' {shlex.quote(name)} > {splits[0]}.jsonl")
-    lists = [*_lists_in(content, _ROW_LIST_KEYS).values()]
-    if len(lists) == 1:
-        return lists[0]
-    return [content]
+    lists = [content[key] for key in _ROW_LIST_KEYS if isinstance(content.get(key), list)]
+    return lists[0] if len(lists) == 1 else [content]
 
 
 def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
@@ -268,29 +251,25 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
 
 def _header(cells: list[str], name: str) -> list[str]:
     column_names = [cell.strip() for cell in cells]
-    duplicates = sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1)
-    if duplicates:
+    if duplicates := sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1):
         problem = f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once"
         raise DataError(problem, "Give each column its own name.")
     return column_names
 
 
 def _read_text(path: Path, name: str) -> Iterator[Row | Refused]:
-    with _open(path) as file:
-        for number, line in _numbered_lines(file, name):
-            yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
+    for number, text in _numbered_lines(path, name):
+        yield Row(name, number, {"text": text})
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _table_batches(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    with parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_BATCH_ROWS)
-
-
-def _arrow_batches(path: Path) -> Iterator[Any]:
-    import pyarrow as pa
-
+    if file_type(path) == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=_BATCH_ROWS)
+        return
     with pa.memory_map(str(path)) as file:
         if file.read(6) == b"ARROW1":
             table = pa.ipc.open_file(file)
@@ -306,26 +285,24 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
 def _read_table(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
-    is_parquet = file_type(path) == ".parquet"
     if not path.stat().st_size:
         raise DataError(f"{name}: the file is empty (0 bytes)", "Check that it was written or downloaded completely.")
     number = 0
     try:
-        for batch in _parquet_batches(path) if is_parquet else _arrow_batches(path):
+        for batch in _table_batches(path):
             for index in range(batch.num_rows):
                 number += 1
-                yield _table_row(batch.slice(index, 1), name, number)
+                try:
+                    [values] = batch.slice(index, 1).to_pylist()
+                except (ValueError, OverflowError) as error:
+                    yield Refused(name, number, None, f"has a value that can't be read: {error}")
+                else:
+                    yield Row(name, number, {key: drop_nulls(value) for key, value in values.items()})
     except (pa.ArrowException, OSError) as error:
         reason = printable(str(error).split("\n")[0][:200], 200)
-        problem = f"{name}: can't be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}"
+        kind = "Parquet" if file_type(path) == ".parquet" else "Arrow"
+        problem = f"{name}: can't be read as {kind}: {reason}"
         raise DataError(problem, "Check that it was downloaded completely.") from None
-
-
-def _table_row(one_row_batch: Any, name: str, number: int) -> Row | Refused:
-    try:
-        return Row(name, number, {key: drop_nulls(value) for key, value in one_row_batch.to_pylist()[0].items()})
-    except (ValueError, OverflowError) as error:
-        return Refused(name, number, None, f"has a value that can't be read: {error}")
 
 
 def drop_nulls(value: Any) -> Any:

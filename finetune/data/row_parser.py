@@ -161,8 +161,7 @@ def _alpaca_columns(rows: list[Values]) -> Columns:
 def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
     # maps `reasoning` to the only column with a usual name for it; DataError for transcripts and unusable reasoning
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
-    if names := transcripts(rows, answers):
-        raise transcript_error(file, columns.get(names[0], names[0]))
+    _refuse_transcripts(rows, file, answers, columns)
     if format_name != "alpaca":
         if "reasoning" in columns:
             problem = f"{file}: is read as {format_name}, which has no field reasoning"
@@ -202,19 +201,14 @@ def _most_common_format(rows: list[Values], file: str, columns: Columns) -> str:
         counts.update(matching)
     if not counts:
         counts.update(_formats_with({name for row in rows for name in row}))
-    if not counts:
-        raise _unknown_columns(rows, file, columns)
-    return counts.most_common(1)[0][0]
-
-
-def _unknown_columns(rows: list[Values], file: str, columns: Columns) -> DataError:
-    problem, suggested = f"{file}: no known format has these columns: {column_list(rows)}", suggested_columns(rows)
-    if names := transcripts(rows, [suggested["output"]] if suggested else {name for row in rows for name in row}):
-        return transcript_error(file, columns.get(names[0], names[0]))
-    if columns or not suggested:
-        return DataError(problem, _FORMATS_HINT)
-    question, answer = map(printable, suggested.values())
-    return DataError(problem, f"If {answer} is the answer to {question}:  {override('columns', suggested)}\n{_FORMATS_HINT}")
+    if counts:
+        return counts.most_common(1)[0][0]
+    suggested, fix = suggested_columns(rows), _FORMATS_HINT
+    _refuse_transcripts(rows, file, [suggested["output"]] if suggested else {name for row in rows for name in row}, columns)
+    if suggested and not columns:
+        question, answer = map(printable, suggested.values())
+        fix = f"If {answer} is the answer to {question}:  {override('columns', suggested)}\n{fix}"
+    raise DataError(f"{file}: no known format has these columns: {column_list(rows)}", fix)
 
 
 def _check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
@@ -255,24 +249,16 @@ _TRANSCRIPT = re.compile(f"(?>.*?{_USER}).*{_ASSISTANT}", re.I | re.S)
 _SAMPLE_ROWS, _SAMPLE_CHARACTERS = 50, 4_000
 
 
-def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
-    """Return the columns whose texts are mostly whole conversations."""
-    transcript_columns = []
-    for name in columns:
+def _refuse_transcripts(rows: list[Values], file: str, names: Iterable[str], columns: Columns) -> None:
+    for name in names:
         texts = [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)]
         conversations = [text for text in texts if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])]
         if 2 * len(conversations) > len(texts):
-            transcript_columns.append(name)
-    return transcript_columns
-
-
-def transcript_error(file: str, column: str) -> DataError:
-    """Return the error for a column of whole conversations."""
-    return DataError(
-        f"{file}: '{printable(column)}' is a transcript: a conversation in one text (USER: ... ASSISTANT: ...), "
-        "so the user's turns would be trained on, too",
-        'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
-    )
+            raise DataError(
+                f"{file}: '{printable(columns.get(name, name))}' is a transcript: a conversation in one text "
+                "(USER: ... ASSISTANT: ...), so the user's turns would be trained on, too",
+                'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
+            )
 
 
 def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune import hub
+from finetune.bundled import dataset_paths
 from finetune.data.pictures.source import FileStat, file_stat
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, drop_nulls, file_type, read_file
 from finetune.data.report import Refused, first_line, printable
@@ -41,7 +42,6 @@ _SPLIT_WORDS = {
 _SEVERAL_SPLITS = "several"  # the split of a file whose name has words of several splits, such as train_test.csv
 _MAX_LISTED = 8  # most names that a message lists
 _WILDCARDS = set("*?[")
-_PATH_MARKS = _WILDCARDS | set("/\\")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DataFiles:
     def find(cls, path_text: str) -> DataFiles | None:
         """Find the data files of a folder or pattern; None without such files."""
         path, name = expanded(path_text), printable(path_text, 200)
-        if _bundled_paths(path_text) or _is_saved_dataset(path):
+        if dataset_paths(path_text) or _is_saved_dataset(path):
             return None
         is_pattern = not _WILDCARDS.isdisjoint(path_text)
         try:
@@ -140,7 +140,6 @@ _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # file types with a
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
 #: The allowed builders of `datasets`: formats that are also read locally.
 _HUB_BUILDERS = ("json", "csv", "parquet")
-_URL_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
 class FileInfo(NamedTuple):
@@ -188,7 +187,12 @@ class Source:
 
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     """Return the training and held-out sources. Raise DataError or RecipeError."""
-    _check_settings(dataset)
+    size = dataset.test_split_size
+    options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
+    if len(options) > 1:
+        raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
+    if size is not None and size >= 1 and size != int(size):
+        raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
     names_split = "split" in dataset.model_fields_set
     split = dataset.split if names_split or dataset.eval_split else None  # without either setting, files are read whole
     train = find_sources(dataset.path, dataset, split=split)
@@ -196,21 +200,12 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
         return train, find_sources(dataset.eval_path, dataset, purpose="eval")
     if dataset.eval_split:
         return train, find_sources(dataset.path, dataset, split=dataset.eval_split)
-    if dataset.test_split_size:
+    if size:
         return train, []
-    if isinstance(dataset.path, str) and (bundled := _bundled_paths(dataset.path)):
+    if isinstance(dataset.path, str) and (bundled := dataset_paths(dataset.path)):
         return train, [Source(f"{dataset.path} (eval)", bundled["eval"])]
     folders = [] if names_split else _split_folders(dataset.path)  # files named for testing are not read
     return train, [_file_source(file) for files in folders for file in files.with_split(VALIDATION)]
-
-
-def _check_settings(dataset: DatasetRecipe) -> None:
-    size = dataset.test_split_size
-    options = [name for name in ("eval_path", "eval_split", "test_split_size") if getattr(dataset, name)]
-    if len(options) > 1:
-        raise RecipeError(f"dataset.{options[0]} and dataset.{options[1]} both choose the held-out rows", "Keep one of them.")
-    if size is not None and size >= 1 and size != int(size):
-        raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 
 def split_notes(dataset: DatasetRecipe, train: list[Source], held_out: list[Source]) -> list[str]:
@@ -309,7 +304,7 @@ def _json_list(path: Path, key: str) -> list[Any]:
 def is_local(text: str) -> bool:
     """Return whether a file, a folder, a pattern's files or a bundled dataset is on this machine."""
     # unlike Path.exists, os.path.exists raises nothing for names that are too long
-    return os.path.exists(expanded(text)) or bool(_bundled_paths(text)) or DataFiles.find(text) is not None  # noqa: PTH110
+    return os.path.exists(expanded(text)) or bool(dataset_paths(text)) or DataFiles.find(text) is not None  # noqa: PTH110
 
 
 def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
@@ -317,7 +312,7 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
     # unlike Path.is_file, os.path.isfile raises nothing for names that no file can have
     if os.path.isfile(path):  # noqa: PTH113
         return [_file_source(path, name)]
-    if bundled := _bundled_paths(path_text):
+    if bundled := dataset_paths(path_text):
         return [Source(path_text, bundled[purpose])]
     if os.path.isdir(path):  # noqa: PTH112
         raise DataError(f"{name}: is a directory without data files", f"Name a folder with {', '.join(FOLDER_TYPES)}.")
@@ -335,10 +330,10 @@ def _file_or_bundled(path_text: str, purpose: str) -> list[Source]:
 def require_path_or_id(path_text: str) -> None:
     """Raise DataError for text that is neither a path nor a hub id."""
     name = printable(path_text, 200)
-    if _URL_SCHEME.match(path_text):
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path_text):
         raise DataError(f"{name}: is a URL", "Download it, and give the file's path.")
     # the file may be on another machine, so only the text is checked
-    if not (hub.HUB_ID.fullmatch(path_text) or Path(path_text).suffix or not _PATH_MARKS.isdisjoint(path_text)):
+    if not (hub.HUB_ID.fullmatch(path_text) or Path(path_text).suffix or not set("/\\*?[").isdisjoint(path_text)):
         raise DataError(f"{name}: there is no such file", "Write a file's path, or an id like owner/name.")
 
 
@@ -351,14 +346,6 @@ def _file_source(path: Path, name: str = "") -> Source:
     if not os.access(path, os.R_OK):
         raise DataError(f"{name}: can't be opened: Permission denied", f"Make it readable:  chmod u+r {shlex.quote(name)}")
     return Source(name, path)
-
-
-def _bundled_paths(text: str) -> dict[str, Path] | None:
-    if not re.fullmatch(r"[a-z][a-z0-9_-]*", text):
-        return None
-    from finetune.bundled import dataset_paths
-
-    return dataset_paths(text)
 
 
 def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:
