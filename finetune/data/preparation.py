@@ -15,13 +15,12 @@ import numpy as np
 
 from finetune.data.chat_format import thought_and_text
 from finetune.data.conversation import Example
-from finetune.data.findings import find_leaks, find_problems
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.source import source_from_dict, source_to_dict
 from finetune.data.report import DataReport, Finding, refusal_lines
-from finetune.data.shards import PICTURES, StoredRows, TokenisedSource, summarise_pictures
+from finetune.data.shards import PICTURES, StoredRows, TokenisedSource
 from finetune.data.sources import Source, sources_of, split_notes
-from finetune.data.splits import DataSplit, LimitedSplit
+from finetune.data.splits import DataSplit, LimitedSplit, find_leaks, find_problems
 from finetune.data.token_cache import tokenise_source
 from finetune.data.tokenizer import ProcessorLoader
 from finetune.data.tokens import Encoder
@@ -92,11 +91,11 @@ class SelectedRows:
 
     @cached_property
     def report(self) -> DataReport:
-        return _report(self.splits[0], self.findings[0])
+        return self.splits[0].report(self.findings[0])
 
     @cached_property
     def eval_report(self) -> DataReport | None:
-        return _report(self.splits[1], self.findings[1]) if len(self.splits) > 1 else None
+        return self.splits[1].report(self.findings[1]) if len(self.splits) > 1 else None
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
@@ -277,29 +276,3 @@ def _load_rows(sources: list[Source], dataset: DatasetRecipe, encoder: Encoder, 
         limit = None if dataset.max_rows is None else dataset.max_rows - rows_read()
         parts.append(tokenise_source(source, dataset, limit, encoder, lambda rows: progress(rows_read() + rows)))
     return StoredRows(parts)
-
-
-def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
-    unlimited = limited.unlimited
-    parts = limited.stored.sources
-    # inverted_cdf: a length that a row has
-    percentiles = np.percentile(limited.lengths, (50, 95, 99, 100), method="inverted_cdf") if len(limited.lengths) else ()
-    return DataReport(
-        files=tuple(part.file for part in parts),
-        format=", ".join(dict.fromkeys(part.format for part in parts)),
-        rows_read=unlimited.rows_read,
-        rows_used=int(limited.used.sum()),
-        rows_refused=tuple(sorted(limited.refused, key=lambda row: (row.file, row.row))),
-        rows_held_out=0 if unlimited.split_off else int((~unlimited.row_mask).sum()),
-        rows_too_long=int(limited.too_long.sum()),
-        rows_truncated=int(limited.truncated.sum()),
-        rows_chunked=int((limited.chunked & limited.used).sum()),
-        sequences=len(limited.lengths),
-        total_tokens=limited.total_tokens,
-        trained_tokens=limited.trained_tokens,
-        lengths=dict(zip(("p50", "p95", "p99", "max"), map(int, percentiles), strict=False)),
-        unused_columns=unlimited.unused_columns,
-        columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
-        findings=findings,
-        pictures=summarise_pictures(limited.stored.picture_sizes, limited.used),
-    )

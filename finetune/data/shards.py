@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from finetune.data.tokens import Encoded
 
 PICTURES = "pictures"  # name of the column, and of the field of an Example
-_PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
-LIST_OF_PICTURES = pa.list_(_PICTURE)
+_PICTURES = pa.list_(pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())]))
 _SEQUENCES = pa.list_(pa.list_(pa.int32()))
 
 
@@ -103,7 +102,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "labels": pa.array([[sequence.labels for sequence in row] for row in sequences], _SEQUENCES),
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
-        PICTURES: pa.array([list(map(source_to_dict, example.pictures)) for example in examples], LIST_OF_PICTURES),
+        PICTURES: pa.array([list(map(source_to_dict, example.pictures)) for example in examples], _PICTURES),
     }
     return pa.table(columns)
 
@@ -175,13 +174,6 @@ class StoredRows:
     def source_indices(self) -> np.ndarray:  # of each row
         row_counts = [sum(table.num_rows for table in source.tables) for source in self.sources]
         return np.repeat(np.arange(len(self.sources)), row_counts)
-
-    def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
-        """Return the rows in `row_mask` that equal an earlier row."""
-        rows = np.flatnonzero(row_mask)
-        # 8 of the 16 bytes fit an integer
-        digests = np.ascontiguousarray(self.content_digests[:, :8]).view(np.uint64).ravel()[rows]
-        return np.delete(rows, np.unique(digests, return_index=True)[1])
 
     def highest_token(self) -> int:
         """Return the highest token id; -1 without tokens."""
