@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # the only form of ids that Mistral's templates take
-_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_ANY_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _MAX_PRODUCT = 1_000_000  # largest product of constants in a chat template; no template needs one
 _MAX_CHARACTERS = 1_000_000  # most characters of a template; the longest known ones have 30,000
 _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
@@ -67,7 +66,7 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.source = _template_source(tokenizer)
-        self.has_markers = bool(_GENERATION_MARKER.search(self.source))
+        self.has_markers = bool(_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
         # the key under which the template reads a thought
         read_keys = [name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)]
@@ -224,7 +223,13 @@ class Template:
         texts = (piece for message in messages for piece in (*text_pieces(message), message.get("reasoning_content", "")))
         if not all(any(_contains(sequence.text, text) for sequence in sequences) for text in texts):
             sequences[0].notes.add("altered")
-        _check_calls(messages, sequences)
+        has_calls = any(message.get("tool_calls") for message in messages)
+        # rows for Hermes ask for <tool_call>{...}</tool_call> in their system prompt
+        asks_for_tags = any("<tool_call>" in message["content"] for message in messages if message["role"] != "user")
+        writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
+        if has_calls and asks_for_tags and not writes_json:
+            problem = "tells the model to write <tool_call>, and its chat template writes calls in another form"
+            raise BadRow("messages[0]", problem)
         return sequences
 
     def _change_notes(self, message: Message, answer: Answer, path: str) -> set[str]:
@@ -280,7 +285,7 @@ def _check_constants(source: str) -> None:
     from jinja2 import Environment, nodes
 
     # Jinja computes constants while it compiles, which no time limit can stop
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_ANY_MARKER.sub("", source))  # noqa: S701 - not rendered
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKER.sub("", source))  # noqa: S701 - not rendered
     for node in tree.find_all((nodes.Pow, nodes.Mul)):
         numbers = [abs(child.value) for child in node.find_all(nodes.Const) if isinstance(child.value, (int, float))]
         if isinstance(node, nodes.Pow) or math.prod(numbers) > _MAX_PRODUCT:  # no template needs a power
@@ -322,15 +327,6 @@ def _require_written(message: Message, path: str, trained_text: str) -> None:
             f"{path}.reasoning_content" if has_field else path,
             f"the chat template leaves out the reasoning; use a model whose template writes it, or {other_fix}",
         )
-
-
-def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
-    has_calls = any(message.get("tool_calls") for message in messages)
-    # rows for Hermes ask for <tool_call>{...}</tool_call> in their system prompt
-    asks_for_tags = any("<tool_call>" in message["content"] for message in messages if message["role"] != "user")
-    writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
-    if has_calls and asks_for_tags and not writes_json:
-        raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
 
 
 def _with_call_form(messages: list[Message], form: CallForm) -> list[Message]:

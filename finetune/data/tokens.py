@@ -110,27 +110,22 @@ class Encoder:
         if any(example.messages for example in examples):
             self.use_template()
         if any(example.pictures for example in examples):
-            self._require_picture_model()
+            if self.template is None or not self.template.reads_pictures:
+                raise RecipeError(
+                    "the rows have images, and the model reads text only: its chat template writes nothing for an image",
+                    "Choose a model that reads images, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
+                    "or leave the images out:  'dataset.ignore_columns=[images, image]'",
+                )
+            self.picture_processor  # noqa: B018 - a model without one is refused before rows are read
         self._require_eos()
         rows = [or_bad_row(self._render_pair if example.is_pair else self._render, example) for example in examples]
         # the texts of all rows are tokenised together, which is faster
         sequences = iter(self._tokenise([text for texts in rows if not isinstance(texts, BadRow) for text in texts]))
-        results: list[list[Encoded] | BadRow] = []
-        for example, texts in zip(examples, rows, strict=True):
-            if isinstance(texts, BadRow):
-                results.append(texts)
-            else:
-                results.append(or_bad_row(_checked_sequences, example, list(itertools.islice(sequences, len(texts)))))
-        return results
-
-    def _require_picture_model(self) -> None:
-        if self.template is None or not self.template.reads_pictures:
-            raise RecipeError(
-                "the rows have images, and the model reads text only: its chat template writes nothing for an image",
-                "Choose a model that reads images, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
-                "or leave the images out:  'dataset.ignore_columns=[images, image]'",
-            )
-        self.picture_processor  # noqa: B018 - a model without one is refused before rows are read
+        return [
+            texts if isinstance(texts, BadRow)
+            else or_bad_row(_checked_sequences, example, list(itertools.islice(sequences, len(texts))))
+            for example, texts in zip(examples, rows, strict=True)
+        ]  # fmt: skip
 
     @cached_property
     def picture_processor(self) -> PictureProcessor:
@@ -327,16 +322,17 @@ class SpecialTokenEscaper:
 
     def escape(self, messages: list[Message]) -> list[Message]:
         """Put placeholders for special tokens in users' texts. Raise BadRow."""
-        return [self._escape_message(message, f"messages[{index}].content") for index, message in enumerate(messages)]
-
-    def _escape_message(self, message: Message, path: str) -> Message:
-        match = self._special_pattern.search(message["content"]) if message["role"] in _ESCAPED_ROLES else None
-        if match is None:
-            return message
-        if not self._can_tokenise_pieces() or self._placeholder_pattern.search(message["content"]):
-            raise BadRow(path, f"has {quoted(match[0])}, a special token of the model; remove it or rewrite it")
-        text = self._special_pattern.sub(lambda token: _placeholder(self._special_tokens.index(token[0])), message["content"])
-        return {**message, "content": text}
+        escaped = list(messages)
+        for index, message in enumerate(messages):
+            text = message["content"]
+            if message["role"] not in _ESCAPED_ROLES or not (match := self._special_pattern.search(text)):
+                continue
+            if not self._can_tokenise_pieces() or self._placeholder_pattern.search(text):
+                problem = f"has {quoted(match[0])}, a special token of the model; remove it or rewrite it"
+                raise BadRow(f"messages[{index}].content", problem)
+            text = self._special_pattern.sub(lambda token: _placeholder(self._special_tokens.index(token[0])), text)
+            escaped[index] = {**message, "content": text}
+        return escaped
 
     def unescape(self, rendered: Rendered) -> Rendered:
         """Put special tokens back in place of placeholders, as `escaped_spans`."""

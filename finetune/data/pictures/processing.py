@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.source import PictureSource
 
-#: Width and height of an image that checks a processor's rule for patches: no multiple of any patch, and no square.
-_PROBE_SIZE = (430, 310)
-
 
 class PictureProcessor:
     """A model's processor for images."""
@@ -72,10 +69,7 @@ class PictureProcessor:
             raise BadRow("messages", f"the chat template writes {count} image tokens for {len(texts)} image(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
         replaced = [(before, end - start) for before, (start, end) in moves]
-        return replace(
-            rendered, text=text, spans=moved_spans(rendered.spans, replaced),
-            escaped_spans=moved_spans(rendered.escaped_spans, replaced),
-        )  # fmt: skip
+        return replace(rendered, text=text, spans=moved_spans(rendered.spans, replaced))  # no token is unescaped yet
 
     def text_of(self, width: int, height: int) -> str:
         return self._text_and_values(*self.size(width, height))[0]
@@ -92,7 +86,8 @@ class PictureProcessor:
 
     @cached_property
     def _values_per_patch(self) -> int | None:
-        return values_per_patch(self.processor, blank(*_PROBE_SIZE))
+        # an image that checks the processor's rule for patches: sides that are no multiple of any patch, and no square
+        return values_per_patch(self.processor, blank(430, 310))
 
     def token_count(self, width: int, height: int) -> int:
         return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
