@@ -137,7 +137,7 @@ def created(
     """
     from finetune.card.visible import hide_gpus
     from finetune.files import cache_dir
-    from finetune.recipe.load import load_recipe
+    from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
 
     hide_gpus()  # a plan must not open a GPU

@@ -7,7 +7,7 @@ from typing import Any
 from finetune.card import find_card
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
-from finetune.recipe.load import NO_DATASET, recipe_from
+from finetune.recipe import NO_DATASET, recipe_from
 
 __all__ = ["plan", "read_plan"]
 

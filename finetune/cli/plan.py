@@ -19,7 +19,7 @@ from finetune.cli.source import option_bytes, recipe_of, require_dataset
 from finetune.data.pictures.source import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.planner.plan import AS_SET, Plan, Suggestion, Verdict
-from finetune.recipe.load import NO_DATASET
+from finetune.recipe import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.compatibility import Sizes
 from finetune.units import format_bytes

@@ -9,8 +9,7 @@ from pathlib import Path
 from finetune.errors import CommandError, RecipeError
 from finetune.files import expanded
 from finetune.hub import REPO_ID
-from finetune.recipe import find_recipe, load_recipe, parse_recipe
-from finetune.recipe.load import NO_DATASET
+from finetune.recipe import NO_DATASET, find_recipe, load_recipe, parse_recipe
 from finetune.settings import Recipe
 from finetune.units import parse_bytes
 

@@ -18,7 +18,7 @@ from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.cli.ui import page_command
 from finetune.errors import STOPPED, CommandError, RecipeError
-from finetune.recipe.load import load_changes
+from finetune.recipe import load_changes
 from finetune.settings import Recipe
 from finetune.sweep import JOURNAL, LOCK, RULE, Sweep, create_sweep, label, open_sweep, train_arms
 from finetune.system import take_lock

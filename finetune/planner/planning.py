@@ -20,8 +20,8 @@ from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches
+from finetune.recipe import NO_DATASET
 from finetune.recipe.complete import complete, complete_for_rows
-from finetune.recipe.load import NO_DATASET
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED

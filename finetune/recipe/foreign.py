@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml as pyyaml
 
 from finetune.errors import RecipeError
-from finetune.recipe import load, yaml
+from finetune.recipe import NO_DATASET, apply_override, read_text, secret_in, validate, yaml
 from finetune.recipe.yaml import Values
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import Recipe
@@ -146,7 +146,7 @@ def tool_of(values: Values, name: str) -> Tool:
 
 def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
     """Convert a file. Raises RecipeError with all problems."""
-    return convert_text(load.read_text(Path(source)), source, overrides)
+    return convert_text(read_text(Path(source)), source, overrides)
 
 
 def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
@@ -155,10 +155,10 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
     tool = tool_of(document.values, name)
     override_values: Values = {}
     for override in overrides:
-        load.apply_override(override, override_values, {})
+        apply_override(override, override_values, {})
     conversion = Conversion(tool, problems=list(document.problems))
     for key, value in document.values.items():
-        if secret := load.secret_in(key, value):
+        if secret := secret_in(key, value):
             reason = f"secrets don't belong in a file: `hf auth login`, or set HF_TOKEN; remove '{secret}'"
         elif "${" in str(value):
             reason = f"{key} has ${{...}}, which finetune does not expand; write the value out"
@@ -178,9 +178,9 @@ def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[R
     _add_defaults(conversion, values, method, name)
     for report in conversion.with_outcome("refused"):
         conversion.problems.append(f"{name}:{report.line}: {report.key} {report.value}: {report.text}")
-    conversion.settings.setdefault("dataset.path", load.NO_DATASET)
+    conversion.settings.setdefault("dataset.path", NO_DATASET)
     recipe = _validate_conversion(conversion, overrides, name)
-    if recipe.dataset.path == load.NO_DATASET:
+    if recipe.dataset.path == NO_DATASET:
         conversion.notes.append("the recipe has no dataset: set dataset.path=FILE or a hub dataset's id")
     return recipe, conversion
 
@@ -278,8 +278,8 @@ def _validate_conversion(conversion: Conversion, overrides: Sequence[str], name:
         target[leaf] = value
     locations = {setting: f"{name}:{conversion.keys[key].line}" for setting, key in conversion.key_of.items()}
     for override in overrides:
-        load.apply_override(override, nested, locations)
-    return load.validate(nested, locations, name, conversion.problems)
+        apply_override(override, nested, locations)
+    return validate(nested, locations, name, conversion.problems)
 
 
 def short(value: Any) -> str:

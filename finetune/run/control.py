@@ -17,7 +17,7 @@ from finetune.errors import CommandError, DiskFull, RecipeError
 from finetune.files import write_json
 from finetune.memory.cache import LIBRARIES
 from finetune.planner.plan import read_plan
-from finetune.recipe.load import load_changes, recipe_from
+from finetune.recipe import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run.directory import RunDirectory, register, request_stop, request_stop_once, require_data
 from finetune.run.retry import adjust, adjusted_plan

@@ -7,7 +7,7 @@ import pytest
 from finetune.cli.plan import show_plan
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import RecipeError
-from finetune.recipe.load import NO_DATASET
+from finetune.recipe import NO_DATASET
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "someone/their-model"])

@@ -9,8 +9,7 @@ from finetune.errors import RecipeError
 from finetune.planner.plan import DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.planner.planning import plan_recipe, without_rows
-from finetune.recipe import parse_recipe, recipe_from
-from finetune.recipe.load import NO_DATASET
+from finetune.recipe import NO_DATASET, parse_recipe, recipe_from
 from finetune.settings import unresolved
 from finetune.units import GIB
 
