@@ -9,7 +9,6 @@ from typing import Any
 
 Values = dict[str, Any]  # values of a row by column, or of an object in it by key
 ROW_LIMIT = 4 * 2**20  # most characters of a row: about a million tokens, too long for any GPU, but tokenised in seconds
-BLANK_TEXTS = ("", "[]", "{}", "null", "None")  # texts that stand for no value
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
@@ -38,7 +37,7 @@ def is_missing(value: Any) -> bool:
 def is_blank(value: Any) -> bool:
     """Return whether a value is missing, empty, or text such as `null`."""
     if isinstance(value, str):
-        return value.strip() in BLANK_TEXTS
+        return value.strip() in ("", "[]", "{}", "null", "None")
     return is_missing(value) or (isinstance(value, (list, dict, tuple)) and not value)
 
 

@@ -36,7 +36,6 @@ _MEANINGS = {
 #: Meanings for which a name alone doesn't stop a run on plain text: web corpora have a score for each page.
 _DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _PROMPT, REASONING)
 MEDIA_TAGS = ("<image>", "<video>", "<audio>")  # placeholders in a text for an image, a video or a sound
-_NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")  # weights that change nothing
 _FIXES = {
     _LABEL: "To train on good and bad answers:  method=kto",
     _IMAGE: "To train on the images, map their column to `images` with dataset.columns, beside the mapped columns.",
@@ -59,7 +58,7 @@ def _changes_meaning(name: Any, value: Any, format_name: str, *, in_message: boo
         return False
     if meaning == _SPLIT:
         return value != "train"
-    is_neutral = meaning == _WEIGHT and not in_message and value in _NEUTRAL_WEIGHTS
+    is_neutral = meaning == _WEIGHT and not in_message and value in (1, "1", "1.0", "true", "True")
     return not is_blank(value) and not is_neutral
 
 
@@ -181,7 +180,6 @@ def _word_set(text: str) -> set[str]:
     return set(text.split())
 
 
-_ROLES = ("role", "from")  # fields of messages in an unused column, such as a copy of the conversation
 _INTEGERS = {"integer", "bit"}
 NUMBERS = {"float", *_INTEGERS}
 _SHORT_TEXTS = {"word", "token", "label", "identifier"}
@@ -219,8 +217,6 @@ _ANSWERS = _word_set(
     "answer answers label labels target targets class choice choices option options gold solution output response completion "
     "expected truth intent sentiment summary translation"
 )
-#: Columns of web corpora: a classifier's score of the page.
-_TEXT_SCORES = ("score", "scores", "int_score", "language_score")
 
 
 def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
@@ -234,7 +230,8 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
         # `texts` are read, so a copy adds nothing
         kind = "copy" if isinstance(leaf, str) and leaf.strip() in texts else _kind(leaf)
         is_nested = leaf_name != name
-        if is_nested and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True)):
+        # `role` and `from`: in an unused column with messages, such as a copy of the conversation
+        if is_nested and (leaf_name in ("role", "from") or is_harmless(leaf_name, {kind}, has_answer=True)):
             continue
         kinds.add(kind)
         # metadata such as {label: bad} may change the meaning of a row
@@ -260,7 +257,8 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return True
     if any(name_words & family_words and new_kinds <= allowed for family_words, allowed in _HARMLESS):
         return True
-    return not has_answer and name.lower() in _TEXT_SCORES and new_kinds <= NUMBERS
+    # web corpora have a classifier's score of the page
+    return not has_answer and name.lower() in ("score", "scores", "int_score", "language_score") and new_kinds <= NUMBERS
 
 
 def describe(kinds: set[str]) -> str:

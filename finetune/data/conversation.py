@@ -181,8 +181,15 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
 
 
 def _message(source: Values, path: str, role_key: str, content_key: str) -> Message:
-    message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
-    if str(source.get(role_key)).strip().lower() == "function_call":
+    role = source.get(role_key)
+    if not isinstance(role, str):
+        raise BadRow(f"{path}.{role_key}", f"is {type_phrase(role)}{'' if is_missing(role) else ', not a role'}")
+    if role.strip().lower() not in ROLES:
+        matches = difflib.get_close_matches(role.lower()[:40], ROLES, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else "roles are system, user, assistant, tool"
+        raise BadRow(f"{path}.{role_key}", f"unknown role {quoted(role)}; {hint}")
+    message: Message = {"role": ROLES[role.strip().lower()]}
+    if role.strip().lower() == "function_call":
         message["tool_calls"] = read_calls(source.get(content_key), f"{path}.{content_key}")
         source = {**source, content_key: ""}
     for key in ("tool_calls", "function_call"):
@@ -219,17 +226,6 @@ def _is_trained(source: Values, path: str, role: str) -> bool:
     if role != "assistant" and true_key:
         raise BadRow(f"{path}.{true_key}", f"is true on a {role} message; only assistant messages can be trained on")
     return role != "assistant" or all(flags.values())
-
-
-def _role(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(path, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a role'}")
-    role = ROLES.get(value.strip().lower())
-    if role is None:
-        matches = difflib.get_close_matches(value.lower()[:40], ROLES, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "roles are system, user, assistant, tool"
-        raise BadRow(path, f"unknown role {quoted(value)}; {hint}")
-    return role
 
 
 def _content(source: Values, path: str, key: str, message: Message) -> str:

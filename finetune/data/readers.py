@@ -239,7 +239,10 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
             if not cells:
                 continue
             if not column_names:
-                column_names = _header(cells, name)
+                column_names = [cell.strip() for cell in cells]
+                if duplicates := sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1):
+                    problem = f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once"
+                    raise DataError(problem, "Give each column its own name.")
             elif len(cells) != len(column_names):
                 amount = "few" if len(cells) < len(column_names) else "many"
                 counts = f"{len(cells)}, and the header has {len(column_names)}"
@@ -247,14 +250,6 @@ def _read_csv(path: Path, name: str) -> Iterator[Row | Refused]:
             else:
                 values = (float("nan") if cell == "#N/A" else cell for cell in cells)  # Excel's mark of a missing value
                 yield Row(name, line_number, dict(zip(column_names, values, strict=True)))
-
-
-def _header(cells: list[str], name: str) -> list[str]:
-    column_names = [cell.strip() for cell in cells]
-    if duplicates := sorted(cell for cell, count in Counter(column_names).items() if cell and count > 1):
-        problem = f"{name}: line 1: the header has {', '.join(map(printable, duplicates))} more than once"
-        raise DataError(problem, "Give each column its own name.")
-    return column_names
 
 
 def _read_text(path: Path, name: str) -> Iterator[Row | Refused]:

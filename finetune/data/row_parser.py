@@ -22,9 +22,6 @@ from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS, METHODS
 
-#: Labels that mark an answer good or bad; other labels are classes.
-_GOOD_OR_BAD = (True, False, "true", "false", "True", "False")
-
 
 @dataclass(frozen=True)
 class ParsedBatch:
@@ -48,7 +45,6 @@ class RowParser:
     unused_columns: tuple[str, ...]  # unused columns of the first rows
     pictures: PictureUse
     folder: Path | None  # folder of the data file
-    reads_pictures: bool = True  # if false, no image is opened, and examples have no images
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
         """Parse rows; a row that can't be trained on is refused with a reason."""
@@ -69,7 +65,7 @@ class RowParser:
                     examples.append((example, references))
             except BadRow as error:
                 refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
-        if not self.reads_pictures or not any(references for _, references in examples):
+        if not any(references for _, references in examples):
             return ParsedBatch([example for example, _ in examples], refused, unused, {})
         reader, with_pictures = PictureReader(self.folder, self.dataset.image_folder), list[Example]()
         for example, references in examples:
@@ -284,8 +280,9 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
     has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
+    good_or_bad = (True, False, "true", "false", "True", "False")  # other labels are classes
     for column in ("label", "kto_tag"):
-        if has_answers and column in filled_columns and all(values.get(column) in _GOOD_OR_BAD for values in renamed):
+        if has_answers and column in filled_columns and all(values.get(column) in good_or_bad for values in renamed):
             return "kto", f"the answers are marked good or bad ({column})"
     return "sft", "the rows have one answer each"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.data.tokens import Encoded
 
 PICTURES = "pictures"  # name of the column, and of the field of an Example
-_PICTURES = pa.list_(pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())]))
+_PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 _SEQUENCES = pa.list_(pa.list_(pa.int32()))
 
 
@@ -69,7 +69,6 @@ FLAGS = (
     "conversation", "pair", "labelled", "undesirable",
 )  # fmt: skip
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
-_TUPLE_FIELDS = ("messages", "answers", "tools", "rejected")  # fields of an Example that are tuples
 
 _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
@@ -102,7 +101,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "labels": pa.array([[sequence.labels for sequence in row] for row in sequences], _SEQUENCES),
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
-        PICTURES: pa.array([list(map(source_to_dict, example.pictures)) for example in examples], _PICTURES),
+        PICTURES: pa.array([list(map(source_to_dict, example.pictures)) for example in examples], pa.list_(_PICTURE)),
     }
     return pa.table(columns)
 
@@ -150,7 +149,6 @@ class StoredRows:
         self.table = pa.concat_tables([table_of([], []), *(table for source in self.sources for table in source.tables)])
         self.row_numbers = self.table["row"].to_numpy()
         self.prompt_digests = self.table["asked"].to_numpy()
-        self.answer_digests = self.table["answer"].to_numpy()
         self.flags = self.table["flags"].to_numpy()
         sequences = self.table["input_ids"]
         self.sequence_counts = pc.list_value_length(sequences).to_numpy().astype(np.int64)  # of each row
@@ -218,7 +216,7 @@ class StoredRows:
 
     def example(self, index: int) -> Example:
         values = json.loads(self._value("example", index))
-        values |= {name: tuple(values[name]) for name in _TUPLE_FIELDS if name in values}
+        values |= {name: tuple(values[name]) for name in ("messages", "answers", "tools", "rejected") if name in values}
         if values.pop(PICTURES, None):  # their digests
             values[PICTURES] = tuple(map(source_from_dict, self._value(PICTURES, index)))
         file, number = self.row_location(index)

@@ -323,7 +323,7 @@ def _label_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
         yield _finding(stored, "one label", text, used, fix, blocks=bool(used.any()))
         return
     rows = np.flatnonzero(used)
-    answers = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
+    answers = list(zip(stored.prompt_digests[rows].tolist(), stored.table["answer"].to_numpy()[rows].tolist(), strict=True))
     labels = set(zip(answers, good[rows].tolist(), strict=True))
     is_both = [(answer, True) in labels and (answer, False) in labels for answer in answers]
     contradicting = rows[np.array(is_both, dtype=bool)]

@@ -30,8 +30,6 @@ _MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _MAX_PRODUCT = 1_000_000  # largest product of constants in a chat template; no template needs one
 _MAX_CHARACTERS = 1_000_000  # most characters of a template; the longest known ones have 30,000
 _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
-#: Llama's templates write today's date unless they get `date_string`; this is their own default.
-_DATE = "26 Jul 2024"
 
 #: Errors of a template's own code, beside Jinja's.
 _CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -73,7 +71,8 @@ class Template:
         self._thought_key = [*read_keys, *THOUGHT_KEYS][0]
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map}
         if "date_string" in self.source:
-            self._variables["date_string"] = _DATE
+            # else Llama's templates write today's date; this is their own default
+            self._variables["date_string"] = "26 Jul 2024"
         self.call_form = CallForm()  # ChatFormat sets it while it learns the format
         specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special_tokens = sorted(specials | {name for name in tokenizer.all_special_tokens if isinstance(name, str)})

@@ -50,8 +50,6 @@ _SELECTING_SETTINGS = (
     "max_rows",
 )  # fmt: skip
 _ENCODE_ROWS = 256  # in one call of the encoder
-_HASH_THREADS = 4  # that verify the files of a cached source
-_LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")  # whose versions are in the cache key
 
 
 class SourceReader:
@@ -203,7 +201,7 @@ def _read_cached(folder: Path, name: str) -> TokenisedSource | None:
         return None
     paths = [_shard_path(folder, index) for index in range(len(metadata["sha256"]))]
     try:
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing takes longer than mapping the files
+        with ThreadPoolExecutor(4) as pool:  # hashing takes longer than mapping the files
             if list(pool.map(sha256_of, paths)) != metadata["sha256"]:
                 return None
         tables = [*map(_map_table, paths)]
@@ -236,8 +234,9 @@ def _cache_key(source: Source, dataset: DatasetRecipe, limit: int | None, encode
 
 @cache
 def _code_digest() -> str:
-    digest = hashlib.sha256(json.dumps([(name, version(name)) for name in _LIBRARIES]).encode())
-    # any change to this package may change tokens
+    # another version of these libraries, and any change to this package, may change tokens
+    libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2", "pyarrow")]
+    digest = hashlib.sha256(json.dumps(libraries).encode())
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
