@@ -144,14 +144,19 @@ class UnusedColumns:
     def error(self, blocking: list[str], ignored: list[str]) -> DataError:
         """Return the error of columns that stop a run; `ignored` are columns that the recipe leaves out."""
         names = list(dict.fromkeys(name.removeprefix(FIELD) for name in blocking))
-        kinds = {name: describe(self.uses[name].kinds) for name in blocking}
-        described = ", ".join(printable(name) + (f" ({text})" if text else "") for name, text in kinds.items())
+        described = []
+        for name in blocking:
+            kinds = self.uses[name].kinds
+            groups = {"truth values": kinds & {"truth"}, "numbers": kinds & NUMBERS, "text": kinds - NUMBERS - {"truth"}}
+            listing = " and ".join(label for label, group in groups.items() if group)
+            described.append(printable(name) + (f" ({listing})" if listing else ""))
         fixes = [fix for meaning, fix in _FIXES.items() if meaning in map(meaning_of, names)]
         if not all(name.startswith(FIELD) for name in blocking):
             fields = "instruction, input, output, system, reasoning"
             fixes.append(f"To train on a column, map it with dataset.columns (fields: {fields}).")
         fixes.append(f"To leave it out:  {override('ignore_columns', [*ignored, *names])}")
-        return DataError(f"{self.file}: unused columns may change what the model learns: {described}", "\n".join(fixes))
+        problem = f"{self.file}: unused columns may change what the model learns: {', '.join(described)}"
+        return DataError(problem, "\n".join(fixes))
 
 
 #: Kind -> pattern of a short text; the first match counts.
@@ -261,12 +266,6 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
     return not has_answer and name.lower() in ("score", "scores", "int_score", "language_score") and new_kinds <= NUMBERS
 
 
-def describe(kinds: set[str]) -> str:
-    """Return kinds of values in words, such as `numbers and text`."""
-    groups = {"truth values": kinds & {"truth"}, "numbers": kinds & NUMBERS, "text": kinds - NUMBERS - {"truth"}}
-    return " and ".join(label for label, group in groups.items() if group)
-
-
 def words_of(name: str) -> list[str]:
     """Split a name (answer_id, AnswerId) into words in lower case."""
     return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or [name.strip() or "unnamed"]
@@ -290,12 +289,9 @@ def _kind(value: Any) -> str:
         return "float"
     if isinstance(value, (int, float)):
         return "bit" if value in (0, 1) else "integer"
-    if isinstance(value, str):
-        return _text_kind(value.strip())
-    return "date" if hasattr(value, "isoformat") else "text"
-
-
-def _text_kind(text: str) -> str:
+    if not isinstance(value, str):
+        return "date" if hasattr(value, "isoformat") else "text"
+    text = value.strip()
     if len(text) > _TOKEN_CHARACTERS or "\n" in text:
         return "url" if len(text) < _URL_CHARACTERS and re.fullmatch(_PATTERNS["url"], text) else "text"
     if not text.isascii() and len(text) > _UNSPACED_CHARACTERS and _UNSPACED.search(text):
