@@ -115,8 +115,9 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     names = {*columns, *header}
     splits_pairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
     _check_columns(rows, file, "preference" if splits_pairs else dataset.format, columns)
-    if not columns and dataset.format == "auto":
-        columns = _alpaca_columns(rows)
+    if not columns and dataset.format == "auto" and not _formats_with(filled_columns := columns_with_values(rows)):
+        usual_names = next((names for names in _ALPACA_NAMES if filled_columns.issuperset(names)), ())
+        columns = dict(zip(("instruction", "output", "input"), usual_names, strict=False))
     renamed_rows = [_rename_columns(values, columns) for values in rows]
     format_name = _most_common_format(renamed_rows, file, columns) if dataset.format == "auto" else dataset.format
     row_format = "preference" if splits_pairs else format_name
@@ -144,14 +145,6 @@ _ALPACA_NAMES = [
 
 def _formats_with(columns: set[str]) -> list[str]:
     return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
-
-
-def _alpaca_columns(rows: list[Values]) -> Columns:
-    filled_columns = columns_with_values(rows)
-    if _formats_with(filled_columns):
-        return {}
-    names = next((names for names in _ALPACA_NAMES if filled_columns.issuperset(names)), ())
-    return dict(zip(("instruction", "output", "input"), names, strict=False))
 
 
 def _reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:

@@ -85,14 +85,6 @@ class DataFiles:
     def with_split(self, *splits: str | None) -> list[Path]:
         return [file for file, split in self.splits.items() if split in splits]
 
-    def require_split(self, name: str) -> list[Path]:
-        """Return the files of a split. Raise DataError without files."""
-        files = self.with_split(_SPLIT_WORDS.get(name.lower(), name))
-        if not files:
-            names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
-            raise DataError(f"{self.name}: no file is named for {printable(name)}; it has {names}", "Name one of them.")
-        return files
-
     def training_files(self) -> list[Path]:
         """Return the files to train on. Raise DataError for unclear names."""
         files, unclear = self.with_split(TRAIN, None), self.with_split(_SEVERAL_SPLITS, None)
@@ -254,7 +246,10 @@ def _local_sources(path_text: str, purpose: str, split: str | None) -> list[Sour
     if files is None:
         local_sources = _file_or_bundled(path_text, purpose)
     elif split is not None and files.is_split:
-        return list(map(_file_source, files.require_split(split)))
+        if split_files := files.with_split(_SPLIT_WORDS.get(split.lower(), split)):
+            return list(map(_file_source, split_files))
+        names = ", ".join(dict.fromkeys(name or "other files" for name in files.splits.values()))
+        raise DataError(f"{files.name}: no file is named for {printable(split)}; it has {names}", "Name one of them.")
     else:  # eval_path may name a folder with all splits, or with held-out files alone
         held_out = files.with_split(VALIDATION) or files.with_split(TEST) or files.splits
         local_sources = list(map(_file_source, files.training_files() if purpose == TRAIN else held_out))
