@@ -25,9 +25,6 @@ LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 #: fills.
 _ADDRESS_SPACE = LARGE_SEGMENT << 20
 
-#: Number of a stream; each stream has its own pools.
-Stream = int
-
 
 class OutOfMemory(Exception):
     """A request for these bytes fails even after freeing every cached block."""
@@ -71,12 +68,12 @@ class Block:
 
 
 class Pool:
-    """Blocks of one stream and size class."""
+    """Blocks of one stream and size class. `page_bytes`: a page of the class's expandable segments."""
 
-    __slots__ = ("blocks_created", "free", "is_small", "ties", "unmapped")
+    __slots__ = ("blocks_created", "free", "page_bytes", "ties", "unmapped")
 
-    def __init__(self, is_small: bool, ties: Ties) -> None:
-        self.is_small, self.ties = is_small, ties
+    def __init__(self, page_bytes: int, ties: Ties) -> None:
+        self.page_bytes, self.ties = page_bytes, ties
         self.blocks_created = 0
         self.free: list[tuple[int, int, Block]] = []  # sorted by size, then by `ties` (`BlockComparatorSize`)
         self.unmapped: list[tuple[int, Block]] = []  # sorted by address
@@ -107,13 +104,13 @@ class CachingAllocator:
         self.segments = self.peak_segments = 0  # torch does not count expandable segments
         self.live: dict[int, Block | None] = {}  # by request; None: a request for no bytes
         self._ties = ties or ties_of(version("torch"))
-        self.pools: dict[tuple[Stream, bool], Pool] = {}
+        self.pools: dict[tuple[int, bool], Pool] = {}  # by stream and whether blocks are small
         self._next_address = 0
 
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
-    def allocate(self, number: int, requested: int, stream: Stream = 0) -> None:
+    def allocate(self, number: int, requested: int, stream: int = 0) -> None:
         """Find a block as `malloc` does: best fit, new segment, or new segment without cached blocks. Raises OutOfMemory."""
         if requested == 0:
             self.live[number] = None
@@ -122,7 +119,7 @@ class CachingAllocator:
         is_small = size <= SMALL_REQUEST
         pool = self.pools.get((stream, is_small))
         if pool is None:
-            pool = self.pools[(stream, is_small)] = Pool(is_small, self._ties)
+            pool = self.pools[(stream, is_small)] = Pool(SMALL_SEGMENT if is_small else LARGE_SEGMENT, self._ties)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block is None:  # as torch does at its limit
             self.empty_cache()
@@ -242,7 +239,7 @@ class CachingAllocator:
 
     def _map(self, block: Block, size: int) -> None:
         """`map_block`: map whole pages at the start of an unmapped block."""
-        page_bytes = _page_bytes(block.pool)
+        page_bytes = block.pool.page_bytes
         mapped_bytes = min(-(-size // page_bytes) * page_bytes, block.size)
         block.pool.remove(block)
         if mapped_bytes < block.size:
@@ -256,7 +253,7 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """`unmap_block`: release the whole pages inside a free block to the driver."""
-        pool, page_bytes = block.pool, _page_bytes(block.pool)
+        pool, page_bytes = block.pool, block.pool.page_bytes
         start = -(-block.address // page_bytes) * page_bytes
         end = (block.address + block.size) // page_bytes * page_bytes
         if start >= end:
@@ -289,10 +286,6 @@ def segment_bytes(size: int) -> int:
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
-
-
-def _page_bytes(pool: Pool) -> int:
-    return SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
 
 
 def _grown_size(block: Block) -> int:

@@ -125,8 +125,13 @@ def take_step(
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU
     parameters = [parameter for _, parameter in trainable_parameters(model)]
+
+    def record_accumulation(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.recording.accumulate(grad.untyped_storage()._cdata, parameter.grad.untyped_storage()._cdata)
+
     for parameter in parameters:
-        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
+        parameter.register_hook(functools.partial(record_accumulation, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     # optimizer states exist from the second step on, so its peak is the highest
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
@@ -153,11 +158,6 @@ def save(model: Any, tracker: StorageTracker) -> None:
     gc.collect()
     tracker.phase, tracker.part = "save", "workspace"
     allocate_state_dict_copies(model, tracker)
-
-
-def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        tracker.recording.accumulate(grad.untyped_storage()._cdata, parameter.grad.untyped_storage()._cdata)
 
 
 def first_step(
@@ -208,18 +208,14 @@ def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> I
         raise
     except Exception as error:
         # some of the hundreds of model types don't run on fake tensors
+        changes = ["lean_layers=false"] if settings and settings.lean_layers is True else []
+        changes += [f"{base.setting}=false" for base in settings.requested_formats] if settings else []
+        try_own_layers = f"Try the model's own layers: {' '.join(changes)}. " if changes else ""
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
             f"{type(error).__name__}: {first_line(error)}",
-            _advice(settings),
+            f"{try_own_layers}Give another model, or report it with its config.json.",
         ) from error
-
-
-def _advice(settings: Settings | None) -> str:
-    changes = ["lean_layers=false"] if settings and settings.lean_layers is True else []
-    changes += [f"{base.setting}=false" for base in settings.requested_formats] if settings else []
-    try_own_layers = f"Try the model's own layers: {' '.join(changes)}. " if changes else ""
-    return f"{try_own_layers}Give another model, or report it with its config.json."
 
 
 @contextmanager
