@@ -18,10 +18,9 @@ from finetune.compat.trl import add_loss, narrow_tiles
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.varlen_attention import forecast_for
-from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import cast_adapters_in_turn, layer_number, materialise
-from finetune.memory.fake_tensors import SmallValues, fake_tensors
+from finetune.memory.fake_tensors import CudaFunctions, SmallValues, fake_tensors
 from finetune.memory.forecast import Batch
 from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.compat.torch import backward
 from finetune.memory.caching_allocator import MIN_BLOCK, rounded
-from finetune.memory.card_semantics import card_semantics
+from finetune.memory.fake_tensors import card_semantics
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, uses_flash
 from finetune.memory.tracker import StorageTracker
 from finetune.units import MIB
