@@ -29,11 +29,11 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
 from finetune.compat.transformers import keys_repeated, without_packing_detection
-from finetune.memory.depth import simulate_deep
+from finetune.memory.depth import Simulation, simulate_deep
 from finetune.memory.fake_model import materialise
 from finetune.memory.fake_tensors import card_semantics
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
-from finetune.memory.step import Simulation, first_step, observe
+from finetune.memory.step import first_step, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.names import catalogue

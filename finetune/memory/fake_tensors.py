@@ -1,4 +1,4 @@
-"""Context of a dry run: fake tensors on the CPU, CUDA's code paths, small tensors with values, a fast reference of delta nets."""
+"""Context of a dry run: fake tensors on the CPU, CUDA's code paths, small tensors with values, short delta nets."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from finetune.settings.schema import Decides, settings_that_decide
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from finetune.memory.depth import Simulation
     from finetune.memory.forecast import RowShape
-    from finetune.memory.step import Simulation
     from finetune.memory.tracker import Peak
     from finetune.settings import Settings
 
@@ -160,8 +160,7 @@ class LargestStep:
 
     def simulated(self) -> tuple[Simulation, str]:
         """Return the simulation, and a description of how many layers ran."""
-        from finetune.memory.depth import inspect_layers, simulate_deep
-        from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
+        from finetune.memory.depth import can_mix, inspect_layers, mix_layers, mix_resident, simulate_deep
         from finetune.memory.simulate import simulate
 
         config, settings, every = self._model_config, self.settings, self.settings.activation_checkpointing_every_n_layers

@@ -19,12 +19,13 @@ from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.compiled_layers import SplitLayers
+from finetune.memory.depth import Simulation
 from finetune.memory.fake_model import cast_adapters_in_turn, layer_number, materialise
 from finetune.memory.fake_tensors import CudaFunctions, SmallValues, fake_tensors
 from finetune.memory.forecast import Batch
 from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability
-from finetune.memory.step import Simulation, observe, save, step_errors, step_tracker, tag_auxiliary_loss, take_step
+from finetune.memory.step import observe, save, step_errors, step_tracker, tag_auxiliary_loss, take_step
 from finetune.memory.tracker import StorageTracker
 from finetune.methods import TrainingMethod, method_of
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters

@@ -6,7 +6,6 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,36 +17,12 @@ from finetune.compat.transformers import wrap_checkpoint
 from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
-from finetune.memory.depth import Depth
+from finetune.memory.depth import AUXILIARY
 from finetune.memory.fake_model import allocate_state_dict_copies, fake_dora_weights, layer_number
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for
-from finetune.memory.trace import NotRepeated, Recording, Trace
-from finetune.memory.tracker import Peak, PhaseKey, Rule, StorageTracker
+from finetune.memory.tracker import Rule, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.settings import Settings
-
-#: Phase of a mixture-of-experts router's auxiliary loss, after the loss.
-AUXILIARY = "auxiliary loss"
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """Peaks of a dry run by phase and layer."""
-
-    peaks: dict[PhaseKey, Peak]
-    #: Peak of host memory.
-    host: Peak
-    notes: tuple[str, ...] = ()
-    #: Events of the layers that ran, before repetition to `depth`; None for two mixed simulations.
-    recording: Recording | None = field(default=None, compare=False)
-    depth: Depth | None = field(default=None, compare=False)
-
-    def trace(self) -> Trace | None:
-        """Return the events at full depth; None without a recording, or where the layers' events don't repeat."""
-        try:
-            return self.recording.trace(self.depth) if self.recording else None
-        except NotRepeated:
-            return None
 
 
 @contextmanager

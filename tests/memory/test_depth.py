@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 from tiny_models import TYPES, config_values, settings
 
-from finetune.memory.depth import Depth, at_depth, inspect_layers, plan_depth, simulate_deep
+from finetune.memory.depth import AUXILIARY, Depth, at_depth, can_mix, inspect_layers, mix_layers, plan_depth, simulate_deep
 from finetune.memory.forecast import Batch
 from finetune.memory.ledger import first_layer_saves_less
-from finetune.memory.mixed_layers import can_mix, mix_layers
 from finetune.memory.simulate import simulate
-from finetune.memory.step import AUXILIARY
 from finetune.model.transformers_config import config_from
 from finetune.settings import resolved
 from finetune.settings.optimizers import OPTIMIZERS
