@@ -33,7 +33,7 @@ from finetune.memory.depth import Simulation, simulate_deep
 from finetune.memory.fake_model import materialise
 from finetune.memory.fake_tensors import card_semantics
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
-from finetune.memory.step import first_step, observe
+from finetune.memory.simulate import first_step, observe
 from finetune.memory.tracker import StorageTracker
 from finetune.model.build import build_on_meta
 from finetune.model.names import catalogue

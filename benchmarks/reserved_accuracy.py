@@ -27,7 +27,7 @@ from finetune.memory.caching_allocator import CachingAllocator, Ties
 from finetune.memory.depth import at_depth, inspect_layers, plan_depth
 from finetune.memory.fake_model import materialise
 from finetune.memory.rules import cublas_workspace_bytes, rules_for
-from finetune.memory.step import garbage_collection_paused, observe
+from finetune.memory.simulate import garbage_collection_paused, observe
 from finetune.memory.trace import RELEASED, Event, Trace
 from finetune.memory.tracker import StorageTracker
 from finetune.units import MIB

@@ -23,7 +23,7 @@ from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.ledger import DEFAULT_CAPABILITY, ledger_of
 from finetune.memory.rules import Capability
 from finetune.memory.depth import Simulation
-from finetune.memory.step import observe, save, step_errors, step_tracker, take_step
+from finetune.memory.simulate import observe, save, step_errors, step_tracker, take_step
 from finetune.memory.tracker import StorageTracker
 from finetune.model.padding import without_mask
 from finetune.planner.plan import Verdict, verdict_of

@@ -146,19 +146,6 @@ def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtype
     tracker.layer = None
 
 
-def allocate_state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Allocate and release the copies that a checkpoint's state dict makes: each 4-bit layer's nested code book."""
-    # PEFT picks the adapters from the state dict of the whole model, which calls bitsandbytes' QuantState.as_dict
-    copies = []
-    for path, module in model.named_modules():
-        nested_state = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
-        if nested_state is not None:
-            tracker.layer = layer_number(path)
-            copies.append(nested_state.code.clone())
-    tracker.layer = None
-    tracker.record()
-
-
 def layer_number(path: str) -> int | None:
     """Return the decoder layer's index in a module path; None outside the layers."""
     match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)  # the names differ by model type

@@ -111,7 +111,7 @@ class LargestStep:
             return None
 
         def replayed_peaks() -> Replay | None:
-            from finetune.memory.step import garbage_collection_paused
+            from finetune.memory.simulate import garbage_collection_paused
 
             with garbage_collection_paused(), suppress(OutOfMemory):
                 trace = self.simulated()[0].trace()
@@ -126,7 +126,7 @@ class LargestStep:
         widths = micro_batch_widths(lengths, settings.per_device_train_batch_size, self.rows.tokens, accumulation)
 
         def reserved_by_steps() -> int | None:
-            from finetune.memory.step import garbage_collection_paused
+            from finetune.memory.simulate import garbage_collection_paused
 
             # traces at two widths show how each size grows with the width
             tokens, narrow_tokens = self.rows.tokens, self.rows.tokens // 2

@@ -63,10 +63,10 @@ def probe():
 
 
 def dry_runs():
-    from finetune.memory import step
+    from finetune.memory import simulate
     from finetune.memory.ledger import LargestStep
 
-    step._tagged_checkpoint = counted(CHECKPOINT, step._tagged_checkpoint)
+    simulate._tagged_checkpoint = counted(CHECKPOINT, simulate._tagged_checkpoint)
     small = {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,

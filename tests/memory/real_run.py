@@ -25,8 +25,7 @@ from finetune.memory.depth import AUXILIARY
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import batch_of
-from finetune.memory.simulate import simulate
-from finetune.memory.step import garbage_collection_paused, observe
+from finetune.memory.simulate import garbage_collection_paused, observe, simulate
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from

@@ -26,8 +26,7 @@ from finetune.memory.device_peak import make_forecast, process_bytes
 from finetune.memory.fake_model import _packed_8bit
 from finetune.memory.forecast import PARTS, Batch, RowShape
 from finetune.memory.ledger import LargestStep
-from finetune.memory.simulate import simulate
-from finetune.memory.step import step_errors
+from finetune.memory.simulate import simulate, step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
