@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.card import find_card
-from finetune.card.allocator import expandable_segments
+from finetune.card.card import expandable_segments
 from finetune.errors import DoesNotFit, RecipeError
 from finetune.memory.allocator_replay import replay
 from finetune.memory.device_peak import forecast_of

@@ -2,7 +2,7 @@
 
 # Other places that assume NVIDIA: `kernels_by_device` in compat/transformers.py, compat/triton.py, `must_repeat_keys` in
 # model/build.py, `DEFAULT_CAPABILITY` in memory/ledger.py, `CUBLASLT_BYTES` in memory/tracker.py, `uuid` in card/cuda.py,
-# card/allocator.py, errors.py, cards.json, and texts with NVIDIA, nvidia-smi or CUDA.
+# `allocator_environment` in card/card.py, errors.py, cards.json, and texts with NVIDIA, nvidia-smi or CUDA.
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.card import cuda
-from finetune.card.allocator import has_windows_driver
+from finetune.card.card import has_windows_driver
 from finetune.compat.transformers import quiet_libraries
 from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource

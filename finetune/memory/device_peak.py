@@ -9,8 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from finetune.card.allocator import expandable_segments
-from finetune.card.card import PROCESS_BYTES
+from finetune.card.card import PROCESS_BYTES, expandable_segments
 from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import DEFAULT_CAPABILITY, LargestStep

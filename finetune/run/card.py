@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from finetune.card import cuda, nvidia
-from finetune.card.allocator import expandable_segments, has_windows_driver
+from finetune.card.card import expandable_segments, has_windows_driver
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import problem_of_torch, usable_devices
 from finetune.compat.triton import triton_problem

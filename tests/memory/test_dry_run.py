@@ -15,8 +15,7 @@ from tiny_models import config_values, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from finetune.card.allocator import expandable_segments
-from finetune.card.card import Card
+from finetune.card.card import Card, expandable_segments
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.errors import RecipeError
 from finetune.memory import cache
