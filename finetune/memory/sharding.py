@@ -49,8 +49,8 @@ Units = dict[str, tuple[Parameter, ...]]
 class Sharded:
     """Memory of one rank."""
 
-    #: (frozen, trained) bytes of each unit on the GPU.
-    resident_bytes: dict[str, tuple[int, int]]
+    #: Frozen and trained bytes on the GPU.
+    resident_bytes: tuple[int, int]
     #: Share (0 to 1) of the optimizer states on the GPU.
     optimizer_share: float
     #: All-gathered parameters at the peak, and buffers.
@@ -69,12 +69,12 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
     """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
     launch = settings.launch
     sharded = (_fsdp if launch.strategy == "fsdp" else _deepspeed)(units, settings)
-    full, shards = _by_unit(units), sharded.resident_bytes
-    removed = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
+    frozen_bytes, trained_bytes = _totals(_by_unit(units))
+    resident_frozen_bytes, resident_trained_bytes = sharded.resident_bytes
     # the dry run is the same for every strategy: subtract the other ranks' shards, add gathered parameters and buffers
     parts = dict(run.parts)
-    parts["weights"] -= sum(frozen for frozen, _ in removed.values())
-    parts["adapters"] -= sum(trained for _, trained in removed.values())
+    parts["weights"] += resident_frozen_bytes - frozen_bytes
+    parts["adapters"] += resident_trained_bytes - trained_bytes
     parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.optimizer_share) + sharded.master_bytes
     # the parts that are empty when the forward pass starts
     step_bytes = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
@@ -85,9 +85,9 @@ def shard(run: DryRun, units: Units, settings: Settings) -> DryRun:
     if peaks["eval"]:  # an evaluation may save less for later than a step does, so its start may be the peak
         model_bytes = sum(parts[name] for name in ("weights", "adapters", "optimizer"))
         peaks["eval"] = max(peaks["eval"], sharded.starting_bytes + model_bytes)
-    # quantisation states of 4-bit weights are no parameters, so they are not sharded
-    state_bytes = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
     if loads_own_rows(settings):
+        # quantisation states of 4-bit weights are no parameters, so they are not sharded
+        state_bytes = run.parts["weights"] - frozen_bytes
         peaks["load"] = sharded.loading_bytes + state_bytes
     else:
         peaks["load"] = max(run.peaks["load"], sharded.loading_bytes)
@@ -113,35 +113,32 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing_bytes = 2 * max(cards * trained for _, trained in shards.values())
     starting_bytes, gathered_bytes = _gathered_by_fsdp(units, cards)
+    gathered_bytes += reducing_bytes
     # Of 4-bit weights a rank loads its own rows (finetune/model/build.py), beside one 16-bit matrix and its codes at a time.
     # Otherwise each rank loads the full model. accelerate keeps the unsharded parameters until all are sharded
     # (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
-    unsharded_bytes = sum(trained + (0 if own_rows else frozen) for frozen, trained in _by_unit(units).values())
-    quantising_bytes = _quantising_bytes(parameters) if own_rows else 0
-    trained_bytes = sum(trained for _, trained in shards.values())
-    gathered_bytes += reducing_bytes
+    all_frozen_bytes, all_trained_bytes = _totals(_by_unit(units))
+    unsharded_bytes = all_trained_bytes + (0 if own_rows else all_frozen_bytes)
+    # Codes are stored as one column, a 16-bit element for 4 codes.
+    codes_bytes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
+    quantising_bytes = 5 * max(codes_bytes, default=0) if own_rows else 0
+    frozen_bytes, trained_bytes = _totals(shards)
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
-        frozen_bytes = sum(frozen for frozen, _ in shards.values())
         loading_bytes = frozen_bytes + max(unsharded_bytes + trained_bytes, quantising_bytes)
         full_trained_bytes = sum(parameter.size_bytes for parameter in parameters if parameter.trained)
         optimizer_share = min(1.0, trained_bytes / max(1, full_trained_bytes))
-        return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, starting_bytes=starting_bytes)
+        resident_bytes = frozen_bytes, trained_bytes
+        return Sharded(resident_bytes, optimizer_share, gathered_bytes, loading_bytes, starting_bytes=starting_bytes)
     # With offload, shards, their gradients and AdamW's two states are in pinned memory; the shards of two units are on the card
     # at a time (_fsdp_param.py, FSDPParam.all_gather_inputs).
     host_bytes = sum(pinned_bytes(_bytes_by_row(parameter, cards)) for parameter in parameters) + 3 * trained_bytes
     arriving_bytes = 2 * max(map(sum, shards.values()))
     loading_bytes = max(unsharded_bytes + (trained_bytes if own_rows else 0), quantising_bytes)
     return Sharded(
-        dict.fromkeys(shards, (0, 0)), 0.0, gathered_bytes + arriving_bytes, loading_bytes,
+        (0, 0), 0.0, gathered_bytes + arriving_bytes, loading_bytes,
         host_bytes=host_bytes, starting_bytes=starting_bytes + arriving_bytes,
     )  # fmt: skip
-
-
-def _quantising_bytes(parameters: list[Parameter]) -> int:
-    # the largest 16-bit matrix and its codes, which are stored as one column, a 16-bit element for 4 codes
-    codes_bytes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
-    return 5 * max(codes_bytes, default=0)
 
 
 def _gathered_by_fsdp(units: Units, cards: int) -> tuple[int, int]:
@@ -167,8 +164,8 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     hidden = max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
     cards, offloads = launch.num_processes, launch.offload != "none"
     full_bytes = _by_unit(units)
-    all_bytes = sum(map(sum, full_bytes.values()))
-    adapter_bytes = sum(trained for _, trained in full_bytes.values())
+    weight_bytes, adapter_bytes = _totals(full_bytes)
+    all_bytes = weight_bytes + adapter_bytes
     # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
     # (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer). Offload moves them to host memory (offload_config.py).
     rank_adapter_bytes = -(-adapter_bytes // cards)  # one rank's adapters in fp32: master copy, gradient of the step
@@ -178,7 +175,7 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
     buffer_bytes = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
     if launch.zero_stage == 2:
-        return Sharded(full_bytes, optimizer_share, buffer_bytes, all_bytes, master_bytes, host_bytes)
+        return Sharded((weight_bytes, adapter_bytes), optimizer_share, buffer_bytes, all_bytes, master_bytes, host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = _by_unit(units, lambda parameter: _bytes_by_element(parameter, cards))
     parameters = list(itertools.chain(*units.values()))
@@ -193,15 +190,13 @@ def _deepspeed(units: Units, settings: Settings) -> Sharded:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
         # transformers excludes quantised models from that flag (finetune/distributed.py,
         # accelerate_configuration; transformers/modeling_utils.py, PreTrainedModel.get_init_context).
-        loading_bytes = all_bytes + sum(map(sum, shards.values()))
-        return Sharded(shards, optimizer_share, gathered_bytes, loading_bytes, master_bytes, host_bytes)
+        shard_bytes = _totals(shards)
+        return Sharded(shard_bytes, optimizer_share, gathered_bytes, all_bytes + sum(shard_bytes), master_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
     host_bytes += sum(pinned_bytes(_bytes_by_element(parameter, cards)) for parameter in parameters)
     host_bytes += NVME_BUFFER_ELEMENTS * item_bytes if launch.offload == "nvme" else 0
-    return Sharded(
-        dict.fromkeys(shards, (0, 0)), optimizer_share, gathered_bytes + arriving_bytes, all_bytes, master_bytes, host_bytes
-    )
+    return Sharded((0, 0), optimizer_share, gathered_bytes + arriving_bytes, all_bytes, master_bytes, host_bytes)
 
 
 def _by_unit(units: Units, size: Callable[[Parameter], int] = attrgetter("size_bytes")) -> dict[str, tuple[int, int]]:
@@ -210,6 +205,10 @@ def _by_unit(units: Units, size: Callable[[Parameter], int] = attrgetter("size_b
         for parameter in parameters:
             sums[name][parameter.trained] += rounded(size(parameter))
     return {name: (frozen, trained) for name, (frozen, trained) in sums.items()}
+
+
+def _totals(unit_bytes: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(frozen for frozen, _ in unit_bytes.values()), sum(trained for _, trained in unit_bytes.values())
 
 
 # Bytes of the largest shard, whole rows or whole elements each.
