@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,13 @@ def import_without_listing_packages() -> None:
 @contextmanager
 def cuda_loss() -> Iterator[None]:
     """Temporarily allocate TRL's loss as on CUDA, without computing."""
-    with ExitStack() as stack:
-        # on trained positions only
-        stack.enter_context(replace("trl.trainer.utils._use_triton", lambda device: True))
+    with (
+        replace("trl.trainer.utils._use_triton", lambda device: True),  # on trained positions only
         # kernels that work in place where a CPU allocates tensors
-        stack.enter_context(replace(f"{_TILES}._forward_tile", lambda *_, **__: None))
-        stack.enter_context(replace(f"{_TILES}._backward_tile", lambda *_, **__: None))
-        stack.enter_context(replace(f"{_TILES}._addmm_fp32", lambda *_, **__: None))
+        replace(f"{_TILES}._forward_tile", lambda *_, **__: None),
+        replace(f"{_TILES}._backward_tile", lambda *_, **__: None),
+        replace(f"{_TILES}._addmm_fp32", lambda *_, **__: None),
+    ):
         yield
 
 
