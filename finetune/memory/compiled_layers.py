@@ -34,13 +34,10 @@ _UNFUSED_PARTS = ("attention", "attn")
 class SplitLayers:
     """Decoder layers split as the compiler would split them; layers of one kind and input shape share a split."""
 
-    def __init__(self, *, selective: bool) -> None:
+    def __init__(self, layers: list[torch.nn.Module], *, selective: bool) -> None:
         # `selective`: recomputed layers save attention's outputs; `problem`: why a layer runs unsplit
         self.selective, self.problem = selective, ""
         self._split_functions: dict[Any, _Function | None] = {}
-
-    def patch_forwards(self, layers: list[torch.nn.Module]) -> None:
-        """Run the split graph of each layer in place of its forward."""
         for layer in layers:
             layer.forward = functools.partial(self._run, layer)  # type: ignore[method-assign]
 

@@ -249,9 +249,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         cast_trainable(model, torch.float32)  # PEFT creates adapters in fp32
         add_loss(model)
         observe(model, tracker)
-        split_layers = SplitLayers(selective=settings.activation_checkpointing == "selective")
-        if settings.torch_compile:
-            split_layers.patch_forwards(decoder_layers(model))
+        compiled_layers = decoder_layers(model) if settings.torch_compile else []
+        split_layers = SplitLayers(compiled_layers, selective=settings.activation_checkpointing == "selective")
         with (
             forecast_for(capability),
             auxiliary_loss(functools.partial(tag_auxiliary_loss, tracker)),
@@ -274,7 +273,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
             size = f"{batch.tokens} x {batch.tokens}"
             notes = (f"padded rows of this model need a {size} attention mask each, counted as activations", *notes)
-        del model, split_layers  # so that `step_tracker` collects them when it ends
+        del model, compiled_layers, split_layers  # so that `step_tracker` collects them when it ends
     return Simulation(tracker.peaks, tracker.host, notes, tracker.recording)
 
 
@@ -294,7 +293,7 @@ def _run(
         # the trainer moves all micro-batches of a step to the GPU first; text batches are small, so one is counted
         count = settings.gradient_accumulation_steps if settings.vision is True else 1
         batches.extend(_inputs(settings, batch, tracker) for _ in range(count))
-        return _forward(method, model, batch, batches[-1], tracker, "forward")
+        return _forward(method, model, batch, batches[-1])
 
     # as transformers' Trainer creates it
     optimizer_type, kwargs = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
@@ -311,7 +310,7 @@ def _run(
             semantics.trained_tokens = held_out.trained_tokens
         with torch.no_grad():
             tracker.phase = "eval"
-            _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
+            _forward(method, model, held_out, _inputs(settings, held_out, tracker))
 
 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
@@ -331,11 +330,8 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
     return inputs | method_of(settings).dry_run_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
-def _forward(
-    method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
-) -> torch.Tensor:
+def _forward(method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any]) -> torch.Tensor:
     """Run forward and loss like `RunTrainer.compute_loss`."""
-    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
     # rows of equal length need no mask
     needs_mask = (batch.padded and batch.rows > 1) or method.settings.vision is True
     losses = method.loss(_AutocastModel(model, method.settings), inputs if needs_mask else without_mask(inputs))
