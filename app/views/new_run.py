@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.find import catalogue_sizes, find_card
-from finetune.card.visible import cards_here, usable_devices
+from finetune.card.visible import usable_devices
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 from finetune.planner.history import read_history
@@ -194,7 +194,7 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
     try:
         find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     except FinetuneError as error:
-        has_other_gpu = bool(cards_here()) and recipe.gpu != AUTO
+        has_other_gpu = bool(usable_devices()) and recipe.gpu != AUTO
         return Blocker(error.title, error.problems, error.fix, f"gpu={AUTO}" if has_other_gpu else "", is_elsewhere=True)
     return None
 

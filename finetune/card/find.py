@@ -120,9 +120,9 @@ def _name_of_device(device: Device) -> str | None:
 
 
 def _catalogue_card(gpu: str) -> Card:
-    if name := _catalogue_name(gpu):
-        return _from_entry(name)
     typed_key, names = _search_key(gpu), {_search_key(name): name for name in _entries()}
+    if name := names.get(typed_key) or _catalogue_name(gpu, names):
+        return _from_entry(name)
     completions = [key for key in names if typed_key and key.startswith(typed_key)][:4]
     similar = [names[key] for key in completions or difflib.get_close_matches(typed_key, names, n=3, cutoff=0.55)]
     fix = (
@@ -132,10 +132,7 @@ def _catalogue_card(gpu: str) -> Card:
     raise NoCard(problem, f"{fix} For several GPUs, also set launch.num_processes.")
 
 
-def _catalogue_name(typed: str) -> str | None:
-    names = {_search_key(name): name for name in _entries()}
-    if exact := names.get(_search_key(typed)):
-        return exact
+def _catalogue_name(typed: str, names: dict[str, str]) -> str | None:
     driver_names = [name for name, entry in _entries().items() if _normalised(entry["device"]) == _normalised(typed)]
     if len(driver_names) == 1:  # several catalogue cards share a driver name
         return driver_names[0]

@@ -10,6 +10,7 @@ from finetune.card.nvidia import Build, Device, Driver, DriverError, LostCard, d
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
+_NO_CARD_FIX = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 _UNTOUCHED = "untouched"
 #: CUDA_VISIBLE_DEVICES before `hide_gpus` replaced it; None: not set.
 _before_hiding: str | None = _UNTOUCHED
@@ -61,14 +62,6 @@ def usable_devices() -> tuple[Device, ...]:
         return visible(nvidia.read_devices()[0])
     except DriverError:
         return ()
-
-
-_NO_CARD_FIX = "Plan for a GPU of the catalogue (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
-
-
-def cards_here() -> list[tuple[str, str]]:
-    """Return a label and the index of each usable GPU."""
-    return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
 def choose_device(

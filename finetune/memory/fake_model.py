@@ -18,8 +18,6 @@ from finetune.model.adapters import LOADED_ROWS, TRAINED_ROWS, trainable_paramet
 
 #: Attribute of a loaded embedding table: its number of rows, including rows of new tokens.
 GROWN_ROWS = "_grown_rows"
-#: Phases in which adapters are created and cast; in a run they are parts of loading.
-ADAPTERS, CASTS = "adapters", "casts"
 
 
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
@@ -54,7 +52,7 @@ class _Loading:
                 self._offloading.finish()
 
     def create_adapters(self) -> None:
-        self._tracker.phase = ADAPTERS
+        self._tracker.phase = "adapters"  # in a run a part of loading, like "casts"
         # PEFT creates adapters in the model's dtype, computes DoRA's magnitudes, and at the end casts each to fp32
         self._create_uncast_adapters()
         for path, module in self._model.named_modules():
@@ -136,7 +134,7 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
 def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
     """Cast the adapters, which PEFT creates in fp32, to each of `dtypes` in turn."""
     # a separate phase: with all layers, casts may need more memory than loading, though they need less with a few layers
-    tracker.phase = CASTS
+    tracker.phase = "casts"
     for dtype in dtypes:
         for name, parameter in trainable_parameters(model):
             if "lora_magnitude_vector" not in name and parameter.dtype != dtype:

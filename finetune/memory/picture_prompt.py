@@ -27,8 +27,6 @@ from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
 from finetune.settings.compatibility import Sizes
 
-_FACTS_FILE = Path(__file__).parents[1] / "model" / "picture_processors.json"
-
 
 @dataclass(frozen=True)
 class PicturePrompt:
@@ -137,5 +135,6 @@ def _prompt_of(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> 
 
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    facts: dict[str, dict[str, Any]] = json.loads(_FACTS_FILE.read_text(encoding="utf-8"))["types"]
+    path = Path(__file__).parents[1] / "model" / "picture_processors.json"
+    facts: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["types"]
     return facts | {other: row for row in facts.values() for other in row.get("also", ())}

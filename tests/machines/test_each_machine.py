@@ -12,7 +12,7 @@ from app.planning import Questions
 from app.views.new_run import blocker_of
 from app.worker import Work
 from finetune.card import find_card, record_measurement
-from finetune.card.visible import cards_here
+from finetune.card.visible import usable_devices
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import ForecastCheck, Phase, Step, newest, read_events
@@ -116,9 +116,10 @@ def test_the_context_is_part_of_the_need_and_not_taken_from_the_budget_as_well(m
 
 def test_the_page_offers_each_card_of_the_machine_and_none_without_a_driver(machine):
     machine("two-3090")
-    assert cards_here() == [("0: NVIDIA GeForce RTX 3090", "0"), ("1: NVIDIA GeForce RTX 3090", "1")]
+    name = "NVIDIA GeForce RTX 3090"
+    assert [(device.index, device.name) for device in usable_devices()] == [("0", name), ("1", name)]
     machine("t4", "start = 9")
-    assert cards_here() == []
+    assert usable_devices() == ()
 
 
 @pytest.mark.slow

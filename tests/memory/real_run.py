@@ -22,7 +22,6 @@ import finetune.model.build
 import finetune.model.techniques
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.depth import AUXILIARY
-from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import batch_of
 from finetune.memory.simulate import garbage_collection_paused, observe, simulate
@@ -113,7 +112,7 @@ def forecast(plan) -> dict[str, int]:
 def by_phase(tracked) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for (phase, _), peak in tracked.peaks.items():
-        phase = {AUXILIARY: "loss", ADAPTERS: "load", CASTS: "load"}.get(phase, phase)  # in a real run these are one
+        phase = {AUXILIARY: "loss", "adapters": "load", "casts": "load"}.get(phase, phase)  # in a real run these are one
         peaks[phase] = max(peaks.get(phase, 0), peak.total())
     return peaks
 
