@@ -50,11 +50,10 @@ class _AllocationKey(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Consecutive events of one layer (-1: no layer) in one section; `run` counts the layer's chunks there."""
+    """Consecutive events of one layer (-1: no layer) in one section."""
 
     section: int
     layer: int
-    run: int
     events: list[Event]
 
 
@@ -157,7 +156,7 @@ class _Deepening:
         runs: Counter[tuple[int, int]] = Counter()
         for (section, layer), recorded in groupby(events, key=itemgetter(2, 3)):
             chunk_key = (section, layer, runs[(section, layer)])
-            chunk = _Chunk(*chunk_key, [event[:2] for event in recorded])
+            chunk = _Chunk(section, layer, [event[:2] for event in recorded])
             runs[(section, layer)] += 1
             sizes = self._sizes[chunk_key] = []
             for number, size in chunk.events:
@@ -198,7 +197,7 @@ class _Deepening:
 
     def _append(self, chunk: _Chunk, layer: int, *, is_copy: bool = False) -> None:
         """Add a chunk's events at `layer` of the full model."""
-        numbers, section, nth = self._numbers_by_key, chunk.section, 0
+        numbers, section = self._numbers_by_key, chunk.section
         for recorded_number, size in chunk.events:
             if size == RELEASED:
                 key = self._released_key(self._keys[recorded_number], chunk.layer, layer)
@@ -214,10 +213,10 @@ class _Deepening:
             if is_persistent:
                 self.persistent.add(number)
                 continue
-            numbers[_AllocationKey(section, layer, chunk.run, nth)] = number
+            key = self._keys[recorded_number]
+            numbers[key._replace(layer=layer)] = number
             if is_copy:
-                self._original_of[number] = _AllocationKey(section, chunk.layer, chunk.run, nth)
-            nth += 1
+                self._original_of[number] = key
 
     def _released_key(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
         """Return the key of the allocation released when the release of `key` is copied between layers."""
@@ -228,7 +227,7 @@ class _Deepening:
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
         shallow_layer = self._depth.shallow_index(layer)
         nth = key.nth if shallow_layer == key.layer else self._corresponding_nth(key, shallow_layer)
-        return _AllocationKey(key.section, layer, key.run, nth)
+        return key._replace(layer=layer, nth=nth)
 
     def _corresponding_nth(self, key: _AllocationKey, layer: int) -> int:
         sizes = self._sizes[key[:3]]
@@ -257,7 +256,7 @@ class _Deepening:
         key, depth = self._keys[recorded_number], self._depth
         for repetition in range(depth.times + 1 if key.layer in depth.middle else 1):
             layer = depth.full_index(key.layer) + repetition * depth.period
-            yield self._numbers_by_key[_AllocationKey(key.section, layer, key.run, key.nth)]
+            yield self._numbers_by_key[key._replace(layer=layer)]
 
 
 # Whether a section runs from the last layer to the first, as the neighbouring chunks show.
