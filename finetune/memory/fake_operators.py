@@ -102,7 +102,13 @@ def _output_specs(out: Any, tensors: list[FakeTensor]) -> tuple[tuple[_OutputSpe
             continue
         if type(leaf) is not FakeTensor or leaf.constant is not None:
             return None
-        spec = _output_spec(leaf, tensors, storages)
+        argument_number = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
+        if argument_number is not None:
+            specs.append(_OutputSpec(argument_number))
+            continue
+        storage = leaf.untyped_storage()._cdata
+        source = storages.index(storage) if storage in storages else None
+        spec = _OutputSpec(source, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device)
         if not _is_same(_build(spec, tensors), leaf):
             return None
         specs.append(spec)
@@ -110,15 +116,6 @@ def _output_specs(out: Any, tensors: list[FakeTensor]) -> tuple[tuple[_OutputSpe
     if len(set(new_ids)) < len(new_ids):  # outputs share a new storage; `_build` would give each a different one
         return None
     return tuple(specs), type(out) if isinstance(out, (list, tuple)) else None
-
-
-def _output_spec(leaf: FakeTensor, tensors: list[FakeTensor], storages: list[int]) -> _OutputSpec:
-    argument_number = next((number for number, tensor in enumerate(tensors) if tensor is leaf), None)
-    if argument_number is not None:
-        return _OutputSpec(argument_number)
-    storage = leaf.untyped_storage()._cdata
-    source = storages.index(storage) if storage in storages else None
-    return _OutputSpec(source, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device)
 
 
 def _build(spec: _OutputSpec, tensors: list[FakeTensor]) -> FakeTensor:
