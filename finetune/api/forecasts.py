@@ -17,12 +17,12 @@ from finetune.card import find_card
 from finetune.card.card import expandable_segments
 from finetune.errors import DoesNotFit, RecipeError
 from finetune.memory.allocator_replay import replay
+from finetune.memory.depth import Simulation
 from finetune.memory.device_peak import forecast_of
 from finetune.memory.fake_model import layer_number
 from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.ledger import DEFAULT_CAPABILITY, ledger_of
 from finetune.memory.rules import Capability
-from finetune.memory.depth import Simulation
 from finetune.memory.simulate import observe, save, step_errors, step_tracker, take_step
 from finetune.memory.tracker import StorageTracker
 from finetune.model.padding import without_mask

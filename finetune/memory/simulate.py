@@ -18,10 +18,10 @@ from finetune.compat.bitsandbytes import replaced_state_buffers
 from finetune.compat.torch import backward
 from finetune.compat.transformers import auxiliary_loss, keys_repeated, trainers_optimizer, wrap_checkpoint
 from finetune.compat.trl import add_loss, narrow_tiles
-from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
+from finetune.layers.layer_offloading import offload_embedding, offloading_of
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.depth import AUXILIARY, Simulation

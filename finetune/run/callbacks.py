@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from finetune.distributed import all_reduce_max
 from finetune.card.card import has_windows_driver
+from finetune.distributed import all_reduce_max
 from finetune.errors import FinetuneError, RecipeError
 from finetune.events import Compiled, EventWriter, Memory, Step
 from finetune.layers.compiled import Compilations

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from finetune import errors
-from finetune.distributed import Launcher, is_distributed
 from finetune.card.card import allocator_environment
+from finetune.distributed import Launcher, is_distributed
 from finetune.events import Event, EventReader, EventWriter, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
