@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "browser_files.py"
 
 
 def test_the_lockfile_has_hashes_and_names_no_registry():

@@ -76,7 +76,7 @@ def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
     zoom = chart_of(page, "chart.zoom")
     scales = "chart.charts.map(({u}) => [u.scales.x.min, u.scales.x.max])"
     for number in range(601, 611):
-        append(run, [step(number), *([Evaluation(step=number, eval_loss=0.5, eval_s=1.0)] if number == 605 else [])])
+        append(run, step(number), *([Evaluation(step=number, eval_loss=0.5, eval_s=1.0)] if number == 605 else []))
         drawn_steps(page, number)
         assert chart_of(page, scales) == [zoom, zoom]
     assert page.evaluate("document.querySelector('ft-chart').dataset.mine") == "yes"
@@ -118,7 +118,7 @@ def test_a_run_of_no_step_and_of_one(served, visit):
     run = make_run(served.runs, "short", [Start(resumed_from=None, step=0)], 10)
     page = visit("run?run=short")
     page.wait_for_selector("ft-chart .ftc-note >> text=No step yet.")
-    append(run, [step(1, total=10)])
+    append(run, step(1, total=10))
     drawn_steps(page, 1)
     page.wait_for_selector("ft-chart .ftc-note", state="hidden")
     assert legend(page).startswith("step: 1 each step: 3.000")
@@ -178,14 +178,14 @@ def test_a_tick_is_one_small_request_and_none_in_a_hidden_tab(served, visit):
     page = visit("run?run=counted")
     drawn_steps(page, 500)
     sizes = "performance.getEntriesByType('resource').filter((x) => /have=.*-/.test(x.name))"
-    append(run, steps(501, 511))
+    append(run, *steps(501, 511))
     drawn_steps(page, 511)
     wait_for(page, f"{sizes}.length")
     assert max(page.evaluate(f"{sizes}.map((x) => x.decodedBodySize)")) < 4096
     page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
     wait_for(page, "!chart.isPolling")
     asked = page.evaluate(f"{sizes}.length")
-    append(run, [step(512), step(513)])
+    append(run, step(512), step(513))
     page.wait_for_timeout(2500)
     assert page.evaluate(f"{sizes}.length") == asked and chart_of(page, "chart.runs[0].step") < 513
     page.evaluate(

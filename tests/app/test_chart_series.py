@@ -15,7 +15,6 @@ from app.pages.run import RunPage
 from app.views.charts import chart_data
 from app.views.runs import peak_beside_forecast
 from app.web.followed import explain_errors
-from app.web.guard import READ
 from app.workspace import Workspace
 from finetune.events import Checkpoint, Evaluation, Retry, Start, Step
 from finetune.files import write_json
@@ -50,10 +49,6 @@ def get(run, tmp_path):
     return request
 
 
-def write(run, *events):
-    append(run, events)
-
-
 def losses(first, last, total=3000):
     chance = random.Random(first)
     return [step_event(step, total, chance) for step in range(first, last + 1)]
@@ -83,12 +78,12 @@ class Client:
 def test_what_is_sent_in_parts_is_what_is_sent_at_once(run, live):
     client = Client(live)
     for first in range(1, 900, 37):
-        write(run, *losses(first, first + 36), Evaluation(step=first, eval_loss=1.0, eval_s=1.0))
+        append(run, *losses(first, first + 36), Evaluation(step=first, eval_loss=1.0, eval_s=1.0))
         client.tick()
-    write(run, Retry(attempt=2, reason="out of memory", changes={}), Start(resumed_from="checkpoint-800", step=800))
+    append(run, Retry(attempt=2, reason="out of memory", changes={}), Start(resumed_from="checkpoint-800", step=800))
     client.tick()
-    write(run, *losses(801, 1000), Step(step=1001, total_steps=3000, loss=float("nan")))
-    write(run, Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))  # sealed later
+    append(run, *losses(801, 1000), Step(step=1001, total_steps=3000, loss=float("nan")))
+    append(run, Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))  # sealed later
     client.tick()
     at_once = Client(live)
     at_once.tick()
@@ -97,34 +92,33 @@ def test_what_is_sent_in_parts_is_what_is_sent_at_once(run, live):
     assert [bins[3] for index, bins in client.series["loss"].items() if index != "width" and len(bins) > 3] == [1]
 
 
-def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
+def test_a_tick_sends_only_the_bins_of_new_steps_and_an_unknown_key_is_answered_with_everything(run, live):
     client = Client(live)
-    write(run, *losses(1, 2000))
+    append(run, *losses(1, 2000))
     live.refresh()
     first = client.tick()
     assert first["series"]["loss"]["width"] == 4
-    write(run, *losses(2001, 2003))
+    append(run, *losses(2001, 2003))
     news = client.tick()
     assert len(news["series"]["loss"]["bins"]) == 1 and len(json.dumps(news)) < 0.05 * len(json.dumps(first))
-
-
-def test_an_unknown_key_is_answered_with_everything(run, live):
-    write(run, *losses(1, 50))
-    newest = chart_data(live)["have"]
-    assert chart_data(live, newest)["from"] == 50
+    newest = client.have
+    assert chart_data(live, newest)["from"] == 2003
     for have in ("x", "\0", newest[1:], f"{newest}x", "00000000-0.50"):
         assert chart_data(live, have)["from"] == 0
-    write(run, Start(resumed_from="checkpoint-20", step=20), *losses(21, 22))
+    append(run, Start(resumed_from="checkpoint-20", step=20), *losses(21, 22))
     assert chart_data(live, newest)["from"] == 0
     run.events.unlink()
-    write(run, *losses(1, 3))
+    append(run, *losses(1, 3))
     news = chart_data(live, newest)
     assert (news["from"], news["step"], len(news["series"]["loss"]["bins"])) == (0, 3, 3)
 
 
-def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_other_programs(run, live):
+def test_a_run_without_steps_has_panels_and_only_the_line_of_the_process_is_of_the_forecasts_kind(live, run):
+    news = chart_data(live)
+    assert (news["step"], news["series"]) == (0, {})
+    assert [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
     memory = {"reserved_bytes": 7 * GIB, "card_used_bytes": 9 * GIB, "other_processes_bytes": GIB}
-    write(run, Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB, **memory))
+    append(run, Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB, **memory))
     news = chart_data(live)
     panel = news["panels"][1]
     newest = {line["kind"]: news["series"][line["name"]]["bins"][-1][1] + line["add"] for line in panel["lines"]}
@@ -134,38 +128,18 @@ def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_oth
     assert peak_beside_forecast(live) == "9.0 / 12.0"
 
 
-def test_a_run_without_steps_has_panels_and_no_points(live):
-    news = chart_data(live)
-    assert (news["step"], news["series"]) == (0, {})
-    assert [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
-
-
-@pytest.mark.parametrize("wrong", [{"tab": "none"}, {"order": "<script>"}])
-def test_a_wrong_tab_is_refused_in_a_sentence(get, wrong):
-    status, text = get(**{"tab": "details"} | wrong)
-    assert status == 400 and text.endswith(".")
-    assert "messages" in json.loads(get(tab="details")[1])["parts"]
-
-
-@pytest.mark.parametrize("name", ["nothing", "..", ".app", "x" * 200, "\u00e9" * 200, "a\x00b"])
-def test_a_name_of_no_run_is_not_found(get, name):
-    assert get(name) == (404, "There is no such run.")
-
-
-def test_a_run_whose_plan_is_damaged_is_said_to_be(get, run):
-    run.plan.write_text("{")
-    status, text = get()
-    assert status == 409 and "one/plan.json can't be read" in text
-
-
-def test_an_answer_is_strict_json_of_bounded_size(get, run):
-    write(run, *losses(1, 800), Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))
-    write(run, Step(step=801, total_steps=3000, loss=float("inf")))
+def test_an_answer_is_strict_json_of_bounded_size_and_what_is_wrong_is_refused_in_a_sentence(get, run):
+    append(run, *losses(1, 800), Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))
+    append(run, Step(step=801, total_steps=3000, loss=float("inf")))
     status, text = get()
     assert status == 200 and len(text) < 200_000
     json.loads(text, parse_constant=lambda name: pytest.fail(name))
-
-
-@pytest.mark.parametrize(("path", "passes"), [("one", True), ("other run", True), ("Läufe", True), ("a\nb", False)])
-def test_the_guard_lets_a_run_of_any_name_pass(path, passes):
-    assert bool(READ.fullmatch(f"/ft/series/{path}")) == passes == bool(READ.fullmatch(f"/ft/run/{path}"))
+    assert "messages" in json.loads(get(tab="details")[1])["parts"]
+    for wrong in ({"tab": "none"}, {"order": "<script>"}):
+        status, text = get(**{"tab": "details"} | wrong)
+        assert status == 400 and text.endswith("."), wrong
+    for name in ("nothing", "..", ".app", "x" * 200, "\u00e9" * 200, "a\x00b"):
+        assert get(name) == (404, "There is no such run."), name
+    run.plan.write_text("{")
+    status, text = get()
+    assert status == 409 and "one/plan.json can't be read" in text

@@ -25,36 +25,24 @@ def parsed(text):
     return ElementTree.fromstring(f"<root>{text}</root>")
 
 
-def test_a_gap_breaks_the_line_and_a_value_between_two_gaps_is_drawn():
+def test_a_gap_breaks_the_line_flat_and_huge_values_stay_inside_the_picture_and_an_empty_run_is_no_error():
     text = drawn((1.0, 1.0), (2.0, 2.0), (2.5, None), (3.0, 3.0), (3.5, None), (4.0, 1.0), (5.0, 2.0))
     assert len(re.findall("<polyline", text)) == 3
-
-
-def test_an_empty_run_is_drawn_without_an_error():
+    for points in ([(1.0, 5.0), (2.0, 5.0)], [(1.0, 1e-12), (2.0, 1e12)], [(0.0, 0.0), (1.0, 0.0)]):
+        heights = [float(part.split(",")[1]) for part in re.findall(r"[\d.]+,-?[\d.]+", drawn(*points))]
+        assert heights and all(0 <= height <= 100 for height in heights)
     assert drawn() == drawn((1.0, None)) == "" and not histogram([], None)
     assert parsed(sparkline([], "no step yet")) is not None
 
 
-def test_flat_and_huge_values_stay_inside_the_picture():
-    for points in ([(1.0, 5.0), (2.0, 5.0)], [(1.0, 1e-12), (2.0, 1e12)], [(0.0, 0.0), (1.0, 0.0)]):
-        heights = [float(part.split(",")[1]) for part in re.findall(r"[\d.]+,-?[\d.]+", drawn(*points))]
-        assert heights and all(0 <= height <= 100 for height in heights)
-
-
-def test_every_text_in_a_picture_is_inert():
+def test_texts_of_pictures_and_tables_are_inert_unless_made_here_and_keep_lines_without_escape_sequences():
     text = svg_chart(HOSTILE, [Line(HOSTILE, [(1.0, 1.0), (2.0, 2.0)], "loss")], lambda value: HOSTILE)
     assert {element.tag for element in parsed(text).iter()}.isdisjoint({"img", "script"})
     assert "\x1b" not in text and "‮" not in text
-
-
-def test_table_cells_are_inert_unless_made_here():
     text = table([HOSTILE, ">b"], [[HOSTILE, Safe("<b>ours</b>")]], HOSTILE)
     tags = [element.tag for element in parsed(text).iter()]
     assert "img" not in tags
     assert tags.count("b") == 1
-
-
-def test_plain_text_has_no_escape_sequences_and_keeps_lines():
     assert plain("a\x1b[2J\x1b]0;title\x07b\nc\td\x00\x9b") == "ab\nc\td"
     assert inert("x" * 50, 10) == "xxxxxxxxx…"
 
@@ -88,12 +76,16 @@ def few_bins():
 
 @given(VALUES)
 @settings(deadline=None)
-def test_lowest_and_highest_first_and_last_value_stay(values):
+def test_lowest_and_highest_first_and_last_value_stay_and_a_missing_value_is_counted_and_leaves_a_gap(values):
     series, finite = filled(values), [value for value in values if isinstance(value, float)]
     bins = [part for part in series.bins.values() if part.count]
     ends = (series.lowest_bin.low, max(part.high for part in bins), series.first, series.last) if finite else None
     assert ends == ((min(finite), max(finite), finite[0], finite[-1]) if finite else None)
     assert sum(part.count for part in bins) == len(finite)
+    assert sum(part.missing for part in series.bins.values()) == len(values) - len(finite)
+    gaps = [step for step, value in series.points(highest=True) if value is None]
+    assert gaps == [step for step, value in series.points() if value is None]
+    assert len(gaps) == sum(not part.count for part in series.bins.values())
 
 
 @given(VALUES, st.integers(1, 399))
@@ -104,16 +96,6 @@ def test_appending_leaves_earlier_bins_as_they_are(values, cut):
         ended = (index + 1) * before.width <= cut
         if ended and before.width == after.width:
             assert after.bins[index] == part
-
-
-@given(VALUES)
-@settings(deadline=None)
-def test_a_value_that_is_missing_is_counted_and_leaves_a_gap(values):
-    series = filled(values)
-    assert sum(part.missing for part in series.bins.values()) == sum(not isinstance(value, float) for value in values)
-    gaps = [step for step, value in series.points(highest=True) if value is None]
-    assert gaps == [step for step, value in series.points() if value is None]
-    assert len(gaps) == sum(not part.count for part in series.bins.values())
 
 
 @given(st.permutations(range(1, 60)))

@@ -47,7 +47,7 @@ def turn(identity, text, error="", **answers):
     return {"kind": "turn", "time_s": 1.0, "id": identity, "text": text, "answers": answers, "error": error}
 
 
-def test_turns_have_the_answers_as_far_as_they_are(chats_with):
+def test_turns_have_the_answers_as_far_as_they_are_and_each_model_continues_with_its_own(chats_with):
     base, tuned = {"text": "b1"}, {"text": "t1", "tokens": 2, "tokens_per_s": 8.0, "stopped": True}
     chats, run = chats_with(
         turn("a", "one?", base=base), turn("b", "two?", "no memory"), turn("a", "one?", base=base, tuned=tuned)
@@ -57,9 +57,6 @@ def test_turns_have_the_answers_as_far_as_they_are(chats_with):
     assert answers == [{"base": "b1", "tuned": "t1"}, {}]
     assert [turn.error for turn in turns] == ["", "no memory"]
     assert "2 tokens, 8.0 tokens/s, stopped" in chat.conversation(turns, chats)
-
-
-def test_each_model_continues_with_its_own_answers(chats_with):
     chats, run = chats_with(turn("a", "one?", base={"text": "b1"}, tuned={"text": "t1"}))
     conversation = Conversation(run, chats.path(run))
     for model, last in (("tuned", "t1"), ("base", "b1")):
@@ -153,7 +150,7 @@ def picture(path, size=(60, 40), colour="red"):
     return str(path)
 
 
-def test_an_upload_is_kept_by_its_bytes_and_what_is_no_picture_is_refused(tmp_path):
+def test_an_upload_is_kept_by_its_bytes_and_what_is_no_picture_or_was_changed_is_refused_or_left_out(tmp_path):
     folder, upload = tmp_path / "pictures", picture(tmp_path / "a.png")
     name = store_picture(folder, upload)
     assert not Path(upload).exists()
@@ -161,11 +158,6 @@ def test_an_upload_is_kept_by_its_bytes_and_what_is_no_picture_is_refused(tmp_pa
     (tmp_path / "b.png").write_text("no picture")
     with pytest.raises(BadPicture):
         store_picture(folder, str(tmp_path / "b.png"))
-
-
-def test_a_name_that_is_none_and_a_picture_that_was_changed_are_left_out(tmp_path):
-    folder = tmp_path / "pictures"
-    name = store_picture(folder, picture(tmp_path / "a.png"))
     picture(folder / ("0" * 40))
     shutil.copy(folder / name, tmp_path / "outside")
     names = ["0" * 40, "../outside", "f" * 40, name]

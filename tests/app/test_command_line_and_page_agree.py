@@ -17,6 +17,7 @@ from app.planning import Questions
 from app.worker import Work, call_method
 from finetune.bundled import dataset_paths
 from finetune.cli import main
+from finetune.memory.device_peak import make_forecast
 
 pytestmark = pytest.mark.slow
 MODELS = ["tiny", "HuggingFaceTB/SmolLM2-135M-Instruct", "nobody/nothing", "no/such/folder"]
@@ -69,31 +70,19 @@ def workspace(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def page():
-    return Questions()
-
-
 def plain(text):
     """Without the line breaks and styles of a terminal."""
     return "".join(text.split())
 
 
-@pytest.fixture
-def arithmetic(monkeypatch):
-    """Forecasts by arithmetic: what any of the doors asks for is the same function's."""
-    monkeypatch.setattr("finetune.planner.planner.make_forecast", ArithmeticForecaster())
-
-
-@pytest.fixture(params=["forecast by arithmetic", "forecast by the dry run"])
-def recipes(request):
-    if request.param == "forecast by the dry run":
-        return RECIPES[1::10]
-    request.getfixturevalue("arithmetic")
-    return RECIPES
-
-
-def test_recipes_get_one_answer_from_every_door(workspace, page, monkeypatch, recipes):
+@pytest.mark.parametrize(
+    ("recipes", "forecaster"),
+    [(RECIPES, ArithmeticForecaster()), (RECIPES[1::10], make_forecast)],
+    ids=["forecast by arithmetic", "forecast by the dry run"],
+)
+def test_recipes_get_one_answer_from_every_door(workspace, monkeypatch, recipes, forecaster):
+    monkeypatch.setattr("finetune.planner.planner.make_forecast", forecaster)
+    page = Questions()
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("COLUMNS", "400")
     for values in recipes:

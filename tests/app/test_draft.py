@@ -45,12 +45,9 @@ def test_what_is_typed_becomes_the_value_that_yaml_would_give(draft, name, text,
     assert field.text(draft.read()) in (text, str(value).lower(), '["q_proj", "v_proj"]', "0.0001")
 
 
-def test_unsetting_a_nested_setting_keeps_its_siblings(draft):
+def test_unsetting_a_nested_setting_keeps_its_siblings_and_a_draft_of_another_version_is_none(draft, workspace):
     draft.change(dataset__path="support", dataset__max_rows=40)
     assert draft.change(dataset__max_rows=None).values == {"dataset": {"path": "support"}}
-
-
-def test_a_draft_of_another_version_is_none(draft, workspace):
     draft.change(lora_r=8)
     (workspace.folder("draft") / "draft.json").write_text('{"values": {"a_key_that_left": 1}}')
     assert draft.read().values == {}

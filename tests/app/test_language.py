@@ -46,14 +46,12 @@ def marked():
     return texts
 
 
-def test_every_text_has_its_chinese_and_the_catalogue_has_no_other():
+def test_every_text_has_its_chinese_with_its_values_and_no_option_syntax_and_the_catalogue_has_no_other():
     assert sorted(marked() - ZH.keys()) == []
     assert sorted(ZH.keys() - marked()) == []
-
-
-def test_a_translation_has_the_values_of_its_text():
     fields, entries = re.compile(r"\{(\w*)\}"), ZH.items()
     assert [text for text, chinese in entries if set(fields.findall(text)) != set(fields.findall(chinese))] == []
+    assert [text for text in marked() if OPTION.search(text)] == []
 
 
 @pytest.mark.parametrize(
@@ -67,13 +65,10 @@ def test_the_cookie_decides_then_what_the_browser_prefers(cookie, accepted, code
     assert preferred_language(cookie, accepted) == code
 
 
-def test_the_language_is_that_of_the_request_and_ends_with_it():
+def test_the_language_is_that_of_the_request_and_scripts_get_only_the_texts_that_they_use():
     with use_language("zh"):
         assert tr("Runs") == "训练记录" and tr_n("{n} row", "{n} rows", 1200) == "1,200 行"
     assert tr("Runs") == "Runs" and tr_n("{n} row", "{n} rows", 1) == "1 row"
-
-
-def test_scripts_get_only_the_texts_that_they_use():
     assert "Copy image" in script_texts("zh") and "Choose the GPU" not in script_texts("zh")
     assert script_texts("en") == {}
 
@@ -85,8 +80,11 @@ def english_in(html):
     return [text for text in shown if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
 
 
-def test_styles_have_no_texts():
+def test_every_module_of_the_page_has_its_texts_translated_and_styles_have_none():
     assert [path.name for path in APP.glob("*.css") if re.search(r'content: *"[^"]*[A-Za-z]', path.read_text("utf-8"))] == []
+    paths = [path for folder in ("pages", "views") for path in (APP / folder).glob("*.py")]
+    untranslated = {path.relative_to(APP).as_posix() for path in paths if not re.search(r"\btr\(", path.read_text("utf-8"))}
+    assert untranslated == WITHOUT_TEXTS
 
 
 def test_the_rail_is_chinese():
@@ -99,13 +97,3 @@ def test_the_rail_is_chinese():
 
 #: Modules of the page that show no text of their own, or only through others.
 WITHOUT_TEXTS = {"pages/__init__.py", "views/__init__.py"}
-
-
-def test_every_module_of_the_page_has_its_texts_translated():
-    paths = [path for folder in ("pages", "views") for path in (APP / folder).glob("*.py")]
-    untranslated = {path.relative_to(APP).as_posix() for path in paths if not re.search(r"\btr\(", path.read_text("utf-8"))}
-    assert untranslated == WITHOUT_TEXTS
-
-
-def test_no_text_of_the_catalogue_has_option_syntax():
-    assert [text for text in marked() if OPTION.search(text)] == []

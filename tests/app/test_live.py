@@ -24,11 +24,11 @@ def run(tmp_path):
 
 def write_steps(run, first, last):
     values = {"total_steps": 1000, "process_rss_bytes": 2**30, "step_s": 0.5}
-    append(run, [Step(step=step, loss=10.0 / step, **values) for step in range(first, last + 1)])
+    append(run, *(Step(step=step, loss=10.0 / step, **values) for step in range(first, last + 1)))
 
 
 def followed(run, *events):
-    append(run, events)
+    append(run, *events)
     live = LiveRun(run)
     live.refresh()
     return live
@@ -45,7 +45,7 @@ def test_reading_at_once_and_in_pieces_gives_the_same(run):
 
 
 def test_nan_and_unknown_kinds_do_no_harm(run):
-    append(run, [Step(step=1, total_steps=9, loss=float("nan"), grad_norm=None)])
+    append(run, Step(step=1, total_steps=9, loss=float("nan"), grad_norm=None))
     with run.events.open("a") as file:
         file.write('{"kind": "news of a later version", "step": ["?"]}\n{"kind": "step", "step": ["?"], "loss": {}}\n')
     live = followed(run, Step(step=2, total_steps=9, loss=1.5))

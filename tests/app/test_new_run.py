@@ -83,25 +83,25 @@ def typed(page, name, text):
 # -- the draft
 
 
-def test_a_new_run_begins_without_settings_and_asks_for_a_model(page):
+def test_a_new_run_begins_without_settings_asks_for_model_and_data_and_before_these_plans_full_rows(page):
     plan = page.plan()
     assert page.context.draft.read().values == {} and plan["start"] is False and plan["parts"]["answer"] == ""
     assert "Choose a model." in plan["parts"]["ready"] and "3-minute demo" in page.screen()["parts"]["sentence"]
     page.change({"model": "tiny"})
     assert "Choose your data." in page.plan()["parts"]["ready"]
+    page.change({"gpu": "rtx-4090"})
+    parts = page.plan()["parts"]
+    assert ">Fits</h2>" in parts["answer"] and "with full rows" in parts["answer"] and "Choose your data." in parts["ready"]
 
 
-def test_another_model_keeps_the_settings_but_not_the_revision_of_the_old_model(page):
+def test_a_shipped_recipe_keeps_model_and_data_and_another_model_the_settings_but_not_the_old_revision(tiny, page):
+    tiny.change({"recipe": "7b-4090"})
+    assert (recipe(tiny).model_name_or_path, recipe(tiny).dataset.path, recipe(tiny).gpu) == ("tiny", "support", "rtx-4090")
     draft = page.context.draft
     before = draft.write(find_recipe("tiny-cpu").read_text()).values
     typed(page, "model_revision", "a" * 40)
     page.change({"model": "tiny-vision"})
     assert draft.read().values == {**before, "model_name_or_path": "tiny-vision"}
-
-
-def test_a_shipped_recipe_keeps_the_model_and_the_data(tiny):
-    tiny.change({"recipe": "7b-4090"})
-    assert (recipe(tiny).model_name_or_path, recipe(tiny).dataset.path, recipe(tiny).gpu) == ("tiny", "support", "rtx-4090")
 
 
 def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
@@ -131,7 +131,7 @@ def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason)
     assert recipe(tiny) == before
 
 
-def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(tiny):
+def test_a_start_queues_the_draft_under_its_name_and_begins_a_new_one_but_the_demo_leaves_the_draft(tiny):
     typed(tiny, "lora_r", "24")
     assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["starting"]
     [start] = starts(tiny.context.workspace)
@@ -141,9 +141,6 @@ def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(ti
     assert 'data-go="/run?run=bikes-7B"' in tiny.screen(start.path.name)["parts"]["progress"]
     assert tiny.screen()["parts"]["progress"] == ""
     assert tiny.context.draft.read().values == {}
-
-
-def test_a_copied_run_gets_a_folder_of_its_own_and_the_demo_leaves_the_draft(tiny):
     draft = tiny.context.draft
     assert draft.write("model_name_or_path: tiny\ndataset: support\noutput_dir: first\n").recipe.output_dir == "auto"
     tiny.change({"demo": True})
@@ -219,13 +216,6 @@ def test_an_upload_keeps_its_name(page):
 # -- the plan
 
 
-def test_before_there_is_data_the_plan_is_for_full_rows(page):
-    page.change({"model": "tiny"})
-    page.change({"gpu": "rtx-4090"})
-    parts = page.plan()["parts"]
-    assert ">Fits</h2>" in parts["answer"] and "with full rows" in parts["answer"] and "Choose your data." in parts["ready"]
-
-
 def test_a_number_left_to_the_planner_shows_the_plans(tiny):
     shown = tiny.plan()["parts"]["settings"]
     assert re.search(r'data-set="effective_batch_size"[^>]*value="16"', shown) and "Use recommended" not in shown
@@ -283,12 +273,16 @@ def blocked(**values):
     return wanted, Plan.from_json(Questions().plan(Work(), write_recipe(wanted)))
 
 
-def test_a_missing_file_blocks_run_though_its_plan_fits(page):
+def test_a_missing_file_and_a_card_that_is_not_here_block_run_though_the_plan_fits(page):
     wanted, plan = blocked(dataset="data/nothere.jsonl")
     blocker = blocker_of(wanted, plan, Path.cwd())
     assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
     shown = new_run.verdict(plan, blocker)
     assert 'data-panel="data"' in shown and 'nr-verdict warn"' in shown
+    blocker = blocker_of(*blocked(gpu="rtx-3060"), Path.cwd())
+    assert blocker.is_elsewhere and "RTX 3060" in blocker.problems[0]
+    assert "Planned for another machine" in new_run.blocker_note(blocker)
+    assert blocker_of(*blocked(), Path.cwd()) is None
 
 
 def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_process_is(page, tmp_path, monkeypatch):
@@ -301,13 +295,6 @@ def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_proce
     assert blocker_of(wanted, unread, tmp_path) is None
     missing = wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"path": "else/mine.jsonl"})})
     assert str(tmp_path) in blocker_of(missing, unread, tmp_path).fix
-
-
-def test_a_card_that_is_not_here_blocks_run(page):
-    blocker = blocker_of(*blocked(gpu="rtx-3060"), Path.cwd())
-    assert blocker.is_elsewhere and "RTX 3060" in blocker.problems[0]
-    assert "Planned for another machine" in new_run.blocker_note(blocker)
-    assert blocker_of(*blocked(), Path.cwd()) is None
 
 
 def test_refused_rows_block_run_with_a_button_that_leaves_them_out(tiny, tmp_path):
@@ -331,7 +318,7 @@ def test_the_verdict_has_its_gib(peak, high, title, spare):
     assert f"</i>{title}</h2>" in shown and spare in shown
 
 
-def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
+def test_layers_that_are_not_on_the_gpu_are_no_green_fit_and_time_is_the_runs_and_cost_the_plans_own():
     copies = LayerCopies("", 80, 80, 33 * GIB, GIB, 256 * GIB, 1e10)
     forecast = replace(plan_of().forecast, step_s=125.0)
     slow, slower = (
@@ -340,9 +327,6 @@ def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
     )
     assert 'nr-verdict warn"' in slow and ">Fits, slow</h2>" in slow and "33.0 GiB of layers in host memory." in slow
     assert ">Fits, very slow</h2>" in slower and "Layers on disk, 256.0 GiB moved and 2 min 05 s in each step." in slower
-
-
-def test_the_time_is_the_runs_and_the_cost_the_plans_own():
     plan = plan_of(total_steps=10)
     plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0))
     assert "about 1 h 00 min" in new_run.verdict(plan)
@@ -359,7 +343,7 @@ def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
     assert f'class="end" style="left:{end:.2f}%"' in shown and ("8.0 GiB too big" in shown) == (high > 11)
 
 
-def test_when_it_does_not_fit_only_changes_that_do_are_offered():
+def test_when_it_does_not_fit_only_changes_that_do_are_offered_and_a_failed_check_keeps_a_run_from_starting():
     items = [Suggestion(f"lora_r={rank}", rank * GIB, (19 - rank) * GIB, "a smaller adapter") for rank in (4, 9)]
     plan = plan_of(12, 19, suggestions=tuple(items))
     mine = Alternative("", 12 * GIB, 19 * GIB, None, None, Verdict.NO_FIT, "", "", chosen=True)
@@ -368,9 +352,6 @@ def test_when_it_does_not_fit_only_changes_that_do_are_offered():
     assert "LoRA rank 9" in shown and "LoRA rank 4" not in shown
     ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b", is_complete=True), plan, None)
     assert "Choose a plan that fits." in ready and "Start anyway" in ready and not can_start
-
-
-def test_a_check_that_fails_keeps_a_run_from_starting():
     plan = plan_of(checks=(ResourceCheck("disk", 175 * GIB, 37 * GIB, False),))
     ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b", is_complete=True), plan, None)
     assert "needs 175.0 GiB of disk; 37.0 GiB are free." in ready and not can_start

@@ -164,7 +164,7 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     type_number(fit, "lora_r", 40)
     fit.wait_for_selector("body[data-unsaved]")
     fit.wait_for_selector("[data-part=lost] >> text=No answer from the page's server.")
-    append(run, steps(11, 12))
+    append(run, *steps(11, 12))
     followed.wait_for_selector("#run-lost:not([hidden])")
     served.start(warm_python, port=served.link.strip("/").rpartition(":")[2])
     fit.wait_for_selector("body:not([data-unsaved])")

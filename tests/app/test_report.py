@@ -57,7 +57,7 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
+def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text_and_names_what_cannot_be_read(runs):
     html = runs_report(runs[:1])
     tags = Tags(html)
     assert not {"script", "img", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.found}
@@ -67,6 +67,7 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     for heading in ("How it went", "Curves, and forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in html
     assert "+0.5 (95" in tags.text and "24 rows read: 24 used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+    assert "scores-torn.json can't be read" in Tags(runs_report(runs[:1])).text
 
 
 def test_what_the_driver_does_not_list_is_unknown_in_words_and_not_a_number(runs):
@@ -85,10 +86,6 @@ def test_runs_are_paired_on_the_rows_that_both_answered(runs):
     other = runs[1].path / "evaluations" / "scores-json.json"
     other.write_text(other.read_text().replace('"p"', '"q"'))
     assert "not scored on the same rows" in Tags(runs_report(runs)).text
-
-
-def test_an_evaluation_that_cannot_be_read_is_named(runs):
-    assert "scores-torn.json can't be read" in Tags(runs_report(runs[:1])).text
 
 
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):

@@ -50,7 +50,7 @@ def done(page, verb, values):
     (task.path / "output.txt").write_text(json.dumps(values) + "\n")
 
 
-def test_evaluations_of_the_command_line_are_shown(page):
+def test_evaluations_of_the_command_line_are_shown_and_damaged_ones_named(page):
     assert "Not evaluated yet" in shown(page, "evaluations")
     write_scores(page.run, "exact")
     write_scores(page.run, "exact-pairs", against_adapter=True)
@@ -60,10 +60,6 @@ def test_evaluations_of_the_command_line_are_shown(page):
     assert ">now<" in scores and "+50 points (95" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
     assert 'aria-label="wrong">✕' in scores and 'aria-label="right">✓' in scores
-
-
-def test_a_damaged_evaluation_is_named_beside_the_others(page):
-    write_scores(page.run, "exact")
     write_scores(page.run, "json", prompts=[])
     (page.run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
     assert "scores-json.json, scores-torn.json can&#x27;t be read" in shown(page, "evaluations")

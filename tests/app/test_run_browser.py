@@ -68,7 +68,7 @@ def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
     asked = "performance.getEntriesByType('resource').filter((x) => x.startTime > {}).map((x) => [x.name, x.decodedBodySize])"
     began = page.evaluate("performance.now()")
     for number in range(301, 311):
-        append(run, [step(number, total=600)])
+        append(run, step(number, total=600))
         page.wait_for_selector(f"#run-head >> text=Step {number} of 600")
     entries = page.evaluate(asked.format(began))
     routes = {
@@ -84,7 +84,7 @@ def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):
     run = filled(served.runs, "ending")
     page = visit("run?run=ending")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
-    append(run, [Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0)])
+    append(run, Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0))
     page.wait_for_selector(".ft-now >> text=Best step 300")
     assert page.title().startswith("Finished · ending")
     page.click(".ft-now [data-tab=chat]")

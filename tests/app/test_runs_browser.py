@@ -28,7 +28,7 @@ def written(served):
 
 
 def append_end(served, name, state):
-    append(RunDirectory(served.runs / name), [Result(step=40, eval_loss=0.5), State(state=state, exit_code=0)])
+    append(RunDirectory(served.runs / name), Result(step=40, eval_loss=0.5), State(state=state, exit_code=0))
 
 
 def listed(page):
@@ -50,7 +50,7 @@ def test_runs_are_searched_chosen_renamed_and_deleted_while_they_go_on(served, v
     page.click(f"tr[data-run={last}] input", modifiers=["Shift"])
     assert "3 chosen" in page.inner_text("#runs-chosen")
     page.focus("tr[data-run=delta] a")
-    append(RunDirectory(served.runs / "delta"), [step(41)])
+    append(RunDirectory(served.runs / "delta"), step(41))
     page.wait_for_selector("tr[data-run=delta] >> text=41 of")  # what was chosen, and the focus, stay
     assert page.locator(".ft-runs tr.chosen").count() == 3 and page.evaluate("document.activeElement.innerText") == "delta"
     page.click("#runs-chosen [data-deed=none]")

@@ -35,12 +35,19 @@ def scored(run, base=0.0, tuned=0.97):
     write_json(run.path / "evaluations" / "scores-exact.json", asdict(Comparison(1, *models, ["p"], ["r"], 1.0)))
 
 
-def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
+def test_a_row_has_loss_score_peak_beside_forecast_and_time_and_a_comparison_settings_that_differ_and_scores(context):
     run = context.workspace.run("first")
     scored(run)
     row = row_of(context.lives.follow(run))
     assert (row["held_out"], row["score"], row["time"], row["steps"]) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
     assert row["peak"] == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
+    scored(context.workspace.run("second"))
+    path = context.workspace.run("second").plan
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps({**plan, "plan": {**plan["plan"], "lora_r": 77}}))
+    html = RunsPage(context).act({"deed": "compare", "runs": ["first", "second"]})["compared"]
+    assert "LoRA rank" in html and ">77<" in html and "EM 0 → 97 %" in html and "Weight decay" not in html
+    assert "two runs or more" in RunsPage(context).act({"deed": "compare", "runs": ["first"]})["compared"]
 
 
 def test_deleted_runs_are_moved_and_the_answer_says_where(context):
@@ -56,16 +63,6 @@ def test_a_run_is_renamed_and_its_recipe_duplicated(context):
     context.workspace.run("third").recipe.write_text("model_name_or_path: tiny\ndataset: support\n")
     assert 'data-go="/"' in acted(context, deed="duplicate", runs=["third"])
     assert context.draft.read().model == "tiny" and context.draft.read().data == "support"
-
-
-def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
-    scored(context.workspace.run("second"))
-    path = context.workspace.run("second").plan
-    plan = json.loads(path.read_text())
-    path.write_text(json.dumps({**plan, "plan": {**plan["plan"], "lora_r": 77}}))
-    html = RunsPage(context).act({"deed": "compare", "runs": ["first", "second"]})["compared"]
-    assert "LoRA rank" in html and ">77<" in html and "EM 0 → 97 %" in html and "Weight decay" not in html
-    assert "two runs or more" in RunsPage(context).act({"deed": "compare", "runs": ["first"]})["compared"]
 
 
 def test_a_damaged_run_is_named_and_hides_no_other(context):
@@ -85,6 +82,6 @@ def test_a_page_sends_the_parts_that_have_changed(context):
     page = RunsPage(context)
     shown = ".".join(stamp for stamp, _ in changed_parts(page.parts(), "").values())
     assert changed_parts(page.parts(), shown) == {}
-    append(context.workspace.run("first"), [step(21)])
+    append(context.workspace.run("first"), step(21))
     context.lives.follow(context.workspace.run("first")).refresh()
     assert changed_parts(page.parts(), shown).keys() == {"list"}

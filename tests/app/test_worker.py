@@ -61,17 +61,17 @@ def in_a_thread(pool, worker, method, **options):
     return future
 
 
-def test_a_call_has_its_methods_result_though_libraries_print(worker):
-    assert worker.call("add", first=2, second=3) == 5
-
-
-def test_an_error_of_the_engine_comes_back_with_its_fix_and_the_next_call_is_answered(worker):
+def test_an_error_comes_back_with_its_fix_the_next_call_is_answered_and_a_cancelled_one_may_return_what_it_has(worker):
     with pytest.raises(WorkerError) as raised:
         worker.call("refuse")
     assert (raised.value.problems, raised.value.fix, raised.value.exit_code) == (["no such thing"], "Take another.", 2)
     with pytest.raises(WorkerError, match="no attribute 'unheard_of'"):
         worker.call("unheard_of")
     assert worker.call("add", first="a", second="b") == "ab"
+    with ThreadPoolExecutor() as pool:
+        call = in_a_thread(pool, worker, "until_cancelled")
+        worker.cancel("until_cancelled")
+        assert call.result(60) == "so far"
 
 
 def test_calls_queue_up_and_only_the_named_one_is_cancelled(worker):
@@ -99,14 +99,7 @@ def test_a_call_that_waited_is_not_made_when_nobody_wants_it_any_more(worker):
         worker._call_lock.acquire()
 
 
-def test_a_cancelled_call_may_return_what_it_has(worker):
-    with ThreadPoolExecutor() as pool:
-        call = in_a_thread(pool, worker, "until_cancelled")
-        worker.cancel("until_cancelled")
-        assert call.result(60) == "so far"
-
-
-def test_a_killed_process_is_started_again_and_a_second_kill_is_said(worker, tmp_path):
+def test_a_killed_process_is_started_again_a_second_kill_is_said_and_a_silent_process_is_killed(worker, tmp_path):
     assert worker.call("kill_itself", once=str(tmp_path / "x")) == "there"
     with ThreadPoolExecutor() as pool:
         worker._tries = 1
@@ -115,9 +108,6 @@ def test_a_killed_process_is_started_again_and_a_second_kill_is_said(worker, tmp
         with pytest.raises(WorkerError, match="killed, perhaps because memory is short"):
             call.result(60)
     assert worker.call("add", first=1, second=2) == 3
-
-
-def test_a_silent_process_is_killed(worker):
     worker._silent_s, worker._tries = 0.2, 1
     with pytest.raises(WorkerError, match="killed"):
         worker.call("hang")

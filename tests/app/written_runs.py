@@ -30,7 +30,7 @@ def make_run(runs, name, events, total=1000, *, is_alive=False):
     run = RunDirectory(runs / name)
     run.path.mkdir(parents=True)
     write_json(run.plan, plan(total).as_json())
-    append(run, events)
+    append(run, *events)
     if is_alive:
         write_json(run.process, {"worker": process_record(os.getpid())})
     return run
@@ -58,7 +58,7 @@ def make_sweep(runs, name):
     return open_sweep(runs / name)
 
 
-def append(run, events):
+def append(run, *events):
     writer = EventWriter(run.events)
     for event in events:
         writer.emit(event)
