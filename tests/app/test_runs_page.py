@@ -1,14 +1,15 @@
-"""The list of runs, what its buttons do, and Home, which shows the newest of them."""
+"""The list of runs and sweeps, what its buttons do, and a sweep's page, with its arms over each other."""
 
 import json
 from dataclasses import asdict
 
 import pytest
-from written_runs import append, make_run, step, steps
+from written_runs import append, make_run, make_sweep, step, steps
 
 from app.page import HTML_OF_COMPONENT, complete
 from app.pages.run import RunPage
 from app.pages.runs import RunsPage
+from app.report import main as report_main
 from app.views.runs import row_of
 from app.web.followed import attempted, changed_parts
 from finetune.evaluate.results import Comparison, Score
@@ -85,3 +86,35 @@ def test_a_page_sends_the_parts_that_have_changed(context):
     append(context.workspace.run("first"), step(21))
     context.lives.follow(context.workspace.run("first")).refresh()
     assert changed_parts(page.parts(), shown).keys() == {"list"}
+
+
+@pytest.fixture
+def swept(context):
+    make_sweep(context.workspace.runs, "rates")
+    return context
+
+
+def test_a_sweep_is_a_line_of_its_own_with_a_page_of_its_arms_which_are_no_runs_of_the_list(swept):
+    assert {run.path.name for run in swept.workspace.list_runs()} == {"first", "second"}
+    line = RunsPage(swept).parts()["sweeps"]
+    assert 'href="/run?run=rates"' in line and "Learning rate 0.0004 wins with a held-out loss of 0.5000" in line
+    assert "clearly behind: Learning rate 0.0001, by 0.4000" in line
+    shown_page = RunPage(swept).html({"run": "rates"})
+    assert "above the median of the finished arms" in shown_page
+    assert "rates-1" in shown_page and "rates-2" in shown_page
+    changed = RunPage(swept).changed("rates", tab="overview")
+    arms = changed["parts"]["arms"][1]
+    assert arms in shown_page and not changed["alive"]
+    assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
+
+
+def test_the_report_of_a_sweep_has_the_curves_of_its_arms_and_each_arm_is_opened_by_its_name(swept, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path / "report.html"), str(swept.workspace.runs / "rates")])
+    assert report_main() == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Learning rate 0.0004 wins with a held-out loss of 0.5000" in page and page.count("<polyline") == 2
+    assert "<script" not in page
+    assert swept.workspace.run("rates-1").path == swept.workspace.runs / "rates" / "rates-1"
+    assert swept.workspace.run("rates") is None and swept.workspace.sweep("../runs/rates") is None
+    (swept.workspace.runs / "rates" / "study.journal").write_text("{}\n")
+    assert swept.workspace.sweep("rates") is None and swept.workspace.list_sweeps() == []

@@ -10,15 +10,11 @@ from finetune.errors import RecipeError
 from finetune.recipe import NO_DATASET
 
 
-@pytest.mark.parametrize("source", ["Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "someone/their-model"])
-def test_a_models_name_is_the_default_recipe_with_it(source):
-    recipe = recipe_of(source, ["lora_r=8"])
-    assert (recipe.model_name_or_path, recipe.lora_r, recipe.dataset.path) == (source, 8, NO_DATASET)
-
-
-def test_a_folder_with_only_a_config_is_a_model(tmp_path):
+def test_a_models_name_or_a_folder_with_only_a_config_is_the_default_recipe_with_it(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert recipe_of(str(tmp_path), []).model_name_or_path == str(tmp_path)
+    for source in ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "someone/their-model", str(tmp_path)):
+        recipe = recipe_of(source, ["lora_r=8"])
+        assert (recipe.model_name_or_path, recipe.lora_r, recipe.dataset.path) == (source, 8, NO_DATASET)
 
 
 @pytest.mark.parametrize("as_model", [True, False])
@@ -44,13 +40,10 @@ def test_model_and_data_replace_those_of_a_recipe_or_make_one():
     assert (changed.model_name_or_path, changed.dataset.path, changed.gpu) == ("Qwen/Qwen3-4B", "mine.jsonl", "rtx-4090")
 
 
-def test_a_run_without_data_says_what_to_add():
+def test_without_data_or_anything_at_all_there_is_an_error_and_a_misspelt_recipe_or_model_is_suggested():
     with pytest.raises(RecipeError, match="no dataset") as caught:
         require_dataset(recipe_of("qwen3-4b", []))
     assert "--data" in caught.value.fix
-
-
-def test_a_misspelt_recipe_stays_one_and_a_misspelt_model_is_suggested():
     with pytest.raises(RecipeError, match="no recipe") as caught:
         recipe_of("7b-4091", [])
     assert "7b-4090" in caught.value.fix and "model" not in caught.value.fix
@@ -60,25 +53,17 @@ def test_a_misspelt_recipe_stays_one_and_a_misspelt_model_is_suggested():
     for missing in ("recipes/none.yaml", "none.yml"):
         with pytest.raises(RecipeError, match="no recipe"):
             recipe_of(missing, [])
-
-
-def test_nothing_at_all_is_an_error():
     with pytest.raises(RecipeError, match="missing"):
         recipe_of(None, [])
 
 
 @pytest.mark.slow
-def test_a_plan_of_a_careless_name_names_the_hub_id_and_the_assumed_rows(monkeypatch, capsys):
+def test_a_model_is_planned_without_recipe_data_or_network_and_a_careless_name_has_its_hub_id(monkeypatch, capsys, finetune):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code = show_plan("smollm2:135m", ["max_length=512"], model=None, data=None, gpu="4090", free=None, as_json=True)
     plan = json.loads(capsys.readouterr().out)
     assert code == 0 and plan["plan"]["model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     notes = " ".join(plan["forecast"]["notes"])
     assert "smollm2:135m -> HuggingFaceTB/SmolLM2-135M-Instruct" in notes and "rows of 512 tokens" in notes
-
-
-@pytest.mark.slow
-def test_a_7b_model_is_planned_for_a_4090_without_a_recipe_data_or_a_network(monkeypatch, finetune):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, shown = finetune("plan", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "4090")
     assert code == 0 and shown.out.splitlines()[1].startswith("fits, with ")

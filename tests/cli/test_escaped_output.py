@@ -8,7 +8,7 @@ from rich.text import Text
 
 from finetune.cli import render
 from finetune.cli.output import print_json
-from finetune.cli.render import SafeConsole, print_error, show_progress, table
+from finetune.cli.render import SafeConsole, print_error, printable, show_progress, table
 from finetune.errors import CommandError
 
 HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\u202ed\x9be"
@@ -48,7 +48,8 @@ def test_a_spinning_message_is_escaped(screen):
     assert "\x1b[2J" not in screen.getvalue() and "\u202e" not in screen.getvalue()
 
 
-def test_json_has_no_such_character_and_the_same_values(capsys):
+def test_only_what_acts_is_escaped_and_json_has_the_same_values(capsys):
+    assert printable("a\x1b[2J\x07\u202eb\u3000é\n") == "a\\x1b[2J\\x07\\u202eb\u3000é\n"
     print_json({HOSTILE: HOSTILE})
     text = capsys.readouterr().out
     assert not set(ACTING) & set(text) and json.loads(text) == {HOSTILE: HOSTILE}

@@ -70,8 +70,14 @@ def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, monkeypatch, argumen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 
-def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
+def test_runs_are_renamed_deleted_once_and_found_from_where_they_were_started(tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
+    renamed = rename_run(make_run_directory(tmp_path / "runs" / "a"), "b")
+    assert open_run("b").path == Path("runs/b")
+    with pytest.raises(RecipeError, match="not a valid"):
+        rename_run(renamed, "../b")
+    deleted = json.loads(finetune("runs", "rm", "b", "runs/b", "--json")[1].out)  # one object: deleted once
+    assert (Path(deleted["trash"]) / "plan.json").is_file() and runs_from_here() == []
     run = make_run_directory(tmp_path / "elsewhere" / "mine")
     register(run)
     assert [run_directory.path for run_directory in runs_from_here()] == [Path("elsewhere/mine")]
@@ -80,16 +86,6 @@ def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monk
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert runs_from_here() == []
-
-
-def test_runs_are_renamed_and_deleted_once(tmp_path, monkeypatch, finetune):
-    monkeypatch.chdir(tmp_path)
-    renamed = rename_run(make_run_directory(tmp_path / "runs" / "a"), "b")
-    assert open_run("b").path == Path("runs/b")
-    with pytest.raises(RecipeError, match="not a valid"):
-        rename_run(renamed, "../b")
-    deleted = json.loads(finetune("runs", "rm", "b", "runs/b", "--json")[1].out)  # one object: deleted once
-    assert (Path(deleted["trash"]) / "plan.json").is_file() and runs_from_here() == []
 
 
 def test_settings_without_a_part_in_what_is_learnt_change_on_resume():
@@ -151,39 +147,30 @@ def test_a_note_on_held_out_rows_says_so():
     assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))
 
 
-def test_a_file_of_rows_that_is_not_there_brings_up_its_neighbour(tmp_path, monkeypatch, kept_run, finetune):
+def test_scores_on_trained_rows_say_so_and_a_missing_file_brings_up_its_neighbour(tmp_path, monkeypatch, kept_run, finetune):
     run = str(kept_run(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "orders.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     code, captured = finetune("eval", run, "--data", "order.jsonl")
     assert code == 4 and "order.jsonl: there is no such file" in captured.err and "Did you mean orders.jsonl?" in captured.err
-
-
-def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypatch, kept_run, finetune):
     scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4], thoughts=[""])
     why = {"score": "json", "data": "orders.jsonl", "trained_rows": 1, "score_because": "JSON objects"}
     result = Comparison(1, scores, scores, ["p"], ['{"n": 1}'], 1.0, **why)
     monkeypatch.setattr(score, "compare", lambda *_, **__: result)
-    code, captured = finetune("eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
+    code, captured = finetune("eval", run, "--data", "orders.jsonl")
     printed = " ".join(captured.out.split())
     assert code == 0 and "the run was trained on 1 of these 1 sequences: memorised rows score well here" in printed
     assert "score: json, chosen for JSON objects; choose another with --score NAME" in printed
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [("{", "not JSON"), ("3", "not a list"), ('"x"', "is text"), ("[3]", "not a list"), (None, "can't be read")],
-)
-def test_a_file_that_has_no_tools_is_refused_with_a_reason(tmp_path, content, reason):
+def test_tools_are_read_as_in_rows_and_a_file_that_has_none_is_refused_with_a_reason(tmp_path):
     path = tmp_path / "tools.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(CommandError, match=reason):
+    with pytest.raises(CommandError, match="can't be read"):
         read_tools_file(str(path))
-
-
-def test_tools_are_read_as_in_rows(tmp_path):
-    path = tmp_path / "tools.json"
+    for content, reason in (("{", "not JSON"), ("3", "not a list"), ('"x"', "is text"), ("[3]", "not a list")):
+        path.write_text(content)
+        with pytest.raises(CommandError, match=reason):
+            read_tools_file(str(path))
     path.write_text('[{"name": "f", "parameters": {"city": {"type": "str"}}}]')
     [tool] = read_tools_file(str(path))
     assert tool["function"]["parameters"]["required"] == ["city"] and read_tools_file(None) == ()

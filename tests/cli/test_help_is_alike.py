@@ -14,24 +14,28 @@ COMMANDS = {name: command for name, command in typer.main.get_command(cli).comma
 SHARED = ["model", "data", "as_json", "output"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_an_example(name):
-    assert f"Example:  finetune {name}" in COMMANDS[name].help
+def test_each_command_has_an_example_and_explained_options_with_the_same_flags_and_runs_are_named_alike():
+    for name, command in COMMANDS.items():
+        assert f"Example:  finetune {name}" in command.help
+    options = [option for command in COMMANDS.values() for option in command.params]
+    for name in SHARED:
+        assert len({tuple(option.opts) for option in options if option.name == name}) == 1, name
+    assert all(option.help for option in options)
+    assert all("latest" in option.help for option in options if option.metavar == "RUN")
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_an_option_has_the_same_flags_in_every_command(name):
-    flags = {tuple(option.opts) for command in COMMANDS.values() for option in command.params if option.name == name}
-    assert len(flags) == 1
-
-
-def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
+def test_each_command_that_reads_a_recipe_takes_a_model_and_data(home, finetune):
     readers = [
         name for name, command in COMMANDS.items() if {"source", "overrides"} <= {option.name for option in command.params}
     ]
     readers.remove("resume")  # of a run
     assert {"plan", "run", "data", "convert", "doctor", "sweep"} == set(readers)
     assert all({"model", "data"} <= {option.name for option in COMMANDS[name].params} for name in readers)
+    (home / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
+    code, shown = finetune("convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json")
+    assert code == 0
+    recipe = json.loads(shown.out)["recipe"]
+    assert "c/d" in recipe and "y.jsonl" in recipe and "a/b" not in recipe
 
 
 @pytest.mark.parametrize("command", cli.registered_commands, ids=lambda command: command.name)
@@ -42,29 +46,12 @@ def test_each_function_takes_the_options_of_its_command(command):
     taken.bind(**dict.fromkeys([*options, *({"alone"} & taken.parameters.keys())]))
 
 
-def test_every_option_is_explained_and_runs_are_named_alike():
-    options = [option for command in COMMANDS.values() for option in command.params]
-    assert all(option.help for option in options)
-    assert all("latest" in option.help for option in options if option.metavar == "RUN")
-
-
-def test_help_lists_eight_options_at_most_and_help_all_each(finetune):
+def test_help_lists_eight_options_at_most_help_all_each_and_each_command_in_its_group_on_one_line(finetune, monkeypatch):
     for name, command in COMMANDS.items():
         shown = [option.opts[0] for option in command.params if not option.hidden]
         assert sum(flag.startswith("--") for flag in shown) < 8, name  # and --help
         assert len(shown) == len(command.params) or "--help-all" in shown, name
     assert "--tolerance" in finetune("eval", "--help-all")[1].out
-
-
-def test_convert_takes_a_model_and_data(home, finetune):
-    (home / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
-    code, shown = finetune("convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json")
-    assert code == 0
-    recipe = json.loads(shown.out)["recipe"]
-    assert "c/d" in recipe and "y.jsonl" in recipe and "a/b" not in recipe
-
-
-def test_help_lists_each_command_in_its_group_on_one_line(monkeypatch, finetune):
     monkeypatch.setenv("COLUMNS", "80")
     boxes = finetune("--help")[1].out.split("╭─")[2:]
     assert [" ".join(line.split()[1] for line in box.splitlines() if line.startswith("│")) for box in boxes] == [

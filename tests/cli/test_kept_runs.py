@@ -28,12 +28,16 @@ def answer(finetune):
     return ask
 
 
-def test_they_are_listed_with_their_states(both, answer):
+def test_they_are_listed_with_their_states_and_shown_with_memory_by_phase(both, answer):
     code, [rows] = answer("runs")
     shown = {row["path"]: (row["state"], row["step"], row["total_steps"]) for row in rows}
     assert code == 0
     assert shown == {"runs/finished": ("finished", 6, 6), "runs/stopped": ("paused", 2, 6)}
     assert all(isinstance(row["loss"], float) for row in rows)
+    code, [shown] = answer("runs", "show", "finished", "--memory")
+    assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
+    assert shown["forecast"]["predicted_allocated_bytes"] > 0
+    assert shown["forecast_peaks"]["train"]["allocated_bytes"] > 0 and shown["out_of_memory"] is None
 
 
 @pytest.mark.parametrize(("name", "exit_code", "steps"), [("finished", 0, 6), ("stopped", 130, 2)])
@@ -51,13 +55,6 @@ def test_the_page_follows_them(both, tmp_path):
         assert live.digest.step == read_state(run).step and live.state() == read_state(run)
         assert len(live.digest.series["loss"].bins) == live.digest.step
         assert live.plan().total_steps == 6
-
-
-def test_memory_by_phase_is_shown(both, answer):
-    code, [shown] = answer("runs", "show", "finished", "--memory")
-    assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
-    assert shown["forecast"]["predicted_allocated_bytes"] > 0
-    assert shown["forecast_peaks"]["train"]["allocated_bytes"] > 0 and shown["out_of_memory"] is None
 
 
 @pytest.mark.slow

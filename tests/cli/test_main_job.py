@@ -30,7 +30,7 @@ def finetune_again(finished_run, warm_python):
     return functools.partial(finetune, cwd=finished_run[0], python=warm_python)
 
 
-def test_json_streams_events_and_ends_with_run_and_state(finished_run):
+def test_json_streams_events_with_phases_and_two_forecast_checks_and_ends_with_run_and_state(finished_run):
     folder, events = finished_run
     assert events[-1]["state"] == "finished" and (folder / events[-1]["run"] / "adapter").is_dir()
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in (folder / events[-1]["run"] / "adapter").iterdir())
@@ -40,9 +40,6 @@ def test_json_streams_events_and_ends_with_run_and_state(finished_run):
                  "process_rss_bytes", "process_peak_rss_bytes"):  # fmt: skip
         assert all(isinstance(event[name], (int, float)) for event in steps), name
     assert all(event["allocated_bytes"] is None for event in steps)  # no card here: unknown, not 0
-
-
-def test_each_phase_is_timed_and_the_forecast_is_compared_at_both_ends(finished_run):
     events = finished_run[1][:-1]
     phases = {event["phase"]: event["phase_s"] for event in events if event["kind"] == "phase"}
     assert set(phases) == {"load", "evaluate", "save"} and all(took_s > 0 for took_s in phases.values())
@@ -65,11 +62,8 @@ def test_chat_answers_differently_from_the_base(finished_run, finetune_again):
     assert set(json.loads(tuned)) == {"queue", "priority", "product"} and tuned != base
 
 
-def test_a_finished_run_is_not_resumed(finished_run, finetune_again):
+def test_a_finished_run_is_not_resumed_and_its_recipe_repeats_it(finished_run, finetune_again):
     finetune_again("resume", "latest", code=2)
-
-
-def test_the_runs_recipe_repeats_it(finished_run, finetune_again):
     recipe = Path(finished_run[1][-1]["run"]) / "recipe.yaml"
     finetune_again("run", str(recipe), "max_steps=2", "eval_steps=0", "sample_answers=0", "--json")
     assert len(json.loads(finetune_again("runs", "--json"))) == 2

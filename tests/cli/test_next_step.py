@@ -20,20 +20,14 @@ BAD = json.dumps({"messages": [{"role": "user", "content": "Hi"}]})
 LONG = GOOD.replace("Hello", "Hello there " * 400)
 
 
-def test_without_runs_the_named_recipe_is_a_shipped_one(tmp_path):
+def test_without_runs_a_shipped_recipe_is_named_and_of_a_data_file_how_to_read_it(tmp_path, monkeypatch, capsys):
     with pytest.raises(RecipeError) as raised:
         open_run("latest", tmp_path)
     load_recipe(raised.value.fix.split()[-1])
-
-
-def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_path):
     (tmp_path / "rows.json").write_text('[{"instruction": "Say hi", "output": "hi"}]')
     with pytest.raises(RecipeError) as raised:
         load_recipe(str(tmp_path / "rows.json"))
     assert raised.value.fix == f"If it is data: finetune data tiny-cpu dataset.path={tmp_path / 'rows.json'}"
-
-
-def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pause_run("latest", all_runs=True, as_json=False)
     assert capsys.readouterr().out == "No run is running.\n"
@@ -43,14 +37,10 @@ OPTIONS = {"model": None, "data": None, "gpu": "rtx-3060", "free": "8", "as_json
 
 
 @pytest.mark.slow
-def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
+def test_a_plan_begins_with_its_verdict_and_a_lower_budget_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
     show_plan("tiny-cpu", ["memory_budget=5"], **OPTIONS)
     shown = capsys.readouterr().out
     assert "on rtx-3060, 8.00 GiB free" in shown and "of 5.00 GiB it may use" in shown
-
-
-@pytest.mark.slow
-def test_a_plan_begins_with_its_verdict_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code = show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS)
     lines = capsys.readouterr().out.splitlines()
@@ -105,18 +95,13 @@ def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrid
     assert bool(json.loads(capsys.readouterr().out)["data_problem"]) == (code == 4)
 
 
-@pytest.mark.parametrize("option", ["--gpu", "--model", "--data"])
-def test_an_option_without_a_value_is_refused(option, finetune):
-    code, shown = finetune("plan", "tiny-cpu", option, "")
-    assert code == 2 and "The recipe needs a change" in shown.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "title"),
     [
         (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such GPU"),
         (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
         (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
+        *((["plan", "tiny-cpu", option, ""], "The recipe needs a change") for option in ("--gpu", "--model", "--data")),
         (["run", "tiny-cpu", "report_to=[no_such]"], "The recipe needs a change"),
         (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
     ],

@@ -47,19 +47,15 @@ def _files():
         yield name, content, "not an image|is empty|damaged"
 
 
-def _values():
-    """Name -> a path that leads to no picture of the folder."""
-    for name, value in {
-        "folder": "folder", "outside": "../ok.png", "outside by a detour": "folder/../../ok.png", "absolute": "/etc/hostname",
-        "device": "/dev/zero", "pipe": "pipe", "loop of links": "loop", "long name": "x" * 5000,
-        "file": "file:///etc/hostname", "base64 of a damaged picture": base64.b64encode(WHOLE["JPEG"][:90]).decode(),
-    }.items():  # fmt: skip
-        yield name, {"question": "What?", "answer": "A cat.", "images": value}
-
-
+#: Name -> a path that leads to no picture of the folder.
+PATHS = {
+    "folder": "folder", "outside": "../ok.png", "outside by a detour": "folder/../../ok.png", "absolute": "/etc/hostname",
+    "device": "/dev/zero", "pipe": "pipe", "loop of links": "loop", "long name": "x" * 5000,
+    "file": "file:///etc/hostname", "base64 of a damaged picture": base64.b64encode(WHOLE["JPEG"][:90]).decode(),
+}  # fmt: skip
 CASES = {
     **{f"file: {name}": ({"image": "broken", "text": "A cat."}, content, reason) for name, content, reason in _files()},
-    **{f"value: {name}": (row, None, "") for name, row in _values()},
+    **{f"value: {name}": ({"question": "What?", "answer": "A cat.", "images": path}, None, "") for name, path in PATHS.items()},
 }
 #: A row of each format, beside which a broken one stands.
 GOOD = ({"question": "<image>What?", "answer": "A cat.", "image": "ok.png"}, {"text": "A cat.", "image": "ok.png"})

@@ -1,6 +1,8 @@
 """From a recipe to the trainer's datasets: every row is counted, lengths are kept, results are reproducible."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,16 +89,13 @@ def test_progress_ends_at_the_number_of_rows(write, tokenizer):
     assert reports == [(300, 302), (302, 302)]
 
 
-def test_a_template_that_would_take_minutes_is_refused(write):
-    with pytest.raises(RecipeError, match="1,000,006 characters"):
-        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer("{# " + "x" * 1_000_000 + " #}"), max_length=None)
-
-
-def test_a_template_that_never_ends_is_ended(write, monkeypatch):
+def test_a_template_that_would_take_minutes_is_refused_and_one_that_never_ends_is_ended(write, monkeypatch):
     monkeypatch.setattr(template, "RENDER_S", 0.5)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(RecipeError, match="the chat template takes more than"):
-        prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(endless), max_length=None)
+    long = "{# " + "x" * 1_000_000 + " #}"
+    for text, problem in ((long, "1,000,006 characters"), (endless, "the chat template takes more than")):
+        with pytest.raises(RecipeError, match=problem):
+            prepare(recipe(write("rows.jsonl", rows_of(1))), build_tokenizer(text), max_length=None)
 
 
 def test_a_template_runs_only_in_the_sandbox(write):
@@ -121,10 +120,17 @@ def test_the_bundled_rows_are_all_used_and_held_out_prompts_have_the_tokens_of_t
         assert tokenizer.decode(row["input_ids"][len(prompt_ids) :]) == f"{example.reference()}{tokenizer.eos_token}"
 
 
-def test_importing_the_data_package_loads_no_heavy_library():
-    import subprocess
-    import sys
+READING = """
+from finetune.data.token_cache import SourceReader; from finetune.recipe import load_recipe
+from finetune.data.sources import sources_of; dataset = load_recipe('tiny-cpu').dataset
+list(SourceReader(sources_of(dataset)[0][0], dataset, None).parsed())
+"""
 
-    heavy = ("torch", "transformers", "datasets", "trl", "numpy")
-    code = f"import sys, finetune.data, finetune.data.report; print([name for name in {heavy} if name in sys.modules])"
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [("import finetune.data.report", ("torch", "transformers", "datasets", "trl", "numpy")), (READING, ("PIL",))],
+)
+def test_importing_the_data_package_loads_no_heavy_library_and_reading_text_not_pillow(code, heavy):
+    code = f"{code}\nimport sys; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

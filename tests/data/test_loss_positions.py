@@ -9,7 +9,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from finetune.bundled import model_path
 from finetune.data.byte_level import ByteLevel
 from finetune.data.formats import parse
-from finetune.data.tokens import Encoder
+from finetune.data.tokens import Encoder, SpecialTokenEscaper
 
 
 def encode(row, tokenizer, name="messages", **options):
@@ -36,18 +36,14 @@ def test_markers_and_prefixes_agree_token_by_token_on_any_text(turns):
     assert text == "|".join(f"{answer}<|im_end|>" for answer in turns[1::2])
 
 
-def test_a_tokenizer_that_adds_its_own_end_token_does_not_get_a_second_one():
-    from tokenizers.processors import TemplateProcessing
-
+def test_a_tokenizer_with_its_own_end_token_gets_no_second_one_and_one_in_python_gives_the_same_positions():
     tokenizer = build_tokenizer(None)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    template = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = template
     [sequence] = encode({"prompt": "Hi ", "completion": "Hello"}, tokenizer, "prompt_completion")
     assert trained_text(sequence, tokenizer) == "Hello</s>"
     encoder = Encoder(tokenizer)
     assert tokenizer.decode(encoder.prompt_ids("Hi ")) == "Hi "
-
-
-def test_a_tokenizer_written_in_python_gives_the_same_positions():
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()
@@ -67,8 +63,6 @@ def test_a_prompt_with_special_tokens_in_the_users_text_has_the_tokens_of_traini
 
 
 def test_pieces_have_the_same_ids_and_positions_as_the_whole_text():
-    from finetune.data.tokens import SpecialTokenEscaper
-
     tokenizer = build_tokenizer()
     text = "<|im_start|>user\nWhere is  my tea?<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -105,7 +99,7 @@ def test_rows_are_the_same_as_with_the_tokenizers_offsets(turns):
         assert by_lengths.labels.tolist() == by_offsets.labels.tolist() and by_lengths.notes == by_offsets.notes
 
 
-def test_it_is_used_for_byte_level_tokenizers_that_change_no_text():
+def test_lengths_are_used_for_byte_level_tokenizers_and_rows_whose_text_they_do_not_change():
     from transformers import AutoTokenizer
 
     assert all(ByteLevel.of(tokenizer) for tokenizer in [*TOKENIZERS, AutoTokenizer.from_pretrained(model_path("tiny"))])
@@ -115,10 +109,7 @@ def test_it_is_used_for_byte_level_tokenizers_that_change_no_text():
     unsuitable = build_tokenizer()
     unsuitable.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert ByteLevel.of(unsuitable) is None
-
-
-@pytest.mark.parametrize("text", ["", "e\u0301"])
-def test_a_text_that_its_tokens_do_not_add_up_to_has_no_mask(text):
     byte_level = ByteLevel.of(TOKENIZERS[1])
-    [ids] = byte_level.ids([text])
-    assert byte_level.trained_mask(ids, text, [(0, 1)]) is None
+    for text in ("", "e\u0301"):  # its tokens do not add up to it
+        [ids] = byte_level.ids([text])
+        assert byte_level.trained_mask(ids, text, [(0, 1)]) is None, text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -116,13 +115,6 @@ def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
     with pytest.raises(PackagesError, match="pillow") as error:
         _read(write("rows.jsonl", [ROWS["llava"]]))
     assert "pip install 'pillow" in error.value.fix
-
-
-def test_rows_of_text_never_import_pillow():
-    code = "import sys; from finetune.data.token_cache import SourceReader; from finetune.recipe import load_recipe\n"
-    code += "from finetune.data.sources import sources_of; dataset = load_recipe('tiny-cpu').dataset\n"
-    code += "list(SourceReader(sources_of(dataset)[0][0], dataset, None).parsed()); print('PIL' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):

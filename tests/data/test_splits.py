@@ -7,7 +7,9 @@ import itertools
 import json
 import random
 
+import pyarrow as pa
 import pytest
+from datasets import Dataset, DatasetDict
 from small_data import read_examples, recipe, talk
 
 from finetune.errors import DataError
@@ -91,33 +93,14 @@ def prompts_of_splits(path, **settings):
 EXPECTED_PROMPTS = [row["prompt"] for row in TRAIN], [row["prompt"] for row in TEST]
 
 
-@pytest.fixture
-def arrow(tmp_path):
-    """arrow(rows, name) -> a file as datasets writes it (a stream), or in Arrow's file format."""
-    import pyarrow as pa
-
-    def write(rows, name="rows.arrow", opened=pa.ipc.new_stream):
-        table = pa.Table.from_pylist(rows)
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        with pa.OSFile(str(tmp_path / name), "wb") as file, opened(file, table.schema) as writer:
+def test_arrow_files_are_read_and_a_damaged_one_is_named(tmp_path):
+    path, table = tmp_path / "rows.arrow", pa.Table.from_pylist([talk(f"{n}?", "a") for n in range(7)])
+    for opened in (pa.ipc.new_stream, pa.ipc.new_file):  # as datasets writes it, and Arrow's file format
+        with pa.OSFile(str(path), "wb") as file, opened(file, table.schema) as writer:
             for batch in table.to_batches(max_chunksize=3):
                 writer.write_batch(batch)
-        return tmp_path / name
-
-    return write
-
-
-@pytest.mark.parametrize("kind", ["new_stream", "new_file"])
-def test_arrow_files_are_read(arrow, kind):
-    import pyarrow as pa
-
-    path = arrow([talk(f"{n}?", "a") for n in range(7)], opened=getattr(pa.ipc, kind))
-    rows = read_examples(recipe(str(path)).dataset).train
-    assert [example.messages[0]["content"] for example in rows.examples] == [f"{n}?" for n in range(7)]
-
-
-def test_a_damaged_arrow_file_is_named(arrow):
-    path = arrow(ROWS)
+        rows = read_examples(recipe(str(path)).dataset).train
+        assert [example.messages[0]["content"] for example in rows.examples] == [f"{n}?" for n in range(7)], opened
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], content[:20], b"not arrow at all"):
         path.write_bytes(damaged)
@@ -125,28 +108,13 @@ def test_a_damaged_arrow_file_is_named(arrow):
             read_examples(recipe(str(path)).dataset)
 
 
-def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
-    from datasets import Dataset
-
+def test_a_folder_of_save_to_disk_is_read_in_its_order_and_of_named_splits_those_that_are_chosen(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=3)
     assert prompts_of_splits(tmp_path / "saved") == ([row["prompt"] for row in ROWS], None)
     next((tmp_path / "saved").glob("*.arrow")).unlink()
     with pytest.raises(DataError, match="one is missing"):
         prompts_of_splits(tmp_path / "saved")
-
-
-def test_a_json_file_of_several_splits_is_refused(write):
-    path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
-    for settings in ({}, {"split": "train"}, {"eval_split": "test"}):
-        with pytest.raises(DataError, match="the splits train, test") as error:
-            prompts_of_splits(path, **settings)
-        assert "jq -c '.train[]'" in error.value.fix
-
-
-def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_chosen(tmp_path):
-    from datasets import Dataset, DatasetDict
-
-    path = tmp_path / "saved"
+    path = tmp_path / "splits"
     DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(path)
     (path / "dataset_dict.json").write_text('{"splits": ["train", 1, "test", "train"]}')
     with pytest.raises(DataError, match="the splits train, test") as error:
@@ -156,3 +124,11 @@ def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_c
     assert prompts_of_splits(path, split="test") == (EXPECTED_PROMPTS[1], None)
     with pytest.raises(DataError, match="has no split dev; it has train, test"):
         prompts_of_splits(path, eval_split="dev")
+
+
+def test_a_json_file_of_several_splits_is_refused(write):
+    path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
+    for settings in ({}, {"split": "train"}, {"eval_split": "test"}):
+        with pytest.raises(DataError, match="the splits train, test") as error:
+            prompts_of_splits(path, **settings)
+        assert "jq -c '.train[]'" in error.value.fix

@@ -21,38 +21,39 @@ def recipe_problem(model, **settings):
     return " ".join([*error.value.problems, error.value.fix])
 
 
-def test_a_saved_tokenizer_comes_back_with_its_template(tmp_path):
+def test_a_saved_tokenizer_comes_back_with_its_template_and_padding_is_never_an_end_token(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     tokenizer = load(tmp_path)
     assert tokenizer.chat_template == CHATML
     assert tokenizer.pad_token == "<pad>"
+    tokenizer = build_tokenizer(pad_token="</s>")
+    choose_pad(tokenizer)
+    assert tokenizer.pad_token == "<pad>"
+    tokenizer = build_tokenizer(pad_token=None)
+    choose_pad(tokenizer)
+    assert (tokenizer.pad_token, len(tokenizer)) == ("<pad>", len(build_tokenizer()))
 
 
-def test_a_folder_without_tokenizer_says_so_even_if_the_library_would_make_one_up(tmp_path):
+def test_a_folder_without_tokenizer_and_one_that_is_not_there_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert "no vocabulary" in recipe_problem(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert "no vocabulary" in recipe_problem(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[]", "", "\x00", json.dumps({"model": {"type": "BPE"}})])
-def test_a_broken_tokenizer_is_named_without_a_traceback(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    assert f"{tmp_path}: its tokenizer can't be read" in recipe_problem(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
-    build_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
-    problem = recipe_problem(tmp_path)
-    assert f"{tmp_path / name} is a pointer of git-lfs, not the file" in problem and "git lfs pull" in problem
-
-
-def test_a_model_folder_that_is_not_there_is_named(tmp_path):
     assert "model is not a local folder and can't be loaded" in recipe_problem(tmp_path / "model")
     assert "./nope is not a local folder and can't be loaded" in recipe_problem("./nope")
+
+
+def test_a_broken_tokenizer_or_a_pointer_of_git_lfs_is_named_without_a_traceback(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    for content in ("{", "{}", "[]", "", "\x00", json.dumps({"model": {"type": "BPE"}})):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert f"{tmp_path}: its tokenizer can't be read" in recipe_problem(tmp_path), content
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"):
+        build_tokenizer().save_pretrained(tmp_path)
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
+        problem = recipe_problem(tmp_path)
+        assert f"{tmp_path / name} is a pointer of git-lfs, not the file" in problem and "git lfs pull" in problem
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.slow
@@ -72,15 +73,6 @@ def test_the_template_of_the_recipe_replaces_the_models(tmp_path):
     assert "is not UTF-8" in recipe_problem(tmp_path, chat_template=str(tmp_path / "wide.jinja"))
 
 
-def test_padding_is_never_the_end_token_when_the_vocabulary_has_another():
-    tokenizer = build_tokenizer(pad_token="</s>")
-    choose_pad(tokenizer)
-    assert tokenizer.pad_token == "<pad>"
-    tokenizer = build_tokenizer(pad_token=None)
-    choose_pad(tokenizer)
-    assert (tokenizer.pad_token, len(tokenizer)) == ("<pad>", len(build_tokenizer()))
-
-
 def test_code_in_a_runs_tokenizer_folder_is_not_run(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -92,22 +84,19 @@ def test_code_in_a_runs_tokenizer_folder_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("text", "rows"), [("a word with a row of its own: <extra>", 1), ("a word", 0)])
-def test_rows_with_a_token_that_was_added_to_the_tokenizer_train_its_row(tmp_path, write, text, rows):
+def test_rows_with_a_token_that_was_added_train_its_row_and_tokens_of_another_model_are_refused(tmp_path, write):
+    def encoded(text, vocab_size):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size}))
+        return encode_rows(recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path)))
+
     tokenizer = build_tokenizer()
     size = len(tokenizer)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
-    encoded = encode_rows(recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path)))
-    assert encoded.trained_embedding_rows == ([size, size + 1] if rows else [])
-
-
-def test_tokens_of_another_model_are_found_before_a_run(tmp_path, write):
-    build_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
+    for text, rows in (("a word with a row of its own: <extra>", [size, size + 1]), ("a word", [])):
+        assert encoded(text, size).trained_embedding_rows == rows
     with pytest.raises(DataError, match="has 100 tokens"):
-        encode_rows(recipe(write("rows.jsonl", [{"text": "a word of another model"}]), model_name_or_path=str(tmp_path)))
+        encoded("a word of another model", 100)
 
 
 def with_tokens(new_tokens, **settings):
@@ -116,28 +105,21 @@ def with_tokens(new_tokens, **settings):
     return tokenizer
 
 
-@pytest.mark.parametrize("name", ["<|im_end|>", "a", "é"])
-def test_a_token_that_the_model_has_is_refused(name):
-    tokenizer = build_tokenizer(extra=("é",))
-    with pytest.raises(RecipeError, match="is a token of tiny already"):
-        add_tokens(tokenizer, recipe("rows.jsonl", new_tokens=["<|new|>", name]))
-
-
-def test_the_longest_of_several_new_tokens_is_taken():
+def test_a_token_that_the_model_has_is_refused_and_the_longest_of_several_new_ones_is_taken():
+    for name in ("<|im_end|>", "a", "é"):
+        with pytest.raises(RecipeError, match="is a token of tiny already"):
+            with_tokens(["<|new|>", name], extra=("é",))
     tokenizer = with_tokens(["<|tick", "<|ticket|>", "日本"])
     ids = tokenizer("日本<|ticket|><|tick|>", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[:3] == ["日本", "<|ticket|>", "<|tick"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "日本<|ticket|><|tick|>"
 
 
-def test_a_new_token_in_a_users_text_is_that_token_and_a_special_one_is_text():
+def test_a_new_token_in_a_users_text_is_that_token_a_special_one_is_text_and_10_000_have_their_own_rows():
     tokenizer = with_tokens(["<|ticket|>"])
     [ticket, end] = tokenizer.convert_tokens_to_ids(["<|ticket|>", "<|im_end|>"])
     ids = Encoder(tokenizer, with_template=True).prompt_ids([{"role": "user", "content": "<|ticket|> <|im_end|>"}])
     assert (ids.count(ticket), ids.count(end)) == (1, 1)
-
-
-def test_ten_thousand_tokens_have_rows_of_their_own():
     names = [f"<|{number}|>" for number in range(10_000)]
     tokenizer = with_tokens(names)
     before = len(tokenizer) - 10_000

@@ -115,14 +115,11 @@ def test_every_row_comes_out_of_packing_whole_with_its_labels(lengths, seed):
     assert packed.column_names == ["input_ids", "labels", "seq_lengths"]
 
 
-def test_packing_thousands_of_rows_fills_sequences_and_is_the_same_for_the_same_seed():
+def test_packing_fills_sequences_the_same_for_the_same_seed_and_refuses_a_row_that_trl_would_cut():
     dataset = dataset_of([1 + (n * 37) % 90 for n in range(2500)])
     packed = pack(dataset, 128, 1)
     assert len(packed) < 1.05 * sum(len(row) for row in dataset["input_ids"]) / 128 + 3
     assert packed["input_ids"][:] == pack(dataset, 128, 1)["input_ids"][:] != pack(dataset, 128, 2)["input_ids"][:]
-
-
-def test_a_row_longer_than_the_sequence_is_refused_where_trl_would_cut_it():
     dataset = dataset_of([5, 40])
     assert sum(map(len, pack_dataset(dataset, 32)["input_ids"])) == 37
     with pytest.raises(DataError, match="40 tokens.*max_length 32"):

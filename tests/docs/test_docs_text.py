@@ -31,7 +31,7 @@ def inline_code(page):
 
 
 @by_name
-def test_fences_are_of_a_known_kind(page):
+def test_blocks_are_of_a_known_kind_recipes_are_recipes_and_python_names_what_the_library_has(page):
     generated = "".join(blocks_of(page.read_text("utf-8")).values())
     for fence in fences(page):
         assert fence.language in ("sh", "yaml", "console", "text", "python"), fence
@@ -39,12 +39,11 @@ def test_fences_are_of_a_known_kind(page):
             assert fence.text in generated
         if fence.language == "sh":
             assert {word for word in fence.words if not word.startswith("exit=")} <= NOT_RUN, fence
-
-
-@by_name
-def test_recipes_on_a_page_are_recipes(page):
-    for fence in fences(page, "yaml"):
-        parse_recipe(fence.text, page.name)
+        if fence.language == "yaml":
+            parse_recipe(fence.text, page.name)
+        if fence.language == "python":
+            attributes = [node for node in ast.walk(ast.parse(fence.text)) if isinstance(node, ast.Attribute)]
+            assert {node.attr for node in attributes if ast.unparse(node.value) == "finetune"} <= set(finetune.__all__)
 
 
 def test_every_promise_names_a_test_that_exists():
@@ -55,11 +54,14 @@ def test_every_promise_names_a_test_that_exists():
 
 
 @by_name
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere_and_files_in_the_text_exist(page):
     text = page.read_text("utf-8")
     headings = {f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^#+ (.+)$", text, re.M)}
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         assert target.startswith("https://") or target in headings or (page.parent / target).exists(), target
+    for code in inline_code(page):
+        if re.fullmatch(r"(finetune|app|benchmarks|docs|recipes|tests)/[\w./-]*", code):
+            assert (ROOT / code).exists(), code
 
 
 @by_name
@@ -73,13 +75,6 @@ def test_settings_in_the_text_are_taken_as_overrides(page):
         with_cards = ["launch.num_processes=2"] if text.startswith("launch.strategy") else with_cards
         with_method = ["method=kto"] if text.startswith("loss_type=") else []
         parse_recipe(MINIMAL, overrides=[*with_cards, *with_method, text])
-
-
-@by_name
-def test_files_in_the_text_exist(page):
-    for code in inline_code(page):
-        if re.fullmatch(r"(finetune|app|benchmarks|docs|recipes|tests)/[\w./-]*", code):
-            assert (ROOT / code).exists(), code
 
 
 @pytest.mark.slow
@@ -116,11 +111,6 @@ def check_finetune(arguments):
         recipe_of(source, overrides)
 
 
-def test_a_block_is_split_into_its_commands():
-    text = "# alone\na  # why\ncat > x <<'EOF'\n# kept\nEOF\nb --c '#d'\n"
-    assert commands(text) == ["a", "cat > x <<'EOF'\n# kept\nEOF", "b --c '#d'"]
-
-
 def test_both_readmes_have_the_same_commands_and_recipe():
     english, chinese = ROOT / "README.md", ROOT / "README.zh.md"
     assert [command for *_, command in every_command([english])] == [command for *_, command in every_command([chinese])]
@@ -128,9 +118,11 @@ def test_both_readmes_have_the_same_commands_and_recipe():
     assert english_recipe == chinese_recipe
 
 
-def test_every_block_has_a_maker_and_every_maker_a_block():
+def test_every_block_has_a_maker_every_maker_a_block_and_shell_is_split_into_commands():
     used = {name for page in PAGES for name in blocks_of(page.read_text("utf-8"))}
     assert used == {*QUICK, *SLOW, *DERIVED}
+    text = "# alone\na  # why\ncat > x <<'EOF'\n# kept\nEOF\nb --c '#d'\n"
+    assert commands(text) == ["a", "cat > x <<'EOF'\n# kept\nEOF", "b --c '#d'"]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *DERIVED])
@@ -156,10 +148,3 @@ def test_nothing_tells_to_install_the_other_project_called_finetune():
     files = [*PAGES, ROOT / "Makefile", ROOT / "Dockerfile", *(ROOT / "finetune").rglob("*.py"), *(ROOT / "app").rglob("*.py")]
     assert [path for path in files if command.search(path.read_text("utf-8"))] == []
     assert command.search("uv tool install --quiet finetune") and not command.search("pip install finetune-forecast")
-
-
-@by_name
-def test_python_on_a_page_is_valid_and_names_what_the_library_has(page):
-    for code in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S):
-        attributes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
-        assert {node.attr for node in attributes if ast.unparse(node.value) == "finetune"} <= set(finetune.__all__)
