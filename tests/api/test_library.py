@@ -52,13 +52,10 @@ def trainer(tmp_path, tokens=32, **arguments):
     return SFTTrainer(model=small_model(), args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-def test_importing_it_loads_nothing_heavy_and_changes_no_environment():
+def test_importing_it_loads_nothing_heavy_changes_no_environment_and_an_unknown_name_is_no_attribute():
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     result = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "[] True\n"
-
-
-def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="no attribute 'fit_in'"):
         finetune.fit_in  # noqa: B018
 
@@ -76,19 +73,16 @@ def test_what_can_not_fit_is_refused_before_the_first_step(tmp_path):
     assert {name: id(parameter) for name, parameter in plain.model.named_parameters()} == before
 
 
-def test_a_step_that_fits_is_forecast_and_trained(tmp_path, capsys):
+def test_a_step_that_fits_is_forecast_and_trained_and_what_is_not_simulated_is_refused(tmp_path, capsys):
     plain = trainer(tmp_path)
     plain.add_callback(finetune.MemoryCallback(plain, gpu="cpu"))
     plain.train()
     assert "finetune: forecast fits: " in capsys.readouterr().err and plain.state.global_step == 1
-
-
-def test_what_is_not_simulated_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="can't forecast a trainer's step with torch_compile, use_liger_kernel"):
         finetune.fits(trainer(tmp_path, torch_compile=True, use_liger_kernel=True), gpu="rtx-4090")
 
 
-def test_lean_layers_save_less_and_give_the_same_gradients():
+def test_lean_layers_save_less_and_give_the_same_gradients_and_need_decoder_layers():
     model = small_model()
     with finetune.track(model) as before:
         loss, gradients = loss_and_gradients(model)
@@ -103,9 +97,6 @@ def test_lean_layers_save_less_and_give_the_same_gradients():
         torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6) for ours, theirs in zip(lean_gradients, gradients, strict=True)
     )
     assert finetune.lean(model, enabled=False) == []
-
-
-def test_a_model_without_decoder_layers_is_refused():
     with pytest.raises(RecipeError, match="no decoder layers"):
         finetune.lean(torch.nn.Linear(2, 2))
 

@@ -17,9 +17,6 @@ def line_of(case, outcome, changes="", base_format="NF4"):
 def test_each_format_has_budgets_around_each_end_and_smaller_gpus():
     cases = all_cases(2)
     assert len(cases) == 57 and "NF4 | upper end -4 MiB" in cases and "int8 | smaller by 50%" in cases
-
-
-def test_a_budget_is_so_many_bytes_beside_an_end():
     forecast = SimpleNamespace(peak_low_bytes=1000 * MIB, peak_bytes=1100 * MIB, peak_high_bytes=1200 * MIB)
     assert budget_at(forecast, "lower end", -2 * MIB) == 998 * MIB and budget_at(forecast, "likely peak", 0) == 1100 * MIB
 

@@ -40,7 +40,7 @@ def test_each_cell_has_a_forecast_and_the_memory_of_each_phase_or_a_reason(lines
         assert all(peaks["process_peak_rss_bytes"] > 2**20 for peaks in line["phases"].values())
 
 
-def test_rows_have_half_of_the_longest_length_to_all_of_it(tmp_path):
+def test_rows_have_half_of_the_longest_length_to_all_of_it_and_a_model_is_complete_and_random(tmp_path):
     from transformers import AutoTokenizer
 
     from finetune.bundled import model_path
@@ -50,9 +50,6 @@ def test_rows_have_half_of_the_longest_length_to_all_of_it(tmp_path):
     texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]  # and EOS
     assert max(lengths) == 64 and min(lengths) >= 32 and len(set(lengths)) > 4
-
-
-def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -67,13 +64,10 @@ def test_a_model_of_a_shape_is_complete_and_random(tmp_path):
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
 
 
-def test_a_cell_without_a_result_on_a_card_is_not_measured():
+def test_a_cell_without_a_result_on_a_card_is_not_measured_and_the_newest_result_has_its_error():
     on_a_cpu = {"cell": "nf4-keep", "card": None, "state": "finished", "forecast": {"allocated_bytes": GIB}}
     assert {row[-1] for row in report.table([on_a_cpu])} == {"not measured"}
     assert report.summary([on_a_cpu])["runs"] == 0
-
-
-def test_the_newest_result_on_a_card_is_shown_with_its_error():
     old, new = (
         {
             "cell": "nf4-keep", "card": "A", "state": "finished", "as_expected": True,

@@ -1,4 +1,4 @@
-"""The bundled base model and dataset: the committed files equal the scripts' output, are small and load offline."""
+"""The bundled base models and datasets: the committed files equal the scripts' output, are small and load offline."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from finetune.bundled import dataset_paths, model_path
-from finetune.recipe import load_recipe
+from finetune.recipe import load_recipe, recipe_from
+from finetune.settings import resolve_plain
 from make_base import TASKS, questions
 from make_data import NEW_TOPICS, PREFERRED, PRIORITIES, PRODUCTS, QUEUES, TOPICS, bundled_texts, draw_messages, write
+from make_vision import QUESTIONS, data_labels, draw_label, pixels, sorting, write_data
 
 BUNDLED = model_path("tiny").parent
 PATHS = dataset_paths("support")
+PARCELS = dataset_paths("parcels")["train"].parent
 
 
 def read(part: str) -> list[list[dict[str, str]]]:
@@ -66,15 +71,11 @@ def test_the_answers_of_a_pair_differ_in_the_queue_alone_and_each_queue_is_as_of
     assert preferred == others and PREFERRED.keys() == NEW_TOPICS.keys() and not NEW_TOPICS.keys() & TOPICS.keys()
 
 
-def test_there_are_enough_rows_and_no_message_is_there_twice() -> None:
+def test_enough_rows_with_no_message_twice_answer_with_json_from_closed_sets_which_training_covers():
     train, held_out = ([row[0]["content"] for row in read(part)] for part in ("train", "eval"))
     assert len(train) >= 600 and len(held_out) >= 100
     assert len({*train, *held_out}) == len(train) + len(held_out)
-
-
-@pytest.mark.parametrize("part", ["train", "eval"])
-def test_every_row_asks_and_answers_with_one_line_of_json_from_the_closed_sets(part: str) -> None:
-    for row in read(part):
+    for row in read("train") + read("eval"):
         assert [turn["role"] for turn in row] == ["user", "assistant"]
         answer = json.loads(row[1]["content"])
         assert "\n" not in row[1]["content"] and list(answer) == ["queue", "priority", "product"]
@@ -82,8 +83,6 @@ def test_every_row_asks_and_answers_with_one_line_of_json_from_the_closed_sets(p
         assert answer["priority"] in PRIORITIES.values()
         assert answer["product"] in PRODUCTS.values()
 
-
-def test_every_answer_of_the_held_out_rows_has_training_rows_with_each_of_its_values() -> None:
     def values(part: str) -> set[tuple[str, str]]:
         return {item for row in read(part) for item in json.loads(row[1]["content"]).items()}
 
@@ -106,17 +105,14 @@ def test_everything_bundled_is_within_eight_megabytes_and_holds_no_pickle() -> N
     assert {path.suffix for path in files} <= {".py", ".json", ".jsonl", ".jinja", ".safetensors", ".png"}
 
 
-@pytest.mark.parametrize(
-    "text", ["My tent is torn.", "  two  spaces\n\ttab ", "Grüße, 東京 🙂", "12345.90 euros", '{"a": [1]}']
-)
-def test_the_tokenizer_gives_back_any_text(text: str) -> None:
-    assert tokenizer().decode(tokenizer()(text)["input_ids"]) == text
-
-
-def test_digits_are_tokens_of_their_own_and_padding_is_not_the_stop_token() -> None:
+def test_the_tokenizer_gives_back_any_text_digits_are_tokens_padding_is_no_stop_and_unknown_roles_are_refused():
+    for text in ("My tent is torn.", "  two  spaces\n\ttab ", "Grüße, 東京 🙂", "12345.90 euros", '{"a": [1]}'):
+        assert tokenizer().decode(tokenizer()(text)["input_ids"]) == text
     assert len(tokenizer()("90210")["input_ids"]) == 5
     assert None not in (tokenizer().pad_token_id, tokenizer().eos_token_id)
     assert tokenizer().pad_token_id != tokenizer().eos_token_id
+    with pytest.raises(Exception, match="no role tool"):
+        tokenizer().apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
 def test_a_conversation_renders_with_its_answers_marked_stop_token_included() -> None:
@@ -135,16 +131,12 @@ def test_a_conversation_renders_with_its_answers_marked_stop_token_included() ->
     assert tokenizer().apply_chat_template(messages, tokenize=False) == prompt + "As usual.<|end|>"
 
 
-def test_a_role_the_model_does_not_know_is_refused() -> None:
-    with pytest.raises(Exception, match="no role tool"):
-        tokenizer().apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
-
-
-def test_the_model_loads_offline_from_safetensors_and_stops_at_the_end_of_a_turn() -> None:
+def test_the_model_loads_offline_stops_at_the_end_of_a_turn_and_can_not_route():
     assert 2_000_000 < model().num_parameters() < 2_500_000
     assert model().generation_config.eos_token_id == tokenizer().eos_token_id
     assert model().generation_config.pad_token_id == tokenizer().pad_token_id
     assert model().config.vocab_size == len(tokenizer())
+    assert not any(greedy_answer(row[0]["content"]) == row[1]["content"] for row in read("eval")[:10])
 
 
 @pytest.mark.slow
@@ -154,18 +146,47 @@ def test_the_base_answers_its_own_questions_on_held_out_messages() -> None:
     assert correct >= 23
 
 
-def test_the_base_can_not_route() -> None:
-    assert not any(greedy_answer(row[0]["content"]) == row[1]["content"] for row in read("eval")[:10])
-
-
-def test_the_recipe_names_the_bundled_model_and_dataset() -> None:
+def test_the_recipe_names_the_bundled_model_and_dataset_and_unknown_names_are_none_and_import_nothing_heavy():
     recipe = load_recipe("tiny-cpu")
     assert model_path(recipe.model_name_or_path).is_dir()
     assert dataset_paths(recipe.dataset.path)["train"].is_file()
     assert recipe.load_in_4bit is True and recipe.gpu == "cpu"
-
-
-def test_unknown_names_are_none_and_looking_them_up_imports_nothing_heavy() -> None:
     assert model_path("no-such-model") is None and dataset_paths("no-such-data") is None
     code = "import sys, finetune.bundled; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_script_makes_the_committed_300_small_pictures_and_their_rows_and_the_model_has_a_processor(tmp_path):
+    write_data(tmp_path)
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / name).read_bytes() == (PARCELS / name).read_bytes()
+    for number, label in enumerate(data_labels()):
+        with Image.open(PARCELS / f"pictures/{number:03d}.png") as picture:
+            assert np.array_equal(np.asarray(picture), pixels(label))
+    files = sorted((PARCELS / "pictures").iterdir())
+    assert len({path.read_bytes() for path in files}) == len(files) == 300
+    assert sum(path.stat().st_size for path in files) < 2_000_000
+    names = {path.name for path in model_path("tiny-vision").iterdir()}
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"} <= names
+
+
+def test_pretraining_never_sees_how_parcels_are_sorted() -> None:
+    rng = random.Random(0)
+    for label in (draw_label(rng) for _ in range(100)):
+        keys = json.loads(sorting(label))
+        assert not any(f'"{key}"' in answer(label) for answer in QUESTIONS.values() for key in keys)
+
+
+@pytest.mark.slow
+def test_in_4_bit_each_layer_of_the_model_answers_on_a_cpu() -> None:
+    """Also those whose shapes bitsandbytes can't repack for a CPU with AVX512-BF16."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    from finetune.evaluate.answerer import load_model
+
+    recipe = recipe_from({"model_name_or_path": "tiny-vision", "dataset": "parcels", "vision": True, "load_in_4bit": True})
+    layers = [module for module in load_model(resolve_plain(recipe), None, "cpu").modules() if isinstance(module, Linear4bit)]
+    with torch.no_grad():
+        shapes = [layer(torch.ones(2, layer.in_features)).shape for layer in layers]
+    assert shapes == [(2, layer.out_features) for layer in layers] and any(layer.in_features % 64 for layer in layers)

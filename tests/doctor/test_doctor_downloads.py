@@ -41,32 +41,26 @@ def hub(monkeypatch):
     hub.server_close()
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_in_trouble_is_a_warning(hub, status):
-    hub.answers["/api/models"] = status
-    finding = check_hub()
-    assert finding.state == "warn" and str(status) in finding.what
-
-
-def test_a_hub_that_is_not_there_is_a_warning_that_says_what_still_works(hub):
+def test_a_hub_in_trouble_is_a_warning_and_one_that_is_not_there_says_what_still_works(hub):
+    for status in (429, 500, 503):
+        hub.answers["/api/models"] = status
+        finding = check_hub()
+        assert finding.state == "warn" and str(status) in finding.what
     hub.shutdown()
     hub.server_close()
     finding = check_hub()
     assert finding.state == "warn" and "refused" in finding.what and "Cached and local models" in finding.fix
 
 
-def test_a_hub_that_is_switched_off_is_not_asked(hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert (check_hub().state, check_login().state) == ("skip", "skip")
-    assert hub.asked == []
-
-
-def test_without_a_login_the_hub_is_not_asked(hub, monkeypatch):
+def test_without_a_login_or_switched_off_the_hub_is_not_asked(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
     finding = check_login()
     assert finding.state == "skip" and "hf auth login" in finding.fix and hub.asked == []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (check_hub().state, check_login().state) == ("skip", "skip")
+    assert hub.asked == []
 
 
 @pytest.mark.slow
@@ -86,9 +80,18 @@ def test_a_broken_token_is_not_shown_either(hub, monkeypatch):
     assert finding.state == "warn" and TOKEN not in json.dumps(finding.as_json())
 
 
-def test_the_bundled_model_and_data_work_offline():
+def test_bundled_model_and_data_work_offline_missing_rows_are_a_failure_and_a_hub_dataset_is_looked_for(monkeypatch, tmp_path):
     assert check_model(recipe()).state == "ok"
     assert [finding.state for finding in check_data(recipe())] == ["ok", "ok"]
+    (finding,) = check_data(recipe(dataset={"path": "nowhere.jsonl"}))
+    assert finding.state == "fail" and "nowhere.jsonl" in finding.what
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    wanted = recipe(dataset={"path": "owner/MyRows"})
+    assert [finding.state for finding in check_data(wanted)] == ["warn"]
+    folder = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"
+    folder.mkdir(parents=True)
+    (folder / "dataset_info.json").write_text("{}")
+    assert [finding.state for finding in check_data(wanted)] == ["ok"]
 
 
 def split(weights):
@@ -115,26 +118,8 @@ def test_a_missing_or_damaged_file_of_a_cached_model_is_named(cached_model, file
     assert finding.state == "warn" and what in finding.what and "hf download owner/name" in finding.fix
 
 
-def test_another_revision_is_not_the_cached_one(cached_model):
+def test_another_revision_is_not_the_cached_one_and_an_incomplete_local_model_is_a_failure(cached_model):
     finding = check_model(recipe(model_name_or_path="owner/name", model_revision="b" * 40))
     assert finding.state == "warn" and f"--revision {'b' * 40}" in finding.fix
-
-
-def test_an_incomplete_local_model_is_a_failure(cached_model):
     (cached_model / "model.safetensors").unlink()
     assert check_model(recipe(model_name_or_path=str(cached_model))).state == "fail"
-
-
-def test_a_missing_file_of_rows_is_a_failure():
-    (finding,) = check_data(recipe(dataset={"path": "nowhere.jsonl"}))
-    assert finding.state == "fail" and "nowhere.jsonl" in finding.what
-
-
-def test_a_hub_dataset_is_looked_for_where_datasets_keeps_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    wanted = recipe(dataset={"path": "owner/MyRows"})
-    assert [finding.state for finding in check_data(wanted)] == ["warn"]
-    folder = tmp_path / "owner___my_rows" / "default" / "0.0.0" / "c0ffee"
-    folder.mkdir(parents=True)
-    (folder / "dataset_info.json").write_text("{}")
-    assert [finding.state for finding in check_data(wanted)] == ["ok"]

@@ -22,21 +22,15 @@ TORCH = {
 CARD = {"name": "RTX 3090", "capability": [8, 6], "total_bytes": 24}
 
 
-def test_the_installed_versions_are_inside_the_bounds():
+def test_the_installed_versions_are_inside_the_bounds_others_are_named_and_only_the_page_may_be_missing(monkeypatch):
     finding = check_packages()
     assert finding.state == "ok", finding
     assert f"python {sys.version.split()[0]}" in finding.what and "torch" in finding.what
-
-
-def test_a_version_out_of_bounds_and_a_missing_package_are_both_named(monkeypatch):
     wanted = ["torch<2", "psutil>=6", "no-such-package>=1", "pytest>=99; extra == 'test'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
     finding = check_packages()
     assert finding.state == "fail" and "torch " in finding.what and "no-such-package is missing" in finding.what
     assert finding.fix == "pip install 'torch<2' 'no-such-package>=1'"
-
-
-def test_the_page_may_be_left_out_but_not_be_of_another_version(monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["psutil>=6", "no-such-package>=1; extra == 'ui'"])
     assert check_packages().state == "ok"
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["psutil>=6", "gradio<1; extra == 'ui'"])
@@ -44,25 +38,18 @@ def test_the_page_may_be_left_out_but_not_be_of_another_version(monkeypatch):
 
 
 @pytest.mark.compiler
-def test_the_compiler_here_compiles():
+def test_the_compiler_here_compiles_and_missing_python_headers_are_named(monkeypatch, tmp_path):
     assert check_compiler().state == "ok"
-
-
-def test_no_compiler_is_found(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    finding = check_compiler()
-    assert finding.state == "warn" and "no C compiler" in finding.what and "apt install gcc" in finding.fix
-
-
-@pytest.mark.compiler
-def test_missing_python_headers_are_found(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     finding = check_compiler()
     assert finding.state == "warn" and "Python.h" in finding.what
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+def test_no_compiler_is_named_and_one_that_fails_is_quoted(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = check_compiler()
+    assert finding.state == "warn" and "no C compiler" in finding.what and "apt install gcc" in finding.fix
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'cc1: error: no room in /tmp' >&2\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
@@ -77,7 +64,7 @@ def broken(monkeypatch, tmp_path):
     """broken("bitsandbytes", code): the probe's process imports `code` in the package's place."""
 
     def put(package, code):
-        (tmp_path / package).mkdir()
+        (tmp_path / package).mkdir(exist_ok=True)
         (tmp_path / package / "__init__.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
@@ -96,11 +83,14 @@ def test_bitsandbytes_really_quantises_here():
     assert findings["cuda"].state in ("ok", "skip") and findings["triton"].state in ("ok", "skip")
 
 
-def test_torch_that_can_not_be_imported_is_reported_and_nothing_after_it_is_guessed(broken):
+def test_torch_that_can_not_be_imported_is_reported_without_guesses_and_one_that_hangs_after_the_deadline(broken):
     broken("torch", "raise ImportError('libcudart.so.12: cannot open shared object file')")
     findings = states()
     assert findings["cuda"].state == "fail" and "libcudart.so.12" in findings["cuda"].what
     assert list(findings) == ["cuda"]
+    broken("torch", "import time; time.sleep(1000)")
+    findings = states(deadline_s=1.0)
+    assert findings["cuda"].state == "warn" and "no answer within 1 s" in findings["cuda"].what
 
 
 @pytest.mark.slow
@@ -109,12 +99,6 @@ def test_a_library_that_crashes_is_reported_and_what_came_before_counts(broken):
     findings = states()
     assert findings["cuda"].state in ("ok", "skip")
     assert findings["bitsandbytes"].state == "fail" and "SIGABRT" in findings["bitsandbytes"].what
-
-
-def test_a_library_that_hangs_is_a_warning_after_the_deadline(broken):
-    broken("torch", "import time; time.sleep(1000)")
-    findings = states(deadline_s=1.0)
-    assert findings["cuda"].state == "warn" and "no answer within 1 s" in findings["cuda"].what
 
 
 @pytest.mark.slow

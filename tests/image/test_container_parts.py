@@ -132,15 +132,12 @@ def test_nothing_gets_into_the_image_that_is_not_listed():
     assert copied == allowed
 
 
-def test_the_composition_is_for_this_machine_only_and_waits_for_a_checkpoint():
+def test_the_composition_is_for_this_machine_only_waits_for_a_checkpoint_and_the_versions_name_torch():
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["finetune"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert service["stop_grace_period"] == "5m" and service["cap_drop"] == ["ALL"]
     assert service["environment"] == {"HF_TOKEN": None, "FINETUNE_UI_TOKEN": None}  # passed through, never a value
     declared = set(re.search(r"VOLUME \[(.*)\]", (ROOT / "Dockerfile").read_text())[1].replace('"', "").split(", "))
     assert declared <= {volume.split(":")[1] for volume in service["volumes"]}
-
-
-def test_the_image_waits_for_nothing_that_the_recipe_of_versions_does_not_have():
     constraints = (ROOT / "constraints.txt").read_text()
     assert re.search(r"^torch==\d+\.\d+\.\d+$", constraints, re.M)  # the Dockerfile reads it to choose the processor's wheel

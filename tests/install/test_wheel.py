@@ -67,7 +67,7 @@ def run(command, folder, *arguments, **options):
     return subprocess.run([str(command), *arguments], cwd=folder, capture_output=True, text=True, **options)
 
 
-def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
+def test_the_wheel_holds_app_recipes_and_bundled_model_in_one_top_level_package(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"finetune/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes <= names
@@ -82,21 +82,15 @@ def test_the_wheel_holds_app_recipes_and_bundled_model(wheel):
     modules = {f"finetune/{path.relative_to(base)}" for base in (ROOT, ROOT / "finetune") for path in base.glob("app/**/*.py")}
     modules |= {str(path.relative_to(ROOT)) for path in ROOT.glob("finetune/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
-
-
-def test_the_wheel_installs_one_top_level_package(wheel):
     archive = zipfile.ZipFile(wheel)
     (record,) = (name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
     installed = {line.partition("/")[0] for line in archive.read(record).decode().splitlines()}
     assert installed == {"finetune", record.partition("/")[0]}
 
 
-def test_everything_is_imported_from_the_environment(installed, tmp_path):
+def test_everything_is_imported_from_the_environment_and_another_package_called_app_stays_what_it_is(installed, tmp_path):
     process = run(installed.with_name("python"), tmp_path, "-c", "import finetune.app; print(finetune.app.__file__)")
     assert process.stdout.startswith(str(installed.parents[1])), process.stdout + process.stderr
-
-
-def test_another_package_called_app_stays_what_it_is(installed, tmp_path):
     python = installed.with_name("python")
     assert run(python, tmp_path, "-m", "app").stdout == "a package of another project\n" * 2
     code = "from finetune.cli.ui import page_command; print(*page_command('.report')[1:])"

@@ -1,6 +1,5 @@
 """Readers of a run's events and files for tests."""
 
-import json
 from pathlib import Path
 
 from finetune.events import State, Step, read_events
@@ -39,8 +38,3 @@ def events_of(run, kind):
 
 def last_state(run):
     return events_of(run, State)[-1]
-
-
-def facts(checkpoint: Path) -> dict:
-    """The facts in a checkpoint's manifest."""
-    return json.loads((checkpoint / "MANIFEST.json").read_text())["facts"]

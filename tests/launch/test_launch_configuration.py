@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed.run as torchrun
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import prepare_multi_gpu_env
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from accelerate.utils.launch import _filter_args
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from finetune.card import find_card
@@ -50,7 +52,7 @@ def parsed(tmp_path, launch_settings):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_accelerate_reads_processes_machines_and_strategy(tmp_path, launch):
+def test_accelerate_reads_processes_machines_and_strategy_and_makes_torchruns_arguments_of_them(tmp_path, launch):
     arguments = parsed(tmp_path, settings(**launch))
     assert arguments.module and arguments.training_script == "finetune.run.worker"
     assert arguments.num_processes == launch["num_processes"]
@@ -59,15 +61,6 @@ def test_accelerate_reads_processes_machines_and_strategy(tmp_path, launch):
     assert arguments.use_fsdp == (launch.get("strategy") == "fsdp")
     assert arguments.multi_gpu == (launch.get("strategy") is None)
     assert arguments.mixed_precision == "bf16"
-
-
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_accelerate_makes_torchruns_arguments_of_it(tmp_path, launch):
-    import torch.distributed.run as torchrun
-    from accelerate.utils import prepare_multi_gpu_env
-    from accelerate.utils.launch import _filter_args
-
-    arguments = parsed(tmp_path, settings(**launch))
     prepare_multi_gpu_env(arguments)
     torchruns = _filter_args(arguments, torchrun.get_args_parser(), ["--training_script", "x", "--training_script_args"])
     machines = launch.get("num_machines", 1)
@@ -100,14 +93,11 @@ def test_accelerate_reads_the_deepspeed_configuration(tmp_path, launch):
     assert parsed_config.get_value("train_batch_size") == 2 * 4 * 2
 
 
-def test_several_machines_talk_over_the_address_of_machine_0_and_one_machine_takes_a_free_port():
+def test_several_machines_talk_over_machine_0_one_takes_a_free_port_and_one_process_needs_no_launcher():
     two_machines = accelerate_configuration(settings(num_processes=2, num_machines=2, main_process_ip="10.0.0.1"), Path("x"))
     one_machine = accelerate_configuration(settings(num_processes=2), Path("x"))
     assert (two_machines["main_process_ip"], two_machines["main_process_port"]) == ("10.0.0.1", 29500)
     assert one_machine["main_process_port"] == 0
-
-
-def test_one_process_needs_no_launcher():
     assert not is_distributed(settings())
     assert is_distributed(settings(num_processes=2)) and is_distributed(settings(strategy="deepspeed"))
 
@@ -134,15 +124,12 @@ def test_a_launch_that_can_not_work_is_refused(launch, message):
     assert message in problem
 
 
-def test_all_reasons_are_given_at_once():
+def test_all_reasons_are_given_at_once_and_a_strategy_that_needs_gpus_is_refused_on_a_cpu(tmp_path):
     launch = {"num_processes": 3, "num_machines": 2, "strategy": "fsdp", "machine_rank": 2}
     values = {"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "optim": "paged_adamw_8bit"}
     with pytest.raises(RecipeError) as error:
         recipe_from({**values, "load_in_8bit": True, "launch": launch})
     assert len(error.value.problems) == 5
-
-
-def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu_before_anything_is_loaded(tmp_path):
     with pytest.raises(RecipeError, match="needs NVIDIA GPUs"):
         load_recipe("tiny-cpu", ["launch.strategy=fsdp", "launch.num_processes=2", "per_device_train_batch_size=1"])
 

@@ -1,5 +1,6 @@
 """Two processes on the CPU train, fail, stop and resume like one."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from launch_runs import adapter, events_of, facts, last_state, steps
+from launch_runs import adapter, events_of, last_state, steps
 
 from finetune.events import Checkpoint, Start, State, Step
 
@@ -34,7 +35,8 @@ def test_there_is_one_event_stream_and_each_process_has_its_random_state_in_the_
     assert [event.state for event in events_of(run_of_two, State)] == ["starting", "running", "finished"]
     names = sorted(path.name for path in (run_of_two.checkpoints / "checkpoint-2").glob("rng_state*"))
     assert names == ["rng_state_0.pth", "rng_state_1.pth"]
-    assert facts(run_of_two.checkpoints / "checkpoint-2")["num_processes"] == 2
+    manifest = json.loads((run_of_two.checkpoints / "checkpoint-2" / "MANIFEST.json").read_text())
+    assert manifest["facts"]["num_processes"] == 2
 
 
 def copy_back_to_step_2(run, make_launch, *overrides):

@@ -136,28 +136,19 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     assert "CPU-only build" in blocker.problems[0] and "Install the wheel" in blocker.fix
 
 
-def test_a_driver_that_does_not_answer_is_reported_with_its_message(machine):
+def test_the_doctor_reports_a_silent_driver_a_card_in_use_one_off_the_bus_and_a_hidden_one(machine):
     machine("t4", "start = 9")
     assert check_driver().state in ("warn", "fail") and "Driver Not Loaded" in check_driver().what
     machine("t4", "start = 18")  # updated under the machine
     assert check_driver().state == "fail" and check_driver().fix == "Restart the machine."
-
-
-def test_a_card_in_use_names_the_process_that_uses_it(machine):
     machine("t4", "used_mib = 9000", "compute = self 8999")
     (finding,) = check_cards()
     assert finding.state == "warn" and "python" in finding.what and "8.79 GiB" in finding.what
     assert "5.78 GiB of 14.6 GiB free" in finding.what
-
-
-def test_a_card_off_the_bus_is_a_failure_beside_the_one_that_works(machine):
     machine("lost-card")
     working, failed = check_cards()
     assert (working.state, failed.state) == ("ok", "fail")
     assert "GPU 0 can't be used (gpu is lost)" in failed.what and "dmesg" in failed.fix
-
-
-def test_a_hidden_card_is_reported_as_hidden(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES="GPU-30911111")
     desktop, other = check_cards()
     assert (desktop.state, other.state) == ("skip", "ok") and "hidden by CUDA_VISIBLE_DEVICES" in desktop.what

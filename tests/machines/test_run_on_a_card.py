@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,21 +298,12 @@ def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card
     assert recorded.limit_bytes() == pytest.approx(plan.card.free_bytes - context, abs=GIB / 100)
 
 
-def sampled(machine, card, name, *more):
-    machine(name, *more)
-    plan_card = dataclasses.make_dataclass("Planned", ["card"])(find_card("auto"))
-    card(plan_card)
-    return MemorySampler(on_cuda=True).sample()
-
-
-@pytest.mark.parametrize("name", ["container", "wsl"])
-def test_process_ids_that_mean_nothing_here_make_nobody_another_program(machine, card, name):
-    memory = sampled(machine, card, name)
+@pytest.mark.parametrize("name", ["4090-desktop", "container", "wsl"])
+def test_a_process_that_the_driver_does_not_list_makes_others_unknown(machine, card, name):
+    machine(name)
+    card(SimpleNamespace(card=find_card("auto")))
+    memory = MemorySampler(on_cuda=True).sample()
     assert memory.card_used_bytes > 0 and memory.other_processes_bytes is None
-
-
-def test_a_process_that_the_driver_does_not_list_makes_others_unknown(machine, card):
-    assert sampled(machine, card, "4090-desktop").other_processes_bytes is None
 
 
 def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine, make_run, card):

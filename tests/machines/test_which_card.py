@@ -17,23 +17,35 @@ pytestmark = pytest.mark.compiler
 ON_DESKTOP, OTHER = "GPU-30900000-aaaa-4bbb-8ccc-000000000001", "GPU-30911111-aaaa-4bbb-8ccc-000000000002"
 
 
-def test_a_desktop_is_not_counted_as_free(machine):
+def test_a_desktop_is_not_free_a_t4_has_float16_over_pcie_3_and_an_older_driver_and_unknown_bytes_are_said(machine):
     machine("4090-desktop")
     card = find_card("auto")
     assert card.total_bytes == (24564 - 452) * MIB and card.free_bytes == card.total_bytes - 1612 * MIB
     assert card.bf16_flops == find_card("rtx-4090").bf16_flops and card.context_bytes == find_card("rtx-4090").context_bytes
+    machine("t4")
+    card = find_card("auto")
+    assert not card.supports_bf16 and card.pcie_bytes_s == pytest.approx(12.6e9, rel=0.01)
+    assert card.bandwidth_bytes_s == 320e9
+    machine("t4", "driver = 570.86.16", "cuda = 12080", cuda="12.9")
+    assert find_card("auto", here=True).problem == ""
+    machine("wsl")
+    assert "(bytes unknown)" in find_card("auto").reason and "0 B" not in find_card("auto").reason
 
 
-def test_of_two_equal_cards_the_one_with_more_free_memory_is_taken(machine):
+def test_the_card_with_more_free_memory_is_taken_no_hidden_one_and_of_several_for_one_run_the_least_counts(machine):
     machine("two-3090")
     card = find_card("auto")
     assert (card.uuid, card.free_bytes) == (OTHER, (24576 - 300 - 12) * MIB)
     assert "GPU 1, chosen from 2 (gpu=0 is NVIDIA GeForce RTX 3090 with 21.9 GiB free)" in card.reason
-
-
-def test_a_fast_card_in_use_gives_way_to_a_free_one(machine):
     machine("3060-and-4090", "used_mib = 20000")
     assert find_card("auto").name == "NVIDIA GeForce RTX 3060"
+    machine("two-3090", CUDA_VISIBLE_DEVICES=ON_DESKTOP)
+    assert find_card("auto").uuid == ON_DESKTOP and "set by CUDA_VISIBLE_DEVICES" in find_card("auto").reason
+    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
+    card = find_card("auto", processes=2)  # of the first two
+    assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
+    assert "GPU 0 has the least free memory of the run's 2 GPUs" in card.reason
+    assert find_card("auto", processes=3).name == "Tesla T4"
 
 
 @pytest.mark.parametrize(
@@ -56,11 +68,6 @@ def test_cuda_visible_devices_chooses_by_index_in_nvidia_smi_or_by_uuid(machine,
     assert [device.uuid for device in visible(nvidia.read_devices()[0])] == uuids
 
 
-def test_a_hidden_card_is_not_planned(machine):
-    machine("two-3090", CUDA_VISIBLE_DEVICES=ON_DESKTOP)
-    assert find_card("auto").uuid == ON_DESKTOP and "set by CUDA_VISIBLE_DEVICES" in find_card("auto").reason
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [OTHER, None])
 def test_a_process_that_plans_hides_every_card_from_cuda_alone(machine, setting):
@@ -74,18 +81,14 @@ def test_a_process_that_plans_hides_every_card_from_cuda_alone(machine, setting)
     assert planning.stdout.split() == ["-1", OTHER, str(setting)]
 
 
-@pytest.mark.parametrize(("gpu", "uuid"), [("0", ON_DESKTOP), ("1", OTHER), (OTHER, OTHER), ("gpu-30900000", ON_DESKTOP)])
-def test_a_card_is_named_by_its_index_in_nvidia_smi_or_its_uuid(machine, gpu, uuid):
+def test_a_card_is_named_by_its_index_in_nvidia_smi_its_uuid_or_its_name(machine):
     machine("two-3090")
-    assert find_card(gpu).uuid == find_card(gpu, here=True).uuid == uuid
-
-
-def test_of_several_cards_for_one_run_the_one_with_the_least_free_memory_counts(machine):
-    machine("two-3090", "card = Tesla T4", "total_mib = 15360", "capability = 7.5", "uuid = GPU-74000000", "pci = 0:61:0")
-    card = find_card("auto", processes=2)  # of the first two
-    assert (card.uuid, card.free_bytes) == (ON_DESKTOP, (24576 - 300 - 1800) * MIB)
-    assert "GPU 0 has the least free memory of the run's 2 GPUs" in card.reason
-    assert find_card("auto", processes=3).name == "Tesla T4"
+    for gpu, uuid in (("0", ON_DESKTOP), ("1", OTHER), (OTHER, OTHER), ("gpu-30900000", ON_DESKTOP)):
+        assert find_card(gpu).uuid == find_card(gpu, here=True).uuid == uuid
+    machine("3060-and-4090")
+    assert find_card("rtx-3060", here=True).name == "NVIDIA GeForce RTX 3060"
+    with pytest.raises(RecipeError, match=r"for an RTX 5090; this machine has 0 \(NVIDIA GeForce RTX 3060, 11.8 GiB\), 1"):
+        find_card("rtx-5090", here=True)
 
 
 def test_more_processes_than_cards_are_a_problem(machine):
@@ -96,30 +99,6 @@ def test_more_processes_than_cards_are_a_problem(machine):
     (problem,) = machine_problems(recipe, on_cpu=False)
     assert "needs 2 GPUs on this machine; 1 can be used" in problem
     assert machine_problems(recipe, on_cpu=True) == []
-
-
-def test_training_on_a_named_card_takes_that_one_of_several(machine):
-    machine("3060-and-4090")
-    assert find_card("rtx-3060", here=True).name == "NVIDIA GeForce RTX 3060"
-    with pytest.raises(RecipeError, match=r"for an RTX 5090; this machine has 0 \(NVIDIA GeForce RTX 3060, 11.8 GiB\), 1"):
-        find_card("rtx-5090", here=True)
-
-
-def test_a_t4_trains_in_float16_over_pcie_3(machine):
-    machine("t4")
-    card = find_card("auto")
-    assert not card.supports_bf16 and card.pcie_bytes_s == pytest.approx(12.6e9, rel=0.01)
-    assert card.bandwidth_bytes_s == 320e9
-
-
-def test_a_process_without_bytes_is_reported_as_unknown(machine):
-    machine("wsl")
-    assert "(bytes unknown)" in find_card("auto").reason and "0 B" not in find_card("auto").reason
-
-
-def test_an_older_wheel_runs_on_an_older_driver(machine):
-    machine("t4", "driver = 570.86.16", "cuda = 12080", cuda="12.9")
-    assert find_card("auto", here=True).problem == ""
 
 
 def test_torch_without_cuda_is_reported_by_the_plan_and_refused_by_a_run(machine):

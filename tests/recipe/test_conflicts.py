@@ -1,5 +1,7 @@
 """Settings that can't be combined are refused when a recipe is read: by method, and with layer offloading."""
 
+import itertools
+
 import pytest
 
 from finetune.errors import RecipeError
@@ -64,16 +66,12 @@ def test_what_does_not_go_together_is_named(settings, message):
         recipe_from({"model_name_or_path": "tiny", "dataset": "rows.jsonl", **settings})
 
 
-def test_long_texts_of_pretraining_are_cut_into_chunks_unless_the_recipe_says_otherwise():
+def test_plain_text_is_read_by_two_methods_and_pretraining_cuts_long_texts_unless_the_recipe_says_otherwise():
     values = {"model_name_or_path": "tiny", "dataset": "rows.jsonl", "method": "pretrain"}
     for more, expected in (({}, "chunk"), ({"excess_length": "drop"}, "drop"), ({"method": "sft"}, "raise")):
         assert recipe_from(values | more).excess_length == expected
-
-
-@pytest.mark.parametrize("row_format", ["text", "auto"])
-@pytest.mark.parametrize("method", ["sft", "pretrain"])
-def test_plain_text_is_read_by_two_methods(method, row_format):
-    recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "rows.jsonl", "format": row_format}, "method": method})
+    for method, row_format in itertools.product(("sft", "pretrain"), ("text", "auto")):
+        recipe_from(values | {"dataset": {"path": "rows.jsonl", "format": row_format}, "method": method})
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -84,10 +82,9 @@ def test_what_does_not_work_with_offloaded_layers_is_refused_with_the_fix(device
     assert REFUSED[override] in problem
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["activation_checkpointing=selective", "activation_checkpointing=offload", "gpu=cpu", "use_dora=true", "lora_dropout=0.1",
-     "load_in_4bit=false", "offloaded_layers=3"],
-)  # fmt: skip
-def test_what_works_with_offloaded_layers_is_accepted(override):
-    parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n", overrides=["layer_offloading=cpu", override])
+def test_what_works_with_offloaded_layers_is_accepted():
+    for override in (
+        "activation_checkpointing=selective", "activation_checkpointing=offload", "gpu=cpu", "use_dora=true",
+        "lora_dropout=0.1", "load_in_4bit=false", "offloaded_layers=3",
+    ):  # fmt: skip
+        parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n", overrides=["layer_offloading=cpu", override])

@@ -41,7 +41,7 @@ def refusals(text: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["llama-factory", "axolotl", "trl"])
-def test_the_recipe_and_the_list_are_the_golden_ones(name, monkeypatch, capsys):
+def test_the_recipe_and_the_list_are_the_golden_ones_and_the_tools_file_is_no_recipe(name, monkeypatch, capsys):
     monkeypatch.chdir(HERE)
     monkeypatch.setattr("sys.argv", ["finetune", "convert", f"{name}.yaml"])
     assert main() == 0
@@ -49,6 +49,9 @@ def test_the_recipe_and_the_list_are_the_golden_ones(name, monkeypatch, capsys):
     assert f"{captured.out}\n{captured.err}" == (HERE / f"{name}.txt").read_text()
     recipe = convert_file(f"{name}.yaml")[0]
     assert parse_recipe(captured.out) == parse_recipe(write_recipe(recipe)) == recipe
+    with pytest.raises(RecipeError, match="unknown setting") as error:
+        parse_recipe((HERE / f"{name}.yaml").read_text(), f"{name}.yaml")
+    assert "finetune convert FILE" in error.value.fix
 
 
 # -- the tables
@@ -70,13 +73,22 @@ def test_tables_name_settings_and_keys_that_exist(tool):
 
 
 @by_tool
-def test_every_value_of_a_table_makes_a_valid_recipe(tool):
+def test_every_value_of_a_table_makes_a_valid_recipe_and_every_key_is_listed_with_a_reason(tool):
     for key, row in tool.keys.items():
         for value in [value for value in row if value not in SPECIAL] if isinstance(row, dict) else []:
             needs = {"load_in_4bit": True} if value == "qlora" else {}
             needs |= {"label_smoothing": 0.1} if value == "robust" else {"rl": "dpo"} if key.startswith("dpo") else {}
             name, _, inner = key.partition(".")
             convert(LEAST[tool.name] | needs | {name: [{inner: value}] if inner else value}, "effective_batch_size=8")
+    for key in {*tool.keys, *tool.reasons, "bananas"}:
+        name, _, inner = key.partition(".")
+        values = LEAST[tool.name] | {name: [{inner: [7]}] if inner else [7]}
+        try:
+            report = convert(values)[1].keys[key]
+        except RecipeError as error:  # not a value of this key
+            assert key in str(error) or "x.yaml:" in str(error), key
+        else:
+            assert report.text, key
 
 
 @by_tool
@@ -126,19 +138,6 @@ def test_numbers_of_a_file_without_numbers(tool, expected):
 # -- nothing is lost
 
 
-@by_tool
-def test_every_key_is_listed_with_a_reason(tool):
-    for key in {*tool.keys, *tool.reasons, "bananas"}:
-        name, _, inner = key.partition(".")
-        values = LEAST[tool.name] | {name: [{inner: [7]}] if inner else [7]}
-        try:
-            report = convert(values)[1].keys[key]
-        except RecipeError as error:  # not a value of this key
-            assert key in str(error) or "x.yaml:" in str(error), key
-        else:
-            assert report.text, key
-
-
 def test_keys_that_may_change_the_result_are_listed_with_what_to_type():
     dropped = reports(LEAST["LLaMA-Factory"] | {"template": "qwen", "neftune_noise_alpha": 5, "what": 1, "pissa_init": False})
     assert dropped["dataset"][0] == dropped["template"][0] == dropped["neftune_noise_alpha"][0] == "not carried over"
@@ -155,13 +154,12 @@ def test_one_dataset_is_carried_over_and_several_are_listed():
     assert convert(files)[0].dataset.path == "none" and reports(files)["datasets.path"][0] == "not carried over"
 
 
-def test_of_two_keys_for_one_setting_the_other_is_listed():
+def test_of_two_keys_for_one_setting_the_other_is_listed_no_limit_stays_none_and_warmup_is_steps_or_a_share():
     values = LEAST["Axolotl"] | {"lora_target_linear": True, "lora_target_modules": ["q_proj", "k_proj"]}
     assert convert(values)[0].target_modules == "all-linear"
     assert reports(values)["lora_target_modules"] == ("not carried over", "lora_target_linear takes precedence")
-
-
-def test_warmup_steps_are_steps_or_a_share_and_a_share_of_the_steps_between_evaluations_is_listed():
+    recipe = convert(LEAST["TRL"] | {"max_length": None})[0]
+    assert (recipe.max_length, recipe.excess_length) == ("auto", "raise")
     for value, expected in ((0, (None, 0.0)), (0.1, (None, 0.1)), (20, (20, 0.03))):
         recipe = convert(LEAST["TRL"] | {"warmup_steps": value})[0]
         assert (recipe.warmup_steps, recipe.warmup_ratio) == expected
@@ -169,11 +167,6 @@ def test_warmup_steps_are_steps_or_a_share_and_a_share_of_the_steps_between_eval
         assert convert(LEAST["Axolotl"] | none)[0].warmup_ratio == 0
     listed = reports(LEAST["TRL"] | {"eval_steps": 0.1, "save_steps": 50})
     assert (listed["eval_steps"][0], listed["save_steps"][0]) == ("not carried over", "carried over")
-
-
-def test_no_limit_of_length_stays_none():
-    recipe = convert(LEAST["TRL"] | {"max_length": None})[0]
-    assert (recipe.max_length, recipe.excess_length) == ("auto", "raise")
 
 
 # -- methods
@@ -227,24 +220,14 @@ def test_what_finetune_does_not_train_is_refused(tool, values, reason):
     assert reason in problems and "abc" not in problems and len(problems.splitlines()) == 1
 
 
-@pytest.mark.parametrize("more", [{}, {"load_in_4bit": True}])
-def test_qlora_is_in_4_bits(more):
-    assert convert(LEAST["Axolotl"] | {"adapter": "qlora"} | more)[0].load_in_4bit is True
-
-
-def test_overrides_replace_settings_and_processes_multiply_the_batch():
+def test_qlora_is_in_4_bits_overrides_replace_settings_and_processes_multiply_the_batch():
+    for more in ({}, {"load_in_4bit": True}):
+        assert convert(LEAST["Axolotl"] | {"adapter": "qlora"} | more)[0].load_in_4bit is True
     recipe = convert(LEAST["LLaMA-Factory"], "dataset.path=mine.jsonl", "lora_r=64", "launch.num_processes=4")[0]
     assert (recipe.dataset.path, recipe.lora_r, recipe.effective_batch_size) == ("mine.jsonl", 64, 8 * 4)
     for override in ("launch=ddp", "method=[a]"):
         with pytest.raises(RecipeError, match=override.partition("=")[0]):
             convert(LEAST["LLaMA-Factory"], override)
-
-
-@pytest.mark.parametrize("name", ["llama-factory.yaml", "axolotl.yaml", "trl.yaml"])
-def test_another_tools_file_is_no_recipe(name):
-    with pytest.raises(RecipeError, match="unknown setting") as error:
-        parse_recipe((HERE / name).read_text(), name)
-    assert "finetune convert FILE" in error.value.fix
 
 
 def test_a_recipe_with_other_tools_keys_stays_a_recipe():
@@ -256,23 +239,16 @@ def test_a_recipe_with_other_tools_keys_stays_a_recipe():
         convert_text(text, "x.yaml")
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("lorar", "did you mean 'lora_r'"), ("bananas", "lists the settings"), ("project_name", "lists the settings"),
-    ],
-)  # fmt: skip
-def test_hints_are_right_or_absent(key, hint):
-    with pytest.raises(RecipeError) as error:
-        parse_recipe(f"model: x\ndataset: d\n{key}: 1\n")
-    assert hint in error.value.problems[0]
-
-
-@pytest.mark.parametrize("key", ["pad_token", "tokenizer_pad_token", "eos_token"])
-def test_a_token_of_the_vocabulary_is_no_secret(key):
-    with pytest.raises(RecipeError) as error:
-        parse_recipe(f'model: x\ndataset: d\n{key}: "<|endoftext|>"\n')
-    assert "secret" not in str(error.value) and key in str(error.value)
+def test_hints_are_right_or_absent_and_a_token_of_the_vocabulary_is_no_secret():
+    hints = {"lorar": "did you mean 'lora_r'", "bananas": "lists the settings", "project_name": "lists the settings"}
+    for key, hint in hints.items():
+        with pytest.raises(RecipeError) as error:
+            parse_recipe(f"model: x\ndataset: d\n{key}: 1\n")
+        assert hint in error.value.problems[0]
+    for key in ("pad_token", "tokenizer_pad_token", "eos_token"):
+        with pytest.raises(RecipeError) as error:
+            parse_recipe(f'model: x\ndataset: d\n{key}: "<|endoftext|>"\n')
+        assert "secret" not in str(error.value) and key in str(error.value)
     with pytest.raises(RecipeError, match="secrets don't belong"):
         parse_recipe("model: x\ndataset: d\nhub_token: 12345\n")
 
@@ -280,7 +256,7 @@ def test_a_token_of_the_vocabulary_is_no_secret(key):
 # -- YAML 1.1 in their files
 
 
-def test_other_tools_files_are_read_as_yaml_1_1_and_recipes_stay_strict():
+def test_other_tools_files_are_read_as_yaml_1_1_with_anchors_and_recipes_stay_strict():
     text = yaml.safe_dump(LEAST["Axolotl"]) + "sequence_len: 8_192\nsample_packing: yes\ntrain_on_inputs: off\nseed: 0x10\n"
     recipe = convert_text(f"{text}weight_decay: 1e-2\n", "x.yml")[0]
     assert (recipe.max_length, recipe.packing, recipe.train_on_inputs, recipe.seed) == (8192, True, False, 16)
@@ -288,9 +264,6 @@ def test_other_tools_files_are_read_as_yaml_1_1_and_recipes_stay_strict():
     for line in ("max_length: 8_192", "packing: yes", "seed: 010"):
         with pytest.raises(RecipeError):
             parse_recipe(f"model: x\ndataset: d\n{line}\n")
-
-
-def test_anchors_and_merge_keys_are_followed_in_their_files_only():
     text = "base: &base {path: x/z}\nbase_model: x/y\nadapter: lora\nlearning_rate: 1e-4\ndatasets: [{<<: *base, split: a}]\n"
     dataset = convert_text(text, "x.yml")[0].dataset
     assert (dataset.path, dataset.split) == ("x/z", "a")

@@ -19,9 +19,16 @@ def problems_of(text, *overrides):
     return error.value.problems
 
 
-def test_absent_and_auto_settings_are_the_planners():
+def test_absent_settings_are_the_planners_numbers_mean_what_they_say_and_text_like_a_number_is_text():
     assert "lora_r" in unresolved(parse_recipe(SHORT))
     assert parse_recipe(SHORT + "lora_r: auto\n").lora_r == AUTO
+    recipe = parse_recipe(SHORT + "learning_rate: 1e-4\nnum_train_epochs: 3\nmax_steps: 10\n")
+    assert (recipe.learning_rate, recipe.num_train_epochs, recipe.max_steps) == (1e-4, 3.0, 10)
+    typed = ["gpu=4090", "output_dir=2024", "memory_budget=20"]
+    recipe = parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=typed)
+    assert (recipe.gpu, recipe.output_dir, recipe.memory_budget) == ("4090", "2024", "20GiB")
+    with pytest.raises(RecipeError, match="gpu is True"):
+        parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=["gpu=true"])
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,8 @@ def test_all_problems_are_reported_at_once_with_their_lines():
     problems = problems_of("base_model: x\ndataset: d.jsonl\nlora_r: true\npackin: true\nload_in_4bit: no\nnum_epochs: .inf\n")
     assert {problem.split(": ")[0] for problem in problems} == {"r.yaml:3", "r.yaml:4", "r.yaml:5", "r.yaml:6"}
     assert any("did you mean 'packing'" in problem for problem in problems)
+    for value in ('"\\ud800"', '"a\\0b"', '"\\udfff x"'):  # lone surrogates, zero bytes
+        assert "r.yaml:2" in str(problems_of(f"model_name_or_path: tiny\nmemory_budget: {value}\n")), value
 
 
 @pytest.mark.parametrize(
@@ -61,11 +70,6 @@ def test_yaml_traps_are_closed(line, message):
     assert any(message in problem for problem in problems_of(SHORT + line + "\n")), problems_of(SHORT + line + "\n")
 
 
-def test_numbers_mean_what_they_say():
-    recipe = parse_recipe(SHORT + "learning_rate: 1e-4\nnum_train_epochs: 3\nmax_steps: 10\n")
-    assert (recipe.learning_rate, recipe.num_train_epochs, recipe.max_steps) == (1e-4, 3.0, 10)
-
-
 def test_overrides_replace_any_key_also_under_its_alias():
     recipe = parse_recipe(
         SHORT + "cutoff_len: 512\n", "r", ["max_length=1024", "dataset.on_bad_rows=skip", "target_modules=[q, v]"]
@@ -73,14 +77,12 @@ def test_overrides_replace_any_key_also_under_its_alias():
     assert (recipe.max_length, recipe.dataset.on_bad_rows, recipe.target_modules) == (1024, "skip", ["q", "v"])
 
 
-@pytest.mark.parametrize("override", ["lora_r", "=3", "lora_r=", "model_name_or_path.x=1", "lorar=3", "dataset.pth=x"])
-def test_a_mistyped_override_is_refused(override):
-    assert problems_of(SHORT, override)
-
-
-@pytest.mark.parametrize("override", ["{}=1", "dataset.{}=1", "seed.{}=1", "{}"])
-def test_a_secret_in_the_name_of_a_setting_is_not_repeated(override):
-    assert not any("abcdefgh" in problem for problem in problems_of(SHORT, override.format("hf_abcdefghijklmnopqrstuvwxyz")))
+def test_a_mistyped_override_is_refused_and_a_secret_in_its_name_is_not_repeated():
+    for override in ("lora_r", "=3", "lora_r=", "model_name_or_path.x=1", "lorar=3", "dataset.pth=x"):
+        assert problems_of(SHORT, override)
+    for override in ("{}=1", "dataset.{}=1", "seed.{}=1", "{}"):
+        assert "abcdefgh" not in str(problems_of(SHORT, override.format("hf_abcdefghijklmnopqrstuvwxyz")))
+    assert any("UTF-8" in problem for problem in problems_of(SHORT, "output_dir=\udcff"))
 
 
 @pytest.mark.parametrize("key", ["dataset.name", "dataset.token", "lora_target", "dataset.path", "seed"])
@@ -91,40 +93,30 @@ def test_a_secret_at_any_depth_is_refused_and_not_repeated(key, secret):
     assert not any(secret[8:] in problem for problem in problems)
 
 
-@pytest.mark.parametrize("data", [b"", b"   \n", b"\xff\xfeb\x00", b"- 1\n- 2\n", b"just text", b"a: [", b"\x00", b"a: b: c"])
-def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, data):
+def test_a_file_that_is_no_recipe_is_refused_by_name_and_a_byte_order_mark_is_no_problem(tmp_path):
     path = tmp_path / "broken.yaml"
-    path.write_bytes(data)
-    with pytest.raises(RecipeError, match=r"broken\.yaml"):
-        load_recipe(path)
+    for data in (b"", b"   \n", b"\xff\xfeb\x00", b"- 1\n- 2\n", b"just text", b"a: [", b"\x00", b"a: b: c"):
+        path.write_bytes(data)
+        with pytest.raises(RecipeError, match=r"broken\.yaml"):
+            load_recipe(path)
+    path.write_text("\ufeff" + SHORT.replace("\n", "\r\n"), encoding="utf-8")
+    assert load_recipe(path).model_name_or_path == "some/model"
 
 
-@pytest.mark.parametrize("name", ["my rows.jsonl", "rows.csv", "rows.jsonl.gz", "rows.parquet"])
-def test_data_in_the_place_of_a_recipe_is_called_data_with_the_command(tmp_path, name):
-    (tmp_path / name).write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(RecipeError, match="is data, not a recipe") as error:
-        load_recipe(tmp_path / name)
-    assert f"dataset.path={tmp_path / name}" in shlex.split(error.value.fix)
-
-
-def test_a_picture_is_not_to_be_converted(tmp_path):
+def test_data_in_the_place_of_a_recipe_is_called_data_with_the_command_and_a_picture_no_text(tmp_path):
+    for name in ("my rows.jsonl", "rows.csv", "rows.jsonl.gz", "rows.parquet"):
+        (tmp_path / name).write_bytes(b'{"text": "a"}\n{"text": "b"}\n')
+        with pytest.raises(RecipeError, match="is data, not a recipe") as error:
+            load_recipe(tmp_path / name)
+        assert f"dataset.path={tmp_path / name}" in shlex.split(error.value.fix)
     (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF\x00")
     with pytest.raises(RecipeError, match="is not text; a recipe is a YAML file"):
         load_recipe(tmp_path / "photo.jpg")
 
 
-def test_a_byte_order_mark_is_no_problem(tmp_path):
-    path = tmp_path / "bom.yaml"
-    path.write_text("\ufeff" + SHORT.replace("\n", "\r\n"), encoding="utf-8")
-    assert load_recipe(path).model_name_or_path == "some/model"
-
-
-def test_a_recipe_that_is_not_there_names_close_ones():
+def test_a_recipe_that_is_not_there_names_close_ones_and_every_shipped_one_is_written_back_the_same():
     with pytest.raises(RecipeError, match="tiny-cpu"):
         load_recipe("tiny-cp")
-
-
-def test_every_shipped_recipe_loads_and_is_written_back_the_same():
     assert "tiny-cpu" in shipped_recipes() and "7b-4090" in shipped_recipes()
     for path in shipped_recipes().values():
         recipe = load_recipe(path)
@@ -153,22 +145,3 @@ def test_no_text_makes_a_traceback(text):
         parse_recipe(text)
     except RecipeError as error:
         assert error.problems and error.exit_code == 2
-
-
-@pytest.mark.parametrize("value", ['"\\ud800"', '"a\\0b"', '"\\udfff x"'])
-def test_lone_surrogates_and_zero_bytes_are_refused_with_their_line(value):
-    with pytest.raises(RecipeError, match="r.yaml:2"):
-        parse_recipe(f"model_name_or_path: tiny\nmemory_budget: {value}\n", "r.yaml")
-
-
-def test_an_override_that_is_not_utf8_is_refused():
-    with pytest.raises(RecipeError, match="UTF-8"):
-        parse_recipe("model_name_or_path: tiny\ndataset: support\n", "r.yaml", ["output_dir=\udcff"])
-
-
-def test_text_that_looks_like_a_number_is_text_and_a_bare_budget_is_gib():
-    typed = ["gpu=4090", "output_dir=2024", "memory_budget=20"]
-    recipe = parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=typed)
-    assert (recipe.gpu, recipe.output_dir, recipe.memory_budget) == ("4090", "2024", "20GiB")
-    with pytest.raises(RecipeError, match="gpu is True"):
-        parse_recipe("model_name_or_path: m\ndataset: d\n", overrides=["gpu=true"])

@@ -19,22 +19,16 @@ def test_an_override_with_commas_is_swept_unless_it_is_one_value():
     assert len(grid(swept)) == 6
 
 
-def test_a_wrong_value_and_too_many_are_refused():
+def test_a_wrong_value_too_many_and_arms_in_several_processes_are_refused():
     with pytest.raises(RecipeError, match="lora_r"):
         split_overrides(["lora_r=16,many"], parse)
     with pytest.raises(CommandError, match="65 combinations are more than 64"):
         split_overrides([f"lora_r={','.join(map(str, range(1, 66)))}"], parse)
-
-
-def test_arms_in_several_processes_are_refused_before_anything_is_planned():
     with pytest.raises(CommandError, match="in one process"):
         create_sweep(lambda values: parse(["launch.num_processes=2", "per_device_train_batch_size=4"]), {})
 
 
-def test_the_rates_around_the_advice_are_half_a_decade_apart():
+def test_the_rates_around_the_advice_are_half_a_decade_apart_and_the_middle_is_first():
     assert rates_around(2e-4) == [2e-5, 6.3e-5, 2e-4, 6.3e-4, 2e-3]
-
-
-def test_the_middle_of_the_grid_is_first():
     rates = [arm.params["learning_rate"] for arm in grid({"learning_rate": rates_around(2e-4)})]
     assert rates[0] == 2e-4 and set(rates[:3]) == {6.3e-5, 2e-4, 6.3e-4}
