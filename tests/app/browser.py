@@ -131,12 +131,7 @@ _SHOWN = """() => {
 }"""
 
 
-def shown_texts(page):
-    """Each text of the page that is seen, or spoken by a screen reader, once."""
-    return page.evaluate(_SHOWN)
-
-
 def english_texts(page, names=""):
-    """Those with English words that are no names, `names` (a pattern) neither."""
-    shown = {text: NAMES.sub("", re.sub(names, "", text)) for text in shown_texts(page)}
+    """Texts, seen or spoken by a screen reader, with English words that are no names, `names` (a pattern) neither."""
+    shown = {text: NAMES.sub("", re.sub(names, "", text)) for text in page.evaluate(_SHOWN)}
     return [text for text, others in shown.items() if re.search(r"[A-Za-z]{2,}", others)]

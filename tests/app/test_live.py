@@ -39,9 +39,7 @@ def test_reading_at_once_and_in_pieces_gives_the_same(run):
     for first in range(1, 100, 10):
         write_steps(run, first, first + 9)
         pieces.refresh()
-    once = LiveRun(run)
-    once.refresh()
-    assert once.digest == pieces.digest
+    assert followed(run).digest == pieces.digest
 
 
 def test_nan_and_unknown_kinds_do_no_harm(run):
@@ -75,8 +73,7 @@ def test_no_number_of_a_damaged_file_stops_the_page(run):
                 values = {"step": "4", "total_steps": "9", "loss": "1.0", name: number}
                 fields = ", ".join(f'"{key}": {value}' for key, value in values.items())
                 file.write(f'{{"kind": "step", {fields}}}\n')
-    live = LiveRun(run)
-    live.refresh()
+    live = followed(run)
     assert live.digest.step and live.state().step == live.digest.step
     assert live.digest.pace.left_s is not None and live.digest.series["loss"].points()
 

@@ -273,7 +273,7 @@ def blocked(**values):
     return wanted, Plan.from_json(Questions().plan(Work(), write_recipe(wanted)))
 
 
-def test_a_missing_file_and_a_card_that_is_not_here_block_run_though_the_plan_fits(page):
+def test_a_missing_file_where_the_page_was_started_or_a_card_that_is_not_here_blocks_run(page, tmp_path, monkeypatch):
     wanted, plan = blocked(dataset="data/nothere.jsonl")
     blocker = blocker_of(wanted, plan, Path.cwd())
     assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
@@ -283,9 +283,6 @@ def test_a_missing_file_and_a_card_that_is_not_here_block_run_though_the_plan_fi
     assert blocker.is_elsewhere and "RTX 3060" in blocker.problems[0]
     assert "Planned for another machine" in new_run.blocker_note(blocker)
     assert blocker_of(*blocked(), Path.cwd()) is None
-
-
-def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_process_is(page, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.jsonl").write_text("{}")
     wanted, plan = blocked(dataset="support")
@@ -309,16 +306,11 @@ def test_refused_rows_block_run_with_a_button_that_leaves_them_out(tiny, tmp_pat
 # -- what the plan is shown as
 
 
-@pytest.mark.parametrize(
-    ("peak", "high", "title", "spare"),
-    [(8, 9, "Fits", "2.0 GiB to spare"), (10, 12, "Tight", "1.0 GiB too much"), (12, 19, "Does not fit", "8.0 GiB too much")],
-)
-def test_the_verdict_has_its_gib(peak, high, title, spare):
-    shown = new_run.verdict(plan_of(peak, high))
-    assert f"</i>{title}</h2>" in shown and spare in shown
-
-
-def test_layers_that_are_not_on_the_gpu_are_no_green_fit_and_time_is_the_runs_and_cost_the_plans_own():
+def test_the_verdict_has_its_gib_time_and_cost_and_layers_that_are_not_on_the_gpu_are_no_green_fit():
+    spare = {(8, 9): "2.0 GiB to spare", (10, 12): "1.0 GiB too much", (12, 19): "8.0 GiB too much"}
+    for (peaks, gib), title in zip(spare.items(), ("Fits", "Tight", "Does not fit"), strict=True):
+        shown = new_run.verdict(plan_of(*peaks))
+        assert f"</i>{title}</h2>" in shown and gib in shown
     copies = LayerCopies("", 80, 80, 33 * GIB, GIB, 256 * GIB, 1e10)
     forecast = replace(plan_of().forecast, step_s=125.0)
     slow, slower = (

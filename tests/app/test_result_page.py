@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from app.background import Task, task_of
 from app.pages import run as run_page
@@ -65,11 +66,18 @@ def test_evaluations_of_the_command_line_are_shown_and_damaged_ones_named(page):
     assert "scores-json.json, scores-torn.json can&#x27;t be read" in shown(page, "evaluations")
 
 
-def test_an_answer_with_a_line_separator_does_not_cut_what_a_task_has_printed(page):
+def test_an_export_to_gguf_says_what_llama_cpp_answered_and_a_line_separator_does_not_cut_an_answer(page):
     done(page, "eval", {})
     task = task_of(page.context.workspace, page.run, "eval")
     (task.path / "output.txt").write_text(json.dumps({"answers": ["a\u2028b"]}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert task.result() == {"answers": ["a\u2028b"]}
+    assert "Not run yet" in shown(page, "exported")
+    page.submit("export", type="q8_0", to="on")
+    assert page.started == [["export", "--type=q8_0", "--to=gguf-adapter"]]
+    done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
+                          "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
+    exported = shown(page, "exported")
+    assert "answer to 119 of 120 prompts" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
 
 
 def test_a_report_can_be_downloaded_once_it_is_written(page):
@@ -83,30 +91,9 @@ def test_a_report_can_be_downloaded_once_it_is_written(page):
 CHOSEN = {"score": "", "pattern": "", "tolerance": "", "data": "", "rows": ""}
 
 
-def test_a_score_that_the_form_does_not_offer_starts_nothing(page):
-    assert "ft-problem" in page.submit("eval", **CHOSEN | {"score": "mine.py:score"}) and page.started == []
-
-
-def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
-    assert "Not run yet" in shown(page, "exported")
-    page.submit("export", type="q8_0", to="on")
-    assert page.started == [["export", "--type=q8_0", "--to=gguf-adapter"]]
-    done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
-                          "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
-    exported = shown(page, "exported")
-    assert "answer to 119 of 120 prompts" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
-
-
-def parsed(options):
-    """The options as the command reads them."""
-    from typer.main import get_command
-
-    command = get_command(cli).commands["eval"]
-    return command.make_context("eval", ["latest", *options]).params
-
-
-def test_every_score_but_a_function_can_be_chosen():
+def test_every_score_but_a_function_can_be_chosen_and_another_starts_nothing(page):
     assert set(run_page.SCORES) == {"", *SCORES}
+    assert "ft-problem" in page.submit("eval", **CHOSEN | {"score": "mine.py:score"}) and page.started == []
 
 
 @pytest.mark.parametrize(
@@ -119,5 +106,5 @@ def test_every_score_but_a_function_can_be_chosen():
 )  # fmt: skip
 def test_choices_become_options(page, chosen, read):
     assert page.submit("eval", **CHOSEN | chosen) == ""
-    options = parsed(page.started[0][1:])
+    options = get_command(cli).commands["eval"].make_context("eval", ["latest", *page.started[0][1:]]).params
     assert {name: options[name] for name in read} == read

@@ -80,19 +80,8 @@ def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
         assert 0 < len(sizes) <= seconds / each_s + 2 and max(sizes) < 4096
 
 
-def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):
-    run = filled(served.runs, "ending")
-    page = visit("run?run=ending")
-    page.wait_for_selector("#run-head >> text=Step 300 of 600")
-    append(run, Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0))
-    page.wait_for_selector(".ft-now >> text=Best step 300")
-    assert page.title().startswith("Finished · ending")
-    page.click(".ft-now [data-tab=chat]")
-    page.wait_for_selector(".ft-tabs [data-tab=chat][aria-current=page]")
-
-
-def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served, visit):
-    filled(served.runs, "silent")
+def test_a_lost_server_dims_the_head_until_it_is_back_and_the_end_shows_what_to_do_without_a_reload(served, visit):
+    run = filled(served.runs, "silent")
     page = visit("run?run=silent")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     page.route("**/ft/{series,run}/**", lambda _: None)  # no answer
@@ -102,6 +91,11 @@ def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served,
     page.unroute("**/ft/{series,run}/**")
     page.wait_for_selector("#run-lost", state="hidden")
     page.wait_for_selector("body:not([data-lost])")
+    append(run, Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0))
+    page.wait_for_selector(".ft-now >> text=Best step 300")
+    assert page.title().startswith("Finished · silent")
+    page.click(".ft-now [data-tab=chat]")
+    page.wait_for_selector(".ft-tabs [data-tab=chat][aria-current=page]")
 
 
 def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, require_accessible):

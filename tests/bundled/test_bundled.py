@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -146,14 +144,12 @@ def test_the_base_answers_its_own_questions_on_held_out_messages() -> None:
     assert correct >= 23
 
 
-def test_the_recipe_names_the_bundled_model_and_dataset_and_unknown_names_are_none_and_import_nothing_heavy():
+def test_the_recipe_names_the_bundled_model_and_dataset_and_unknown_names_are_none():
     recipe = load_recipe("tiny-cpu")
     assert model_path(recipe.model_name_or_path).is_dir()
     assert dataset_paths(recipe.dataset.path)["train"].is_file()
     assert recipe.load_in_4bit is True and recipe.gpu == "cpu"
     assert model_path("no-such-model") is None and dataset_paths("no-such-data") is None
-    code = "import sys, finetune.bundled; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def test_the_script_makes_the_committed_300_small_pictures_and_their_rows_and_the_model_has_a_processor(tmp_path):

@@ -57,11 +57,10 @@ def write_gguf(run, folder="gguf-q4_k_m"):
     return path
 
 
-def install(tmp_path, *programs):
+def install_vllm(tmp_path):
     (tmp_path / "bin").mkdir()
-    for program in programs:
-        (tmp_path / "bin" / program).write_text(RECORDING)
-        (tmp_path / "bin" / program).chmod(0o755)
+    (tmp_path / "bin" / "vllm").write_text(RECORDING)
+    (tmp_path / "bin" / "vllm").chmod(0o755)
 
 
 def test_vllm_gets_base_adapter_template_and_a_rank_that_it_accepts(run):
@@ -109,7 +108,7 @@ def test_where_the_16_bit_weights_do_not_fit_a_gguf_is_named(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("own_key", ["", "mine"])
 def test_an_installed_server_is_started_with_a_key_that_is_no_argument(run, tmp_path, own_key):
-    install(tmp_path, "vllm")
+    install_vllm(tmp_path)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     command = [sys.executable, "-m", "finetune", "serve", str(run.path), "--port", "8123"]
     environment = {**os.environ, "PATH": path, "VLLM_API_KEY": own_key}
@@ -124,7 +123,7 @@ def test_without_an_installed_server_or_when_asked_the_commands_are_only_printed
     monkeypatch.setattr("os.execvpe", None)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     serve_run(str(run.path), 8000, only_commands=False, as_json=False)
-    install(tmp_path, "vllm")
+    install_vllm(tmp_path)
     serve_run(str(run.path), 8000, only_commands=True, as_json=False)
     assert capsys.readouterr().out.count("vllm serve") == 2
     serve_run(str(run.path), 8000, only_commands=False, as_json=True)

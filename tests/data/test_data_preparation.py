@@ -129,7 +129,10 @@ list(SourceReader(sources_of(dataset)[0][0], dataset, None).parsed())
 
 @pytest.mark.parametrize(
     ("code", "heavy"),
-    [("import finetune.data.report", ("torch", "transformers", "datasets", "trl", "numpy")), (READING, ("PIL",))],
+    [
+        ("import finetune.bundled, finetune.data.report", ("torch", "transformers", "datasets", "trl", "numpy")),
+        (READING, ("PIL",)),
+    ],
 )
 def test_importing_the_data_package_loads_no_heavy_library_and_reading_text_not_pillow(code, heavy):
     code = f"{code}\nimport sys; print([name for name in {heavy} if name in sys.modules])"

@@ -198,7 +198,7 @@ def test_pictures_in_rows_outlive_the_memory_and_a_cleared_cache(data, tmp_path)
         shutil.rmtree(source.pictures_folder())
 
 
-def test_a_damaged_file_of_sizes_costs_only_time(data, decoded):
+def test_a_damaged_file_of_sizes_costs_only_time_and_it_stays_bounded(data, decoded, tmp_path, monkeypatch):
     _prepare(data)
     cache_file = source.size_cache(source.pictures_folder()).path
     sizes = cache_file.read_text()
@@ -206,9 +206,6 @@ def test_a_damaged_file_of_sizes_costs_only_time(data, decoded):
     source.size_cache.cache_clear()
     shutil.rmtree(token_cache.cache_folder())
     assert _widths(_prepare(data)) == [8, 9, 10, 11] and len(decoded) == 7
-
-
-def test_the_file_of_sizes_stays_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "MAX_SIZES", 10)
     first = source.SizeCache(tmp_path)
     for index in range(30):

@@ -8,6 +8,7 @@ from small_data import prepare
 
 from finetune.errors import DataError
 from finetune.recipe import recipe_from
+from finetune.recipe.complete import complete
 
 HELLO, GO = ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}] for answer in ("Hello", "Go."))
 ASK = [{"from": "human", "value": "Hi"}]
@@ -33,14 +34,6 @@ LABELLED_SHAPES = {
 }
 
 
-def pairs(path, **more):
-    return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path, **more}, "method": "dpo"})
-
-
-def labelled(path, **more):
-    return recipe_from({"model_name_or_path": "tiny", "dataset": {"path": path}, "method": "kto", **more})
-
-
 def damaged(value, rng):
     """The value with one part of it left out or replaced."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
@@ -54,14 +47,15 @@ def damaged(value, rng):
     return copied
 
 
-@pytest.mark.parametrize(("recipe_of", "shapes"), [(pairs, SHAPES), (labelled, SHAPES | LABELLED_SHAPES)], ids=["dpo", "kto"])
-def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, recipe_of, shapes):
+@pytest.mark.parametrize(("method", "shapes"), [("dpo", SHAPES), ("kto", SHAPES | LABELLED_SHAPES)])
+def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, method, shapes):
     rng, refused = random.Random(0), 0
     for _ in range(200):
         good = rng.choice(list(shapes.values()))
         path = write("rows.jsonl", [good, damaged(good, rng)])
         try:
-            prepare(recipe_of(path), tokenizer, max_length=None)
+            recipe = recipe_from({"model_name_or_path": "tiny", "dataset": path, "method": method})
+            prepare(recipe, tokenizer, max_length=None)
         except DataError as error:
             refused += 1
             assert all(len(problem.splitlines()) == 1 for problem in error.problems), error.problems
@@ -79,8 +73,6 @@ def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, reci
     ],
 )
 def test_the_columns_say_which_method_rows_are_for(write, row, method):
-    from finetune.recipe.complete import complete
-
     recipe = recipe_from({"model_name_or_path": "tiny", "dataset": write("rows.jsonl", [row]), "method": "auto"})
     chosen, _, reasons = complete(recipe)
     assert chosen.method == method and reasons["method"]

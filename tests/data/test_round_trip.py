@@ -4,6 +4,7 @@ Every chat template that TRL ships, times shapes of rows. A row that does not co
 """
 
 import functools
+import itertools
 
 import pytest
 from test_calls_in_answers import tokenizer_with_marks
@@ -116,15 +117,10 @@ LEAST, FIRST_SHAPES = 344, [*SHAPES][:12]
 def trained_runs(sequences):
     """Ids of each run of trained tokens."""
     for sequence in sequences:
-        run = []
-        for token_id, label in zip(sequence.input_ids.tolist(), sequence.labels.tolist(), strict=True):
-            if label != NOT_TRAINED:
-                run.append(token_id)
-            elif run:
-                yield run
-                run = []
-        if run:
-            yield run
+        tokens = zip(sequence.input_ids.tolist(), sequence.labels.tolist(), strict=True)
+        for is_trained, run in itertools.groupby(tokens, lambda token: token[1] != NOT_TRAINED):
+            if is_trained:
+                yield [token_id for token_id, _ in run]
 
 
 def parts(thought, text, calls):
@@ -193,19 +189,18 @@ def test_a_turn_may_end_with_an_added_token_that_is_not_special():
     assert encoder.use_template().format.stops == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|fin|>")}
 
 
-def test_an_answer_that_generation_would_end_before_its_text_is_refused():
-    assert cell("one end", "reasoning").startswith("refused: is read back")
-
-
-def test_what_is_not_learnt_as_written_is_said_where_whole_rows_are_trained_on():
+def test_what_is_not_learnt_as_written_is_refused_or_noted():
     whole = functools.partial(encoded, train_on_inputs=True)
     assert "trimmed" in whole("llama3_2", "spaces")[2][0].notes
     assert isinstance(whole("one end", "reasoning")[2], BadRow)
-
-
-def test_text_before_a_call_that_becomes_a_thought_and_an_earlier_thought_that_is_dropped_are_noted():
+    assert cell("one end", "reasoning").startswith("refused: is read back")
     assert "altered" in encoded("gptoss", "text, call")[2][0].notes
     assert "altered" in encoded("qwen3", "reasoning 2 turns, the last one trained")[2][0].notes
+    for name, shape, note, is_noted in (
+        ("qwen3", "plain", "unthinking", True), ("qwen3", "one thought", "unthinking", False),
+        ("llama3_2", "plain", "unthinking", False), ("glm4moe", "plain", "ended", True), ("qwen3", "plain", "ended", False),
+    ):  # fmt: skip
+        assert any(note in sequence.notes for sequence in encoded(name, shape)[2]) == is_noted, (name, shape, note)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_training") and name not in FOR_IMAGES])
@@ -216,14 +211,3 @@ def test_answers_between_trls_own_markers_are_taught_with_their_ends(name):
 def test_most_rows_come_back():
     cells = [cell(name, shape) for name in TEMPLATES for shape in FIRST_SHAPES]
     assert (len(cells), cells.count("comes back") >= LEAST) == (456, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "note", "is_noted"),
-    [
-        ("qwen3", "plain", "unthinking", True), ("qwen3", "one thought", "unthinking", False),
-        ("llama3_2", "plain", "unthinking", False), ("glm4moe", "plain", "ended", True), ("qwen3", "plain", "ended", False),
-    ],
-)  # fmt: skip
-def test_rows_without_thoughts_and_ends_that_are_added_are_noted(name, shape, note, is_noted):
-    assert (note in {note for sequence in encoded(name, shape)[2] for note in sequence.notes}) == is_noted

@@ -54,6 +54,14 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
+def desktop(machine, make_run):
+    """A run of the bundled model for the RTX 4090 of a desktop, and its plan."""
+    machine("4090-desktop")
+    run = make_run()
+    return run, read_plan(run.plan)
+
+
+@pytest.fixture
 def card(tmp_path, monkeypatch):
     """card(plan) -> the plan's card, recorded."""
 
@@ -103,11 +111,14 @@ def test_the_worker_sees_the_planned_card_only_and_a_torch_that_cannot_use_it_en
     assert not any(event.kind == "phase" for event in read_events(run.events))
 
 
-def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
+def test_several_ranks_see_the_first_cards_in_cudas_order_and_an_equal_card_is_no_news(machine, make_run, monkeypatch):
     machine("two-3090", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     plan = read_plan(make_run().plan)
     launch = plan.settings.launch.model_copy(update={"num_processes": 2})
     assert cards_of(dataclasses.replace(plan, settings=plan.settings.model_copy(update={"launch": launch}))) == (DESKTOP, OTHER)
+    assert replacement_message(plan, cards_of(plan)) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
+    assert cards_of(plan) == (DESKTOP,) and replacement_message(plan, (DESKTOP,)) == ""
 
 
 UNSET = dict.fromkeys(("rows", "data", "probe", "pattern", "quantisation"))
@@ -140,15 +151,9 @@ def test_a_smaller_card_instead_of_the_planned_one_is_reported(machine, make_run
     ]
 
 
-def test_an_equal_card_instead_of_the_planned_one_is_no_news(machine, make_run, monkeypatch):
-    machine("two-3090")
-    plan = read_plan(make_run().plan)
-    assert replacement_message(plan, cards_of(plan)) == ""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
-    assert cards_of(plan) == (DESKTOP,) and replacement_message(plan, (DESKTOP,)) == ""
-
-
-def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, card, monkeypatch):
+def test_a_run_without_a_planned_card_trains_on_one_of_two_with_the_users_allocator_settings(
+    machine, make_run, card, monkeypatch
+):
     machine("two-3090")
     run = make_run("max_steps=1")
     plan = read_plan(run.plan)
@@ -158,12 +163,12 @@ def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, ca
     card(plan)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert sft_config(unknown, run).n_gpu == 1
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert worker_environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
 
 
-def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_run, card):
-    machine("4090-desktop")
-    run = make_run()
-    plan = read_plan(run.plan)
+def test_training_opens_limits_and_tries_the_card_before_it_loads(desktop, card):
+    run, plan = desktop
     recorded = card(plan)
     assert train(run) == 0, run.log.read_text()[-3000:]
     names = [name for name, *_ in recorded.calls()]
@@ -184,20 +189,21 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert measured == pytest.approx(RESERVED / end.predicted_reserved_bytes - 1)
 
 
-def test_the_users_own_settings_of_the_allocator_come_first(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    assert worker_environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
-
-
-def test_an_error_of_the_allocator_is_explained_by_its_message_and_the_plan(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
+def test_an_error_of_the_allocator_is_explained_by_the_plan_and_no_memory_for_a_context_by_who_uses_it(desktop, card):
+    _, plan = desktop
     card(plan)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB")
     event = out_of_memory_event(error, "evaluate", plan, MemorySampler(on_cuda=True).sample())
     assert (event.message, event.peak_reserved_bytes) == (str(error), RESERVED)
     assert event.forecast_reserved_bytes == plan.forecast.reserved_peaks.get("eval")
     assert event.forecast_allocated_bytes == plan.forecast.peaks["eval"]
+    card(plan, broken={"open_card": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")})
+    with pytest.raises(CardError, match="no memory left for a CUDA context") as refused:
+        open_card(plan, 0)
+    assert "(pid 1) 1.07 GiB" in refused.value.fix
+    card(plan, broken={"open_card": AssertionError()})
+    with pytest.raises(CardError, match="can't be used: AssertionError"):
+        open_card(plan, 0)
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
@@ -222,10 +228,8 @@ def test_a_run_with_that_cap_ends_out_of_memory_or_finishes(machine, make_run, c
     assert [event.kind for event in events].count("out_of_memory") == (code == 5)
 
 
-def test_a_card_that_falls_off_the_bus_while_training_is_named_with_the_way_back(machine, make_run, card, tmp_path):
-    machine("4090-desktop")
-    run = make_run()
-    plan = read_plan(run.plan)
+def test_a_card_that_falls_off_the_bus_while_training_is_named_with_the_way_back(desktop, card, tmp_path):
+    run, plan = desktop
 
     def fall(calls):
         if sum(name == "reset_peak" for name, *_ in calls) > 2:
@@ -257,26 +261,20 @@ def test_memory_budget_of_the_recipe_is_what_limits(machine, make_run, card):
     assert plan.card.free_bytes > 20 * GIB and recorded.limit_bytes() == pytest.approx(3 * GIB - plan.card.context_bytes)
 
 
-def test_a_card_that_others_have_filled_since_is_a_warning_and_under_wsl_the_limit(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    recorded = card(plan, free_bytes=32 * MIB)
-    assert "NVIDIA GeForce RTX 4090 has 32 MiB free" in limit_card(plan)
-    assert recorded.limit_bytes() > 20 * GIB
-    machine("wsl")
-    limit_card(plan)
-    assert recorded.limit_bytes() == pytest.approx(32 * MIB)
-
-
-def test_free_memory_is_compared_with_the_forecasts_upper_end_without_the_context(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
+def test_free_memory_below_the_forecasts_upper_end_is_a_warning_and_under_wsl_the_limit(desktop, card, machine):
+    _, plan = desktop
     needed = plan.forecast.peak_high_bytes - plan.card.context_bytes - plan.card.context_uncertainty_bytes
     assert 0 < needed < plan.budget_bytes / 2
     card(plan, free_bytes=needed)
     assert limit_card(plan) == ""
     card(plan, free_bytes=needed - 1)
     assert limit_card(plan).endswith(f"may need {format_bytes(needed)}, the upper end of its forecast")
+    recorded = card(plan, free_bytes=32 * MIB)
+    assert "NVIDIA GeForce RTX 4090 has 32 MiB free" in limit_card(plan)
+    assert recorded.limit_bytes() > 20 * GIB
+    machine("wsl")
+    limit_card(plan)
+    assert recorded.limit_bytes() == pytest.approx(32 * MIB)
 
 
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
@@ -304,18 +302,6 @@ def test_a_process_that_the_driver_does_not_list_makes_others_unknown(machine, c
     card(SimpleNamespace(card=find_card("auto")))
     memory = MemorySampler(on_cuda=True).sample()
     assert memory.card_used_bytes > 0 and memory.other_processes_bytes is None
-
-
-def test_a_card_without_memory_for_a_context_is_refused_with_who_uses_it(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    card(plan, broken={"open_card": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")})
-    with pytest.raises(CardError, match="no memory left for a CUDA context") as refused:
-        open_card(plan, 0)
-    assert "(pid 1) 1.07 GiB" in refused.value.fix
-    card(plan, broken={"open_card": AssertionError()})
-    with pytest.raises(CardError, match="can't be used: AssertionError"):
-        open_card(plan, 0)
 
 
 def test_out_of_memory_while_loading_names_who_to_close(machine, make_run):
@@ -348,22 +334,13 @@ def test_without_a_compiler_the_run_is_planned_and_trained_without_triton(machin
     assert "try_kernel" not in [name for name, *_ in recorded.calls()]
 
 
-def test_with_a_compiler_a_kernel_is_tried_and_its_error_is_reported(machine, make_run, card, with_triton):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
+def test_with_a_compiler_a_kernel_is_tried_and_without_one_torch_compile_is_refused(with_triton, desktop, card, monkeypatch):
+    _, plan = desktop
     assert plan.forecast.notes == () or not any("Triton" in note for note in plan.forecast.notes)
     recorded = card(plan)
     assert kernel_problem() == "" and [name for name, *_ in recorded.calls()] == ["try_kernel"]
     card(plan, broken={"try_kernel": RuntimeError("cannot find -lcuda")})
     assert "cannot find -lcuda" in kernel_problem()
-
-
-def test_torch_compile_without_a_compiler_is_refused_before_anything_is_loaded(
-    machine, make_run, card, with_triton, monkeypatch
-):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    card(plan)
     monkeypatch.setenv("CC", "/nowhere/gcc")
     with pytest.raises(CardError, match="torch_compile needs Triton: gcc can't be run") as refused:
         prepare(load_recipe("tiny-cpu", ["gpu=auto", "torch_compile=true"]))

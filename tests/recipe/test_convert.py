@@ -138,14 +138,11 @@ def test_numbers_of_a_file_without_numbers(tool, expected):
 # -- nothing is lost
 
 
-def test_keys_that_may_change_the_result_are_listed_with_what_to_type():
+def test_keys_that_may_change_the_result_are_listed_with_what_to_type_and_of_datasets_one_is_carried_over():
     dropped = reports(LEAST["LLaMA-Factory"] | {"template": "qwen", "neftune_noise_alpha": 5, "what": 1, "pissa_init": False})
     assert dropped["dataset"][0] == dropped["template"][0] == dropped["neftune_noise_alpha"][0] == "not carried over"
     assert "dataset.path=" in dropped["dataset"][1] and dropped["what"][1] == "finetune does not know this key"
     assert dropped["pissa_init"] == ("no effect", "is off or empty")
-
-
-def test_one_dataset_is_carried_over_and_several_are_listed():
     single = LEAST["Axolotl"] | {"datasets": [{"path": "x/z", "split": "train", "type": "alpaca"}]}
     assert convert(single)[0].dataset.path == "x/z" and reports(single)["datasets.type"][0] == "not carried over"
     recipe, read = convert(LEAST["Axolotl"] | {"datasets": [{"path": "x/z"}, {"path": "x/y"}]})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RecipeError
-from finetune.recipe import load_recipe, parse_recipe, shipped_recipes, write_recipe
+from finetune.recipe import load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.settings import AUTO, unresolved
 
 SHORT = "model_name_or_path: some/model\ndataset: {path: rows.jsonl}\n"
@@ -130,8 +130,6 @@ texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), m
 
 @given(texts, texts, st.floats(1e-8, 0.5), st.integers(1, 10**6))
 def test_what_is_written_is_read_back(model, path, rate, rank):
-    from finetune.recipe import recipe_from
-
     try:
         recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": path}, "learning_rate": rate, "lora_r": rank})
     except RecipeError:  # looks like a secret
