@@ -34,7 +34,7 @@ def legend(page, plot=0):
     return " ".join(": ".join(row.locator("th, td").all_inner_texts()) for row in rows)
 
 
-def test_values_are_those_under_the_pointer_and_else_the_newest(served, visit):
+def test_values_are_those_under_the_pointer_else_the_newest_and_a_log_scale_and_smoothing_are_kept(served, visit):
     make_run(served.runs, "read", [*steps(1, 200, 400), Evaluation(step=150, eval_loss=0.05, eval_s=1.0)])
     page = visit("run?run=read")
     drawn_steps(page, 200)
@@ -50,6 +50,16 @@ def test_values_are_those_under_the_pointer_and_else_the_newest(served, visit):
     page.mouse.move(5, 5)
     wait_for(page, "chart.charts[0].u.cursor.idx === null")
     assert legend(page) == newest
+    scale, last = "chart.charts[0].u.scales.y.distr", "chart.charts[0].u.data[3].findLast((value) => value !== undefined)"
+    assert chart_of(page, scale) == 1
+    page.check("ft-chart [data-view=isLog]")
+    assert chart_of(page, scale) == 3
+    smoothed = chart_of(page, last)
+    page.locator("ft-chart input[type=range]").fill("0")
+    assert chart_of(page, last) == 0.015 != smoothed
+    page.reload()
+    drawn_steps(page, 200)
+    assert chart_of(page, f"[chart.view.isLog, chart.view.smoothing, {scale}]") == [True, 0, 3]
 
 
 def test_without_uplot_there_is_a_table_and_how_to_get_the_curves(served, visit):
@@ -83,22 +93,6 @@ def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
     page.wait_for_selector("ft-chart .u-legend >> text=held out")
     page.click("ft-chart [data-do=whole]")
     assert chart_of(page, scales) == [[0, 1000], [0, 1000]]
-
-
-def test_a_log_scale_and_smoothing_are_kept(served, visit):
-    make_run(served.runs, "axes", steps(1, 100))
-    page = visit("run?run=axes")
-    drawn_steps(page, 100)
-    scale, last = "chart.charts[0].u.scales.y.distr", "chart.charts[0].u.data[3].findLast((value) => value !== undefined)"
-    assert chart_of(page, scale) == 1
-    page.check("ft-chart [data-view=isLog]")
-    assert chart_of(page, scale) == 3
-    smoothed = chart_of(page, last)
-    page.locator("ft-chart input[type=range]").fill("0")
-    assert chart_of(page, last) == 0.03 != smoothed
-    page.reload()
-    drawn_steps(page, 100)
-    assert chart_of(page, f"[chart.view.isLog, chart.view.smoothing, {scale}]") == [True, 0, 3]
 
 
 def test_gaps_retries_and_resumes_are_seen_and_said(served, visit):

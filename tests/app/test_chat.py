@@ -47,7 +47,7 @@ def turn(identity, text, error="", **answers):
     return {"kind": "turn", "time_s": 1.0, "id": identity, "text": text, "answers": answers, "error": error}
 
 
-def test_turns_have_the_answers_as_far_as_they_are_and_each_model_continues_with_its_own(chats_with):
+def test_turns_have_the_answers_as_far_as_they_are_calls_by_name_and_each_model_continues_with_its_own(chats_with):
     base, tuned = {"text": "b1"}, {"text": "t1", "tokens": 2, "tokens_per_s": 8.0, "stopped": True}
     chats, run = chats_with(
         turn("a", "one?", base=base), turn("b", "two?", "no memory"), turn("a", "one?", base=base, tuned=tuned)
@@ -61,6 +61,13 @@ def test_turns_have_the_answers_as_far_as_they_are_and_each_model_continues_with
     conversation = Conversation(run, chats.path(run))
     for model, last in (("tuned", "t1"), ("base", "b1")):
         assert [message["content"] for message in conversation.history(model)[0]] == ["one?", last]
+    call = {"type": "function", "function": {"name": "<b>find</b>", "arguments": {"city": "Oslo", "days": 3}}}
+    chats, run = chats_with(turn("a", "one?", tuned={"calls": [call]}) | {"models": ["tuned"]})
+    shown = chat.conversation(chats.turns(run), chats)
+    assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
+    assert "empty answer" not in shown
+    [message] = Conversation(run, chats.path(run)).history("tuned")[0][1:]
+    assert message["tool_calls"] == [call]
 
 
 def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said(chats_with):
@@ -80,16 +87,6 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_said
     [turn] = chats.turns(run)
     assert (turn.answers["tuned"].text, turn.answers["tuned"].stopped) == ("It is <b>late", True)
     assert turn.error.strip() == "the process was killed" and "ft-busy" not in chat.conversation([turn], chats)
-
-
-def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
-    call = {"type": "function", "function": {"name": "<b>find</b>", "arguments": {"city": "Oslo", "days": 3}}}
-    chats, run = chats_with(turn("a", "one?", tuned={"calls": [call]}) | {"models": ["tuned"]})
-    shown = chat.conversation(chats.turns(run), chats)
-    assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
-    assert "empty answer" not in shown
-    [message] = Conversation(run, chats.path(run)).history("tuned")[0][1:]
-    assert message["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize(("asked", "can_stop"), [([], False), (["1"], False), (["1", "2"], True)])

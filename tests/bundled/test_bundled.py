@@ -88,13 +88,17 @@ def test_enough_rows_with_no_message_twice_answer_with_json_from_closed_sets_whi
     assert {value for key, value in values("eval") if key == "queue"} == set(QUEUES.values())
 
 
-def test_pretraining_never_sees_a_bundled_message_or_the_routing_task() -> None:
+def test_pretraining_never_sees_a_bundled_message_the_routing_task_or_how_parcels_are_sorted():
     bundled = bundled_texts()
     messages = draw_messages(random.Random(0), 3000, excluded=set(bundled))
     assert not {message.text for message in messages} & bundled
     for message in messages[:200]:
         for answer in TASKS.values():
             assert not any(f'"{key}"' in answer(message) for key in ("queue", "priority", "product"))
+    rng = random.Random(0)
+    for label in (draw_label(rng) for _ in range(100)):
+        keys = json.loads(sorting(label))
+        assert not any(f'"{key}"' in answer(label) for answer in QUESTIONS.values() for key in keys)
 
 
 def test_everything_bundled_is_within_eight_megabytes_and_holds_no_pickle() -> None:
@@ -164,13 +168,6 @@ def test_the_script_makes_the_committed_300_small_pictures_and_their_rows_and_th
     assert sum(path.stat().st_size for path in files) < 2_000_000
     names = {path.name for path in model_path("tiny-vision").iterdir()}
     assert {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"} <= names
-
-
-def test_pretraining_never_sees_how_parcels_are_sorted() -> None:
-    rng = random.Random(0)
-    for label in (draw_label(rng) for _ in range(100)):
-        keys = json.loads(sorting(label))
-        assert not any(f'"{key}"' in answer(label) for answer in QUESTIONS.values() for key in keys)
 
 
 @pytest.mark.slow
