@@ -41,19 +41,22 @@ def make(make_run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def overfitted(make, train):
-    """A run that trained for far too long."""
     return train.whole(make())
 
 
-def test_best_and_patience_follow_from_the_history():
+def test_best_and_patience_follow_from_the_history_and_need_held_out_rows(make):
     history = [{"loss": 1.0, "step": 1}, *({"eval_loss": loss, "step": step} for step, loss in ((2, 3.0), (4, 1.0), (6, 1.0)))]
     evaluated = evaluations([*history, {"eval_loss": float("nan"), "step": 8}])
     assert best_of(evaluated) == EvaluatedStep(4, 1.0) and since_best(evaluated) == 2
     assert best_of(evaluated[3:]) is None and since_best(evaluated[3:]) == 1 and since_best([]) == 0
+    with pytest.raises(RecipeError, match="needs held-out rows"):
+        make("dataset.eval_path=null", "early_stopping_patience=2")
+    with pytest.raises(RecipeError, match="needs evaluations"):
+        load_recipe("tiny-cpu", ["patience=2", "eval_steps=0"])
 
 
 @pytest.mark.slow
-def test_the_best_step_is_the_result_and_the_last_is_kept_as_a_checkpoint(overfitted):
+def test_the_best_step_is_the_result_as_of_a_run_that_ended_there_and_the_last_is_kept_as_a_checkpoint(overfitted, make, train):
     (result,) = events_of(overfitted, Result)
     losses = {event.step: event.eval_loss for event in events_of(overfitted, Evaluation)}
     best = min(losses, key=losses.get)
@@ -67,12 +70,7 @@ def test_the_best_step_is_the_result_and_the_last_is_kept_as_a_checkpoint(overfi
     assert f"best at step {best} of 24" in message
     assert f"held-out loss {losses[best]:.4g} there and {losses[24]:.4g} at the last step" in message
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-24"}
-
-
-@pytest.mark.slow
-def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train):
-    """The rate is constant, so that the steps up to there are the same."""
-    (result,) = events_of(overfitted, Result)
+    # The rate is constant, so that the steps up to there are the same.
     shorter = train.whole(make(f"max_steps={result.step}"))
     assert adapter_hash(shorter) == adapter_hash(overfitted)
     assert events_of(shorter, Result)[0].last_step == result.step
@@ -116,10 +114,3 @@ def test_patience_ends_the_run_and_the_best_step_is_the_same(overfitted, make, t
     assert adapter_hash(run) == adapter_hash(overfitted)
     state = read_state(run)
     assert state.state == "finished" and state.message.startswith(f"stopped early at step {full.step + 6} of 24, after 2 evalu")
-
-
-def test_patience_without_held_out_rows_is_refused(make):
-    with pytest.raises(RecipeError, match="needs held-out rows"):
-        make("dataset.eval_path=null", "early_stopping_patience=2")
-    with pytest.raises(RecipeError, match="needs evaluations"):
-        load_recipe("tiny-cpu", ["patience=2", "eval_steps=0"])

@@ -36,10 +36,16 @@ def run(finished, tmp_path):
     return copy_of(finished, tmp_path / "run")
 
 
-def test_a_changed_token_of_the_prepared_rows_is_refused(run):
+def test_a_changed_token_of_the_prepared_rows_and_a_lost_manifest_are_named(run):
     flip_one_byte(next((run.data / "train").glob("*.arrow")))
     with pytest.raises(RecipeError, match=r"train/.*\.arrow has changed"):
         require_data(run)
+    for folder in (run.data, run.adapter):
+        (folder / MANIFEST).unlink()
+    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
+        require_data(run)
+    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
+        require_own_adapter(run, run.adapter)
 
 
 @pytest.mark.parametrize("use", [Answerer, lambda run: merge(run, run.path / "out")])
@@ -49,13 +55,18 @@ def test_a_changed_adapter_is_neither_evaluated_nor_merged(run, use):
         use(run)
 
 
-def test_an_adapter_that_is_not_finite_is_named(run):
+def test_an_adapter_that_is_not_finite_or_of_another_run_is_refused(run, make_run, train):
     path = run.adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = torch.nan
     save_file(tensors, path)
     write_manifest(run.adapter, {})
     with pytest.raises(RecipeError, match="not finite"):
+        Answerer(run)
+    other = train.whole(make_run("max_steps=2", "seed=7"))
+    shutil.rmtree(run.adapter)
+    shutil.copytree(other.adapter, run.adapter)
+    with pytest.raises(RecipeError, match="belongs to another run: seed was 7"):
         Answerer(run)
 
 
@@ -66,23 +77,6 @@ def test_files_that_a_library_would_load_must_be_in_the_manifest(tmp_path):
     assert changes_in(tmp_path) == []
     (tmp_path / "model.safetensors").write_bytes(b"b")
     assert changes_in(tmp_path) == ["model.safetensors is not in its manifest"]
-
-
-def test_a_lost_manifest_is_named(run):
-    for folder in (run.data, run.adapter):
-        (folder / MANIFEST).unlink()
-    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
-        require_data(run)
-    with pytest.raises(RecipeError, match=r"MANIFEST\.json is missing"):
-        require_own_adapter(run, run.adapter)
-
-
-def test_the_whole_adapter_of_another_run_is_refused(run, make_run, train):
-    other = train.whole(make_run("max_steps=2", "seed=7"))
-    shutil.rmtree(run.adapter)
-    shutil.copytree(other.adapter, run.adapter)
-    with pytest.raises(RecipeError, match="belongs to another run: seed was 7"):
-        Answerer(run)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +92,10 @@ def with_value(name, **values):
     return lambda base: write_json(base / name, {**read_json(base / name), **values})
 
 
+def flip_one_byte_of_the_weights(base):
+    flip_one_byte(base / "model.safetensors")
+
+
 @pytest.fixture
 def changed_base(on_a_copy, tmp_path):
     """change(fault) -> a copy of that run whose base model's files were changed by `fault`."""
@@ -111,10 +109,6 @@ def changed_base(on_a_copy, tmp_path):
 
     yield change
     shutil.copytree(saved, base, dirs_exist_ok=True)
-
-
-def flip_one_byte_of_the_weights(base):
-    flip_one_byte(base / "model.safetensors")
 
 
 @pytest.mark.parametrize(

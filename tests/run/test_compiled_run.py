@@ -26,15 +26,12 @@ def answers(run):
     return [event.answer for event in events_of(run, Sample)]
 
 
-def test_a_run_counts_graphs_recompilations_and_graph_breaks(run):
+def test_a_run_counts_graphs_and_has_the_losses_and_answers_of_a_run_that_compiles_nothing(run, make_run, train):
     assert {event.padded_tokens % (2 * 64) for event in events_of(run, Step)} == {0}
     last = events_of(run, Compiled)[-1]
     assert last.graphs == 1 and last.graph_breaks == 0 and last.compile_s > 0
     assert last.recompiles == 0
     assert last.step < 6 and not any("compiled" in event.message for event in events_of(run, RunWarning))
-
-
-def test_losses_and_sample_answers_are_those_of_a_run_that_compiles_nothing(run, make_run, train):
     other = train.whole(make_run("torch_compile=false", *RECIPE))
     assert losses(run) == pytest.approx(losses(other), rel=1e-4)
     assert answers(run) and answers(run) == answers(other)

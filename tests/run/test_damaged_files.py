@@ -1,20 +1,32 @@
-"""A file of a run that anybody may have written, of any content, is named or left out; it never hides another run."""
+"""A file of any content, or with a changed byte, is named, left out or made again; it never hides another run."""
 
+import contextlib
 import json
 import os
 import re
 
 import pytest
 
+from finetune.card import measured_context, record_measurement
 from finetune.errors import FinetuneError
-from finetune.evaluate.results import read_evaluations, read_forgetting
+from finetune.evaluate.results import Journal, read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
-from finetune.events import read_events
-from finetune.files import MANIFEST, changes_in, parse_json, read_json, read_limited, read_safetensors_header
+from finetune.events import EventWriter, RunWarning, Step, read_events
+from finetune.files import (
+    MANIFEST,
+    changes_in,
+    parse_checked,
+    parse_json,
+    read_json, read_limited,
+    read_safetensors_header,
+    with_checksum,
+    write_json,
+)
+from finetune.memory import cache
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
 from finetune.planner.history import read_history
-from finetune.planner.plan import read_plan
+from finetune.planner.plan import plan_was_edited, read_plan
 from finetune.recipe import load_recipe
 from finetune.recipe.complete import read_base_adapter
 from finetune.run import control
@@ -75,7 +87,7 @@ def test_json_is_read_to_a_depth_of_a_hundred(values):
         parse_json(values)
 
 
-def test_a_file_of_more_bytes_is_not_read_and_a_fifo_not_waited_for(tmp_path):
+def test_a_file_of_more_bytes_and_a_header_over_its_limit_are_not_read_and_a_fifo_not_waited_for(tmp_path):
     (tmp_path / "values.json").write_text("[1, 2, 3]")
     assert read_json(tmp_path / "values.json", list) == [1, 2, 3]
     with pytest.raises(ValueError, match="more than 8 bytes"):
@@ -83,6 +95,9 @@ def test_a_file_of_more_bytes_is_not_read_and_a_fifo_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "fifo.json")
+    (tmp_path / "weights").write_bytes((2**40).to_bytes(8, "little"))
+    with (tmp_path / "weights").open("rb") as file, pytest.raises(ValueError, match="no safetensors file"):
+        read_safetensors_header(file)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -116,12 +131,6 @@ def test_a_model_of_a_billion_layers_is_refused_before_they_are_built(tmp_path, 
         read_config(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path}"]))
 
 
-def test_a_header_larger_than_the_formats_limit_is_not_read(tmp_path):
-    (tmp_path / "weights").write_bytes((2**40).to_bytes(8, "little"))
-    with (tmp_path / "weights").open("rb") as file, pytest.raises(ValueError, match="no safetensors file"):
-        read_safetensors_header(file)
-
-
 @pytest.mark.parametrize(
     "damage",
     [{"data_offsets": ["0", 4]}, {"data_offsets": [4, 0]}, {"data_offsets": [0]}, {"data_offsets": None}, {"shape": [1.0]},
@@ -133,3 +142,56 @@ def test_a_tensor_without_dtype_shape_and_offsets_is_named(tmp_path, damage):
     path = tmp_path / "adapter_model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     assert "layer.lora_A.weight" in file_problem(path)
+
+
+def change_a_digit(path, old=b"4", new=b"5"):
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def test_every_changed_byte_of_a_line_is_no_other_value():
+    text, values = with_checksum(json.dumps({"loss": 1.25, "name": "ü"})).encode(), {"loss": 1.25, "name": "ü"}
+    assert parse_checked(text) == values
+    for index in range(len(text)):
+        for bit in range(8):
+            changed = bytearray(text)
+            changed[index] ^= 1 << bit
+            with contextlib.suppress(ValueError):
+                assert values.items() <= parse_checked(bytes(changed)).items(), (index, bit)
+
+
+def test_a_changed_event_is_a_warning_and_an_edited_plan_is_known(tmp_path):
+    writer = EventWriter(tmp_path / "events.jsonl")
+    for step in (1, 2):
+        writer.emit(Step(step=step, total_steps=2, loss=0.4))
+    change_a_digit(writer.path, b'"loss": 0.4', b'"loss": 0.5')
+    first, second = read_events(writer.path)
+    assert isinstance(first, RunWarning) and "has changed since it was written" in first.message
+    assert isinstance(second, Step) and second.loss == 0.4
+    write_json(tmp_path / "plan.json", {"lora_r": 4}, checksum=True)
+    assert not plan_was_edited(tmp_path / "plan.json")
+    change_a_digit(tmp_path / "plan.json")
+    assert plan_was_edited(tmp_path / "plan.json") and read_json(tmp_path / "plan.json", may_be_edited=True)["lora_r"] == 5
+    with pytest.raises(ValueError, match="has changed since it was written"):
+        read_json(tmp_path / "plan.json")
+
+
+def test_a_changed_forecast_context_or_answer_in_a_cache_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    assert cache.cached("key", int, lambda: 4) == cache.cached("key", int, lambda: 5) == 4
+    change_a_digit(tmp_path / "forecasts" / "key.json")
+    assert cache.cached("key", int, lambda: 6) == 6
+    record_measurement("RTX 3080", 400)
+    assert measured_context("RTX 3080")[0] == 400
+    change_a_digit(tmp_path / "contexts.json", b"400", b"500")
+    assert measured_context("RTX 3080") is None
+    Journal(tmp_path, "tuned", {}).add({"row": {"loss": 0.4}})
+    assert Journal(tmp_path, "tuned", {}).entries == {"row": {"loss": 0.4}}
+    change_a_digit(next(tmp_path.glob("tuned-*")), b"0.4", b"0.5")
+    assert Journal(tmp_path, "tuned", {}).entries == {}
+
+
+def test_the_key_of_a_cached_forecast_is_of_all_code_that_computes_it():
+    root = cache.Path(cache.__file__).resolve().parents[1]
+    assert all((root / folder).is_dir() for folder in cache._OWN_CODE)

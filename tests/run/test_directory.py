@@ -28,11 +28,18 @@ def fill(run):
     write_json(run.plan, {})
 
 
-def test_a_taken_name_gets_a_number(tmp_path):
+def test_a_taken_name_gets_a_number_also_when_eight_start_at_once(tmp_path):
     assert [create(tmp_path / "run", fill).path.name for _ in range(3)] == ["run", "run-2", "run-3"]
+    names = []
+    threads = [threading.Thread(target=lambda: names.append(create(tmp_path / "run", fill).path.name)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(names)) == 8
 
 
-def test_a_failure_while_filling_leaves_nothing(tmp_path):
+def test_a_failure_while_filling_leaves_nothing_and_a_place_that_cannot_be_written_is_named(tmp_path):
     def fails(run):
         fill(run)
         raise OSError(28, "No space left on device")
@@ -40,6 +47,9 @@ def test_a_failure_while_filling_leaves_nothing(tmp_path):
     with pytest.raises(DiskFull, match="the disk is full"):
         create(tmp_path / "runs" / "run", fails)
     assert list((tmp_path / "runs").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFull, match="file/run"):
+        create(tmp_path / "file" / "run", fill)
 
 
 def test_what_a_killed_maker_left_is_removed_and_what_another_makes_is_not(tmp_path):
@@ -56,39 +66,20 @@ def test_what_a_killed_maker_left_is_removed_and_what_another_makes_is_not(tmp_p
     lock.release()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DiskFull, match="file/run"):
-        create(tmp_path / "file" / "run", fill)
-
-
-def test_two_starters_at_once_get_two_directories(tmp_path):
-    names = []
-    threads = [threading.Thread(target=lambda: names.append(create(tmp_path / "run", fill).path.name)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(names)) == 8
-
-
 def test_a_directory_that_another_starter_finishes_meanwhile_is_no_fault(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / ".finished" / ".being-made"]))
     assert create(tmp_path / "run", fill).path.name == "run"
 
 
-def test_latest_is_the_newest_run(tmp_path):
+def test_latest_is_the_newest_run_and_what_is_no_run_is_refused(tmp_path):
     for age, name in enumerate(("new", "old")):
         run = create(tmp_path / "runs" / name, fill)
         os.utime(run.plan, (1e9 - age, 1e9 - age))
     assert open_run("latest", tmp_path / "runs").path.name == "new"
     assert [run.path.name for run in list_runs(tmp_path / "runs")] == ["new", "old"]
-
-
-@pytest.mark.parametrize("name", ["nothing", "", ".", "/", "../x"])
-def test_what_is_no_run_is_refused(tmp_path, name):
-    with pytest.raises(RecipeError, match="not a run directory"):
-        open_run(name, tmp_path)
+    for name in ("nothing", "", ".", "/", "../x"):
+        with pytest.raises(RecipeError, match="not a run directory"):
+            open_run(name, tmp_path)
 
 
 @pytest.fixture
@@ -129,12 +120,10 @@ def test_a_run_whose_process_is_gone_before_its_end_is_lost_and_says_how_to_resu
 
 def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
     code = (
-        "import sys, time; from pathlib import Path; from finetune.run.directory import RunDirectory; "
-        "from finetune.system import take_lock; lock = take_lock(RunDirectory(Path(sys.argv[1])).lock); "
-        "print(lock, flush=True); "
-        "time.sleep(60)"
+        "import sys, time; from pathlib import Path; from finetune.system import take_lock; "
+        "lock = take_lock(Path(sys.argv[1])); print(lock, flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run.lock)], stdout=subprocess.PIPE)
     assert holder.stdout.readline().strip() != b"None"
     assert take_lock(run.lock) is None and is_alive(run)
     holder.kill()
@@ -142,7 +131,7 @@ def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
     assert not is_alive(run) and take_lock(run.lock) is not None
 
 
-def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
+def test_a_process_is_known_after_the_clock_was_set_and_not_alive_once_it_ended_also_without_being_waited_for(monkeypatch):
     process = subprocess.Popen(["sleep", "60"])
     record = process_record(process.pid)
     assert is_recorded_process(record)
@@ -151,6 +140,11 @@ def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
     assert not is_recorded_process(record)
     process.wait()
     assert not is_recorded_process(record)
+    record = process_record(os.getpid())
+    created = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 2.0)
+    assert is_recorded_process(record)
+    assert not is_recorded_process({**record, "started_ticks": record["started_ticks"] + 1})
 
 
 @pytest.mark.parametrize(
@@ -164,14 +158,6 @@ def test_a_damaged_process_file_names_no_process(tmp_path, content):
     assert living_processes(run) == {}
     assert read_state(run).state == "lost"
     assert control.stop(run) is False
-
-
-def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
-    record = process_record(os.getpid())
-    created = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 2.0)
-    assert is_recorded_process(record)
-    assert not is_recorded_process({**record, "started_ticks": record["started_ticks"] + 1})
 
 
 def test_a_run_is_asked_to_stop_once_however_often_stop_is_called(tmp_path):
@@ -199,48 +185,34 @@ def test_a_worker_without_a_supervisor_is_asked_again(tmp_path):
     assert control.stop(run) and process.wait() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"changes": {"no_setting": 1}}', '{"changes": {"lora_r": "x"}}'])
-def test_damaged_adjustments_are_named(finished_plan, content):
-    finished_plan.adjustments.write_text(content)
-    with pytest.raises(RecipeError, match=r"adjustments\.json"):
-        adjusted_plan(finished_plan)
+def test_a_changed_settings_speed_is_not_compared_with_the_planned_ones_and_damaged_adjustments_are_named(make_run):
+    run = make_run()
+    write_json(run.plan, dataclasses.replace(read_plan(run.plan), modelled_step_s=2.0).as_json())
+    adjust(run, {"save_steps": 7})
+    assert adjusted_plan(run).modelled_step_s == 2.0
+    adjust(run, {"activation_checkpointing": True})
+    assert adjusted_plan(run).modelled_step_s is None
+    for content in ("[]", "{", "{}", '{"changes": {"no_setting": 1}}', '{"changes": {"lora_r": "x"}}'):
+        run.adjustments.write_text(content)
+        with pytest.raises(RecipeError, match=r"adjustments\.json"):
+            adjusted_plan(run)
 
 
-def test_a_changed_settings_speed_is_not_compared_with_the_planned_ones(finished_plan):
-    plan = dataclasses.replace(read_plan(finished_plan.plan), modelled_step_s=2.0)
-    write_json(finished_plan.plan, plan.as_json())
-    adjust(finished_plan, {"save_steps": 7})
-    assert adjusted_plan(finished_plan).modelled_step_s == 2.0
-    adjust(finished_plan, {"activation_checkpointing": True})
-    assert adjusted_plan(finished_plan).modelled_step_s is None
-
-
-def test_a_run_whose_start_can_t_be_recorded_is_not_started(finished_plan, monkeypatch):
-    started = []
-
-    def start(command, log, **options):
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        return started[0]
+def test_a_run_whose_start_can_t_be_recorded_is_not_started(make_run, monkeypatch):
+    process = subprocess.Popen(["sleep", "600"])
 
     def full(path, values):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(control, "start_detached", start)
+    monkeypatch.setattr(control, "start_detached", lambda *_, **__: process)
     monkeypatch.setattr(control, "write_json", full)
     with pytest.raises(DiskFull, match="No space left"):
-        control.start(finished_plan)
-    assert started[0].wait(30) != 0
-
-
-@pytest.fixture
-def finished_plan(make_run):
-    """A run directory that has not been started."""
-    return make_run()
+        control.start(make_run())
+    assert process.wait(30) != 0
 
 
 def test_who_follows_a_run_waits_until_its_ended_worker_holds_the_gpu_no_more(tmp_path, monkeypatch):
-    code = "import time; time.sleep(1.5)"
-    process, run = subprocess.Popen([sys.executable, "-c", code]), RunDirectory(tmp_path)
+    process, run = subprocess.Popen(["sleep", "1.5"]), RunDirectory(tmp_path)
     write_json(run.process, {"worker": process_record(process.pid)})
     EventWriter(run.events).emit(State(state="finished", exit_code=0))
     monkeypatch.setattr("finetune.cli.run.open_run", lambda _: run)

@@ -11,6 +11,7 @@ import pytest
 from finetune.events import (
     KINDS,
     Checkpoint,
+    Evaluation,
     EventReader,
     EventWriter,
     RunWarning,
@@ -21,22 +22,27 @@ from finetune.events import (
     event_json,
     read_events,
 )
+from finetune.run.state import Pace
 
 
 def steps(events):
     return [event.step for event in events if isinstance(event, Step)]
 
 
-def test_a_reader_gets_each_event_once(tmp_path):
+def test_a_reader_and_a_listener_get_each_event_once(tmp_path):
     writer, reader = EventWriter(tmp_path / "e"), EventReader(tmp_path / "e")
     writer.emit(Step(step=1))
     assert steps(reader.new()) == [1]
     writer.emit(Step(step=2))
     assert steps(EventReader(tmp_path / "e", reader.offset).new()) == steps(reader.new()) == [2]
     assert reader.new() == []
+    heard = []
+    writer.listeners.append(heard.append)
+    writer.emit(RunWarning(message="a"))
+    assert heard == reader.new()
 
 
-def test_a_torn_last_line_is_left_for_later(tmp_path):
+def test_a_torn_last_line_is_left_for_later_and_another_writer_does_not_continue_it(tmp_path):
     path = tmp_path / "e"
     path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st')
     reader = EventReader(path)
@@ -44,10 +50,6 @@ def test_a_torn_last_line_is_left_for_later(tmp_path):
     with path.open("ab") as file:
         file.write(b'ep", "step": 2}\n')
     assert steps(reader.new()) == [2]
-
-
-def test_a_writer_does_not_continue_the_line_of_a_dead_one(tmp_path):
-    path = tmp_path / "e"
     path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st')
     EventWriter(path).emit(Step(step=2))
     assert steps(read_events(path)) == [1, 2]
@@ -85,7 +87,6 @@ def test_lines_begin_with_kind_and_time_and_memory_comes_before_the_checksum(tmp
 
 
 def filled(kind):
-    """An event of that kind with a value in every field."""
     values = {
         int: 3, float: math.inf, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"},
         dict[str, int]: {"a": 3}, dict[str, float]: {"a": -math.inf}, dict[str, Any]: {"a": 1},
@@ -121,13 +122,6 @@ def test_no_damage_to_a_file_raises(tmp_path):
             json.dumps(event_json(event))
 
 
-def test_listeners_hear_what_was_written(tmp_path):
-    writer, heard = EventWriter(tmp_path / "e"), []
-    writer.listeners.append(heard.append)
-    writer.emit(RunWarning(message="a"))
-    assert heard == read_events(tmp_path / "e")
-
-
 def test_what_a_resume_relies_on_is_synced(tmp_path, monkeypatch):
     synced, writer = [], EventWriter(tmp_path / "e")
     monkeypatch.setattr("os.fsync", lambda _: synced.append(steps(read_events(tmp_path / "e")) or "durable"))
@@ -135,3 +129,25 @@ def test_what_a_resume_relies_on_is_synced(tmp_path, monkeypatch):
     writer.emit(State(state="running"))
     writer.emit(Step(step=1))
     assert synced == ["durable", "durable"]
+
+
+def left_after(step_s, *, total=100, eval_steps=None, eval_s=20.0):
+    """The time left after steps of these lengths, with an evaluation after every `eval_steps` but the newest."""
+    pace = Pace()
+    pace.add(Start(total_steps=total, eval_steps=eval_steps))
+    for number, seconds in enumerate(step_s, 1):
+        if eval_steps and number > 1 and (number - 1) % eval_steps == 0:
+            pace.add(Evaluation(step=number - 1, eval_s=eval_s))
+        pace.add(Step(step=number, total_steps=total, step_s=seconds))
+    return pace.left_s
+
+
+def test_the_time_left_is_of_the_newest_steps_and_the_evaluations_to_come_and_unknown_in_another_attempt():
+    assert left_after([1.0] * 9, total=99) == 90.0 and left_after([]) is None
+    assert left_after([100.0] * 4 + [1.0] * 10, total=104) == 90.0
+    assert left_after([1.0] * 22, eval_steps=10) == pytest.approx(78 + 7 * 20)  # after 30, 40 to 90
+    assert left_after([1.0] * 20, eval_steps=10) == pytest.approx(80 + 8 * 20)  # the evaluation of step 20 has not ended
+    pace = Pace()
+    for event in (Step(step=1, total_steps=9, step_s=2.0), Start(step=1, total_steps=9)):
+        pace.add(event)
+    assert pace.left_s is None

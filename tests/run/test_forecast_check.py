@@ -26,15 +26,12 @@ def step(number, allocated, used=None, others=None):
     return replace(gpu, process_peak_rss_bytes=others and used - others)
 
 
-def test_at_the_end_the_highest_of_all_steps_counts_over_the_forecast_less_one(plan):
+def test_at_the_end_the_highest_of_all_steps_counts_and_what_was_not_measured_is_unknown(plan):
     forecast = plan.forecast.allocated_bytes
     steps = [step(1, 7, 5 * GIB, 3 * GIB), step(2, round(1.25 * forecast), 4 * GIB, GIB), step(3, 8)]
     check = compare_with_forecast(plan, steps, at="end", step=3)
     assert (check.at, check.step, check.predicted_allocated_bytes, check.measured_card_bytes) == ("end", 3, forecast, 3 * GIB)
     assert check.measured_allocated_bytes == round(1.25 * forecast)
-
-
-def test_what_was_not_measured_is_unknown(plan):
     check = compare_with_forecast(plan, [step(1, None, 3 * GIB)], at="end", step=1)
     assert check.measured_allocated_bytes is check.measured_card_bytes is None
     assert check.predicted_context_bytes is check.predicted_card_used_bytes is None  # of a run on a CPU
@@ -85,13 +82,10 @@ def test_more_than_forecast_is_a_warning_unless_the_run_was_forced(plan):
     assert excess_warning(replace(plan, verdict="does not fit"), checked(plan, 2 * forecast)) is None
 
 
-def test_other_programs_that_take_memory_are_warned_of():
+def test_other_programs_that_take_memory_and_a_spill_are_warned_of():
     before, after = (Step(step=1, other_processes_bytes=used) for used in (GIB, 3 * GIB))
     assert others_warning(before, before) == others_warning(before, after) == ""
     assert others_warning(after, before) == "other programs use 2.00 GiB more GPU memory than before"
-
-
-def test_more_in_use_than_the_gpu_has_is_a_spill():
     assert spill_warning(Step(step=1)) == ""
     used = Step(step=1, reserved_bytes=7 * GIB, card_total_bytes=8 * GIB, other_processes_bytes=GIB)
     assert spill_warning(used) == ""

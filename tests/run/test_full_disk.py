@@ -48,7 +48,6 @@ def finished(make_run, train):
 
 
 def on_disk(run, folder):
-    """A copy of a run, on the small disk."""
     subprocess.run(["cp", "-r", str(run.path), str(folder / "run")], check=True)
     return RunDirectory(folder / "run")
 

@@ -33,13 +33,10 @@ def learnt(make_run, train, rows):
     return train.whole(make_run(f"dataset.path={rows}", TOKENS, "max_steps=16", "target_modules=all-linear"))
 
 
-def test_only_adapters_and_the_rows_of_new_tokens_are_trained(learnt):
+def test_only_adapters_and_the_rows_of_new_tokens_are_trained_and_the_model_answers_with_the_token(learnt):
     [start] = events_of(learnt, Start)
     per_rank = 5 * sum(sides for sides in (2 * (192 + 192), 2 * (192 + 96), 3 * (192 + 512)))
     assert start.trainable_parameters == 4 * per_rank + 2 * 192
-
-
-def test_the_model_answers_with_a_token_that_it_did_not_have(learnt):
     answerer = Answerer(learnt)
     prompt = answerer.prompt_ids(QUESTION)
     assert answerer.answer([prompt], max_new_tokens=8, with_special_tokens=False)[0][0] == TICKET

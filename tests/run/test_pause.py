@@ -17,7 +17,6 @@ def steps_of(run):
 
 
 def started(run):
-    """The run, whose first steps have ended."""
     control.start(run)
     while len(steps_of(run)) < 3:
         assert is_alive(run), run.log.read_text()[-2000:]

@@ -36,13 +36,10 @@ sys.exit("an error")
 """
 
 
-def test_training_collects_as_usual_and_what_was_there_before_is_set_aside():
+def test_training_collects_as_usual_and_triton_reports_nothing_after_the_last_exit_handler():
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     usual, rarely, training, set_aside = json.loads(process.stdout)
     assert rarely[0] > usual[0] and training == usual and set_aside > 0
-
-
-def test_what_triton_reports_after_the_last_exit_handler_is_hidden_and_nothing_else():
     process = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
     assert process.stderr == "an error\na tracker's end"
 

@@ -18,8 +18,9 @@ def other(name, *cards):
     return process
 
 
-def test_runs_wait_in_order_and_the_next_continues_when_one_leaves(tmp_path):
+def test_runs_wait_in_order_and_the_next_continues_when_one_leaves_also_after_the_clock_was_set_back(tmp_path, monkeypatch):
     first, second, mine = other("/first"), other("/second"), Queue(CARD)
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
     mine.join(tmp_path / "mine")
     assert mine.ahead() == ["/first", "/second"]
     first.kill(), first.wait()
@@ -28,20 +29,19 @@ def test_runs_wait_in_order_and_the_next_continues_when_one_leaves(tmp_path):
     assert mine.ahead() == []
 
 
-def test_a_clock_that_was_set_back_puts_nobody_before_a_running_run(tmp_path, monkeypatch):
-    first, mine = other("/first"), Queue(CARD)
-    monkeypatch.setattr(time, "time_ns", lambda: 1)
-    mine.join(tmp_path / "mine")
-    assert mine.ahead() == ["/first"]
-    first.kill(), first.wait()
-
-
-def test_a_ticket_of_a_dead_process_is_removed(tmp_path):
+def test_a_ticket_of_a_dead_process_is_removed_and_leaving_frees_the_place_in_the_users_cache_folder(tmp_path, monkeypatch):
     queue = Queue(CARD)
     queue.join(tmp_path)
     (queue.folder / "0-1.json").write_text('{"pid": 4194301, "started_s": 1.0, "run": "/dead"}')
     (queue.folder / "1-1.json").write_text("{half")
     assert queue.ahead() == [] and not (queue.folder / "0-1.json").exists()
+    monkeypatch.delenv("FINETUNE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    queue, tickets = Queue(CARD), tmp_path / "finetune" / "queue"
+    queue.join(tmp_path)
+    assert len(list(tickets.glob("*.json"))) == 1
+    queue.leave()
+    assert not list(tickets.glob("*.json"))
 
 
 def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
@@ -52,13 +52,3 @@ def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
     for process in (first, both):
         process.kill(), process.wait()
     assert second.ahead() == []
-
-
-def test_leaving_frees_the_place_in_the_users_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("FINETUNE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    queue, tickets = Queue(CARD), tmp_path / "finetune" / "queue"
-    queue.join(tmp_path)
-    assert len(list(tickets.glob("*.json"))) == 1
-    queue.leave()
-    assert not list(tickets.glob("*.json"))

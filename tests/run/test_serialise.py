@@ -54,15 +54,9 @@ def test_numbers_that_json_has_not_are_text_on_the_way(value, text):
     assert repr(from_json(Outer, as_json["at"]).loss) == repr(value)
 
 
-def test_paths_are_text():
+def test_paths_are_text_keys_of_another_version_are_left_out_and_every_fault_is_named():
     assert to_json((Path("a") / "b",)) == ["a/b"]
-
-
-def test_keys_of_another_version_are_left_out_and_missing_ones_keep_their_default():
     assert from_json(Inner, {"name": "a", "news": 1}) == Inner("a")
-
-
-def test_every_fault_is_named():
     with pytest.raises(ValueError, match="verdict: .*'fits' or 'tight'.*inner.name: Field required.*pair.0: "):
         from_json(Outer, {"verdict": "never", "inner": {}, "pair": ["x", 1]})
 

@@ -69,22 +69,16 @@ def test_killed_at_random_moments_the_adapter_is_the_same(unbroken, make_run, tm
         assert adapter_hash(train.whole(run)) == adapter_hash(whole), number
 
 
-def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train):
-    assert train(twin, killed_before_seal(6)) == 137
-    assert newest_verified(twin.checkpoints)[0].step == 4
-    assert train(twin) == 0
-    assert adapter_hash(twin) == adapter_hash(unbroken)
-    assert losses(twin) == losses(unbroken)
-
-
 def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_trained(make_run, train, tmp_path):
     run = train.whole(make_run("max_steps=6", "lr_scheduler_type=constant"))
     killed = train.whole(copy_of(run, tmp_path / "killed", "adapter"))
     assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
 
 
-def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, train, tmp_path):
-    def fault():
+def test_killed_while_saving_resumes_from_the_seal_before_and_finishes_once_the_result_is_on_disk(
+    unbroken, twin, train, tmp_path
+):
+    def record_order():
         sync, emit = os.fsync, EventWriter.emit
 
         def record(message):
@@ -101,7 +95,11 @@ def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, tra
 
         os.fsync, EventWriter.emit = fsync, emitted
 
-    assert train(twin, fault) == 0
+    assert train(twin, killed_before_seal(6)) == 137
+    assert newest_verified(twin.checkpoints)[0].step == 4
+    assert train(twin, record_order) == 0
+    assert adapter_hash(twin) == adapter_hash(unbroken)
+    assert losses(twin) == losses(unbroken)
     order = (tmp_path / "order").read_text().splitlines()
     before = order[: order.index("event finished")]
     assert str(twin.path / ".adapter" / "adapter_model.safetensors") in before

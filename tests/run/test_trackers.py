@@ -43,8 +43,8 @@ def curves_of(run):
 
 
 @pytest.mark.slow
-def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
-    run = train.whole(make_run("report_to=[tensorboard]", "eval_steps=4"))
+def test_tensorboard_has_loss_memory_and_forecast_of_each_step_and_changes_nothing_of_the_result(make_run, train):
+    plain, run = train.whole(make_run("eval_steps=4")), train.whole(make_run("report_to=[tensorboard]", "eval_steps=4"))
     (curves, text), plan, steps = curves_of(run), read_plan(run.plan), events_of(run, "step")
     names = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate"}
     names |= {name: name for name in ("tokens_per_s", "step_s")} | {f"memory/{name}": name for name in Memory.__annotations__}
@@ -57,16 +57,10 @@ def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
     assert curves["eval/loss"] == pytest.approx({event.step: event.eval_loss for event in events_of(run, "eval")})
     written = json.loads(text.removeprefix("```json").removesuffix("```"))
     assert written["forecast/verdict"] == plan.verdict and written["lora_r"] == plan.settings.lora_r
-
-
-@pytest.mark.slow
-def test_a_tracker_changes_nothing_of_the_result(make_run, train):
-    plain, tracked = make_run(), make_run("report_to=[tensorboard]")
-    assert [train(plain), train(tracked)] == [0, 0]
-    assert adapter_hash(plain) == adapter_hash(tracked)
-    names = [{path.name for path in run.path.iterdir()} for run in (plain, tracked)]
-    assert names[1] - names[0] == {"trackers"} and names[0] < names[1]
-    assert list(tracked.path.parent.iterdir()) == [tracked.path]
+    assert adapter_hash(plain) == adapter_hash(run)
+    plain_names, tracked_names = ({path.name for path in directory.path.iterdir()} for directory in (plain, run))
+    assert tracked_names - plain_names == {"trackers"} and plain_names < tracked_names
+    assert list(run.path.parent.iterdir()) == [run.path]
 
 
 @pytest.mark.slow
