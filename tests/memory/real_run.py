@@ -39,7 +39,6 @@ WORDS = 200
 
 
 def save_model(kind: str, folder: Path) -> str:
-    """A small model of this kind with its tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 

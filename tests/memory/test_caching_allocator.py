@@ -107,21 +107,15 @@ def test_with_a_limit_never_more_is_reserved(expandable, seed, monkeypatch):
     assert_sound(capped)
 
 
-def test_sizes_of_segments():
+def test_sizes_of_segments_which_blocks_are_split_and_that_the_smallest_one_that_fits_is_taken():
     sizes = (1, MIB, MIB + 512, 10 * MIB - 512, 10 * MIB, 33 * MIB + 1)
     assert [segment_bytes(size) // MIB for size in sizes] == [2, 2, 20, 20, 10, 34]
-
-
-def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
     for spare, allocated in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
         allocator = CachingAllocator(expandable=False)
         allocator.allocate(0, 12 * MIB)
         allocator.release(0)
         allocator.allocate(1, 12 * MIB - spare)
         assert (allocator.allocated, allocator.reserved) == (allocated, 12 * MIB)
-
-
-def test_the_smallest_block_that_fits_is_taken():
     allocator = CachingAllocator(expandable=False)
     for name, size in enumerate((40, 20, 30)):
         allocator.allocate(name, size * MIB)
@@ -146,7 +140,7 @@ def test_expandable_segments_grow_by_pages_and_split_to_the_byte():
     assert_sound(allocator)
 
 
-def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
+def test_cached_blocks_are_freed_at_the_limit_and_not_shared_between_streams():
     allocator = CachingAllocator(expandable=False, limit=50 * MIB)
     allocator.allocate(0, 30 * MIB)
     allocator.release(0)
@@ -154,9 +148,6 @@ def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
     assert allocator.reserved == 40 * MIB
     with pytest.raises(OutOfMemory, match=str(30 * MIB)):
         allocator.allocate(2, 30 * MIB)
-
-
-def test_streams_do_not_share_blocks():
     allocator = CachingAllocator(expandable=False)
     allocator.allocate(0, 30 * MIB)
     allocator.release(0)
@@ -195,19 +186,11 @@ class Recorder(CachingAllocator):
         return sorted([[block.size, block.free] for block in run] for run in runs)
 
 
-def noted_random(expandable, seed):
-    allocator = Recorder(expandable=expandable)
-    random_requests(allocator, seed, count=2000, streams=(0,))
-    return allocator
-
-
 def recorded_run(expandable, monkeypatch):
     """The whole replay of a small model's dry run."""
     allocators = []
     monkeypatch.setattr(
-        allocator_replay,
-        "CachingAllocator",
-        lambda **more: allocators.append(Recorder(**more)) or allocators[-1],
+        allocator_replay, "CachingAllocator", lambda **more: allocators.append(Recorder(**more)) or allocators[-1]
     )
     allocator_replay.replay(traces()[0], expandable=expandable)
     return allocators[0]
@@ -255,7 +238,10 @@ SCATTERED = ties_of(version("torch")) is Ties.ADDRESS and "STAND_IN_LIBRARIES" n
 @BOTH
 @pytest.mark.parametrize("what", ["run", 0, 1, 2])
 def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
-    noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(expandable, what)
+    if what == "run":
+        noted = recorded_run(expandable, monkeypatch)
+    else:
+        random_requests(noted := Recorder(expandable=expandable), what, count=2000, streams=(0,))
     theirs = on_torchs_allocator(noted.asked, expandable)
     if expandable or not SCATTERED:
         assert theirs["sums"] == noted.sums and theirs["segments"] == noted.segments_as_torch_shows_them()

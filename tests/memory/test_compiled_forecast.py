@@ -59,7 +59,6 @@ def saved_bytes(model, layer):
 
 
 def a_pass(model, layer, tokens):
-    """The layer's forward pass on a row of so many tokens."""
     x = torch.randn(1, tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     places = model.get_base_model().model.rotary_emb(x, torch.arange(tokens)[None])
 
@@ -71,7 +70,6 @@ def a_pass(model, layer, tokens):
 
 
 def states_of(layer):
-    """The tensors of the quantised weights' states."""
     for parameter in layer.parameters():
         state = getattr(parameter, "quant_state", None)
         while state is not None:

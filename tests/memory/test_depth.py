@@ -61,21 +61,15 @@ def test_which_layers_stand_for_all():
     assert plan_depth(["a"] * 32, lead=1) == Depth(32, 4, 2, 1, 28)
 
 
-def test_layers_that_differ_are_seen_to_differ():
+def test_layers_that_differ_are_seen_fewer_cut_their_lists_too_and_parameters_are_of_the_full_model():
     recipe = settings()
     assert len(set(inspect_layers(config_from(config_values("llama"), recipe))[0])) == 1
     assert len(set(inspect_layers(config_from(config_values("gemma2"), recipe))[0])) == 2
     no_rope, _ = inspect_layers(config_from(config_values("smollm3", no_rope_layer_interval=4), recipe))
     assert no_rope[3] == no_rope[7] != no_rope[0] == no_rope[4]
-
-
-def test_fewer_layers_cut_the_lists_of_layers_too():
     config = config_from(config_values("gemma2"), settings())
     assert at_depth(config, 4).layer_types == config.layer_types[:4]
     assert config.num_hidden_layers == 8
-
-
-def test_parameters_are_counted_on_the_full_model():
     config = config_from(config_values("llama"), settings())
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512 + 2 * 256
     assert inspect_layers(config)[1] == 8 * layer + 2 * 1024 * 256 + 256
@@ -136,15 +130,11 @@ def test_every_technique_few_layers_and_all(more):
 
 
 @pytest.mark.slow
-def test_layers_that_end_amid_a_period_few_and_all():
+def test_layers_that_end_amid_a_period_few_and_all_and_adafactor_at_full_depth():
     kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 4 + ["sliding_attention"] * 4
     deep, full, method = both_ways("gemma3_text", len(kinds), values={"layer_types": kinds})
     assert "19 of 24 layers" in method
     assert_same_peaks(deep, full)
-
-
-@pytest.mark.slow
-def test_adafactor_is_run_at_full_depth():
     deep, full, method = both_ways(layers=4, optim="adafactor")
     assert method == "dry run, full depth (4 layers)" and phase_peaks(deep) == phase_peaks(full)
 
@@ -168,44 +158,28 @@ def mixed_and_run(kind, layers, every, batch, **more):
     return mix_layers(deep(True), deep(False), every), simulate(config, recipe, batch, AMPERE)
 
 
-def assert_same(mixed, run):
-    """To a few blocks of the allocator."""
-    got, full = phase_peaks(mixed), phase_peaks(run)
-    assert got.keys() == full.keys()
-    assert {phase: got[phase] - full[phase] for phase in full if abs(got[phase] - full[phase]) > 2048} == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "layers", "every", "batch"),
+    ("kind", "layers", "every", "batch", "more"),
     [
-        ("llama", 6, 2, SHORT_ROW), ("llama", 7, 3, PACKED), ("qwen3", 6, 4, PADDED),
+        ("llama", 6, 2, SHORT_ROW, {}), ("llama", 7, 3, PACKED, {}), ("qwen3", 6, 4, PADDED, {}),
+        ("llama", 6, 3, SHORT_ROW, {"load_in_4bit": False, "load_in_8bit": True, "lora_dropout": 0.1}),
+        ("llama", 6, 3, SHORT_ROW, {"attn_implementation": "eager"}),
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in (
-                ("falcon", 6, 3, PADDED), ("llama", 7, 2, PADDED),
-                ("llama", 8, 5, SHORT_ROW), ("gpt_neox", 6, 3, SHORT_ROW),
-                ("mixtral", 6, 3, SHORT_ROW), ("qwen3_moe", 6, 3, PADDED),
+                ("falcon", 6, 3, PADDED, {}), ("llama", 7, 2, PADDED, {}), ("llama", 8, 5, SHORT_ROW, {}),
+                ("gpt_neox", 6, 3, SHORT_ROW, {}), ("mixtral", 6, 3, SHORT_ROW, {}), ("qwen3_moe", 6, 3, PADDED, {}),
+                ("llama", 6, 3, SHORT_ROW, {"use_dora": True, "optim": "adamw_cpu_offload"}),
             )
         ),
     ],
 )  # fmt: skip
-def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every, batch):
-    assert_same(*mixed_and_run(kind, layers, every, batch))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"load_in_4bit": False, "load_in_8bit": True, "lora_dropout": 0.1},
-        pytest.param({"use_dora": True, "optim": "adamw_cpu_offload"}, marks=pytest.mark.exhaustive),
-        {"attn_implementation": "eager"},
-    ],
-    ids=str,
-)
-def test_other_techniques_do_not_change_that(more):
-    assert_same(*mixed_and_run("llama", 6, 3, SHORT_ROW, **more))
+def test_layers_of_two_runs_give_the_peaks_of_the_mixed_run(kind, layers, every, batch, more):
+    """To a few blocks of the allocator."""
+    mixed, run = map(phase_peaks, mixed_and_run(kind, layers, every, batch, **more))
+    assert mixed.keys() == run.keys()
+    assert {phase: mixed[phase] - run[phase] for phase in run if abs(mixed[phase] - run[phase]) > 2048} == {}
 
 
 @pytest.mark.parametrize("more", [{"optim": "adafactor"}, {"launch": {"strategy": "deepspeed", "zero_stage": 3}}])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,16 +45,13 @@ def run(kind="llama", micro_batch=1, tokens=128, layers=3, capability=(8, 6), **
     return LargestStep(values, wanted, RowShape(tokens), capability).dry_run()
 
 
-def test_adapters_gradients_and_optimizer_by_arithmetic():
+def test_adapters_optimizer_and_nf4_weights_by_arithmetic_and_all_parts_sum_to_the_peak():
     dry = run(lora_r=16)
     adapters = 3 * sum(rounded(4 * 16 * i) + rounded(4 * 16 * o) for i, o in WIDTHS)
     assert adapters == 3 * sum(4 * 16 * (i + o) for i, o in WIDTHS)  # r x (in + out) x 4 bytes
     assert dry.parts["adapters"] == dry.parts["gradients"] == adapters
     steps = 2 * 3 * len(WIDTHS) * 512  # a step count for each tensor
     assert dry.parts["optimizer"] == 2 * adapters + steps
-
-
-def test_nf4_weights_by_arithmetic():
     dry = run()
     linear = 0
     for i, o in WIDTHS:
@@ -63,6 +61,12 @@ def test_nf4_weights_by_arithmetic():
         linear += count // 2 + rounded(scales) + rounded(outer) + 512 + 512 + 1024
     norms, embedding, rotary, code_book = 7 * 512, 2 * 1024 * 256 * 2, 2 * 512, 1024
     assert dry.parts["weights"] == 3 * linear + norms + embedding + rotary + code_book
+    dry = run(layers=6)
+    assert set(dry.parts) == set(PARTS)
+    assert dry.allocated_bytes == sum(dry.parts.values()) == dry.peaks["train"] and dry.layers == 6
+    assert dry.peaks["train"] > dry.peaks["eval"] > dry.peaks["save"] > 0
+    assert dry.peaks["load"] > 0
+    assert dry.parameters == 6 * (sum(i * o for i, o in WIDTHS) + 512) + 2 * 1024 * 256 + 256
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -88,21 +92,19 @@ def test_fake_and_real_tensors_have_the_same_peaks(monkeypatch, checkpointing):
     assert simulate(config, wanted, batch, None).peaks == without_data.peaks
 
 
-def test_the_parts_sum_to_the_peak_of_all_layers():
-    dry = run(layers=6)
-    assert set(dry.parts) == set(PARTS)
-    assert dry.allocated_bytes == sum(dry.parts.values()) == dry.peaks["train"] and dry.layers == 6
-    assert dry.peaks["train"] > dry.peaks["eval"] > dry.peaks["save"] > 0
-    assert dry.peaks["load"] > 0
-    assert dry.parameters == 6 * (sum(i * o for i, o in WIDTHS) + 512) + 2 * 1024 * 256 + 256
-
-
-def test_fewer_trained_tokens_take_less():
+def test_fewer_trained_tokens_take_less_and_padded_rows_or_dropped_attention_no_more():
     values = config_values(num_hidden_layers=2)
     some, all_of_them = (
         LargestStep(values, settings(), RowShape(2048, share)).dry_run().allocated_bytes for share in (0.05, 1.0)
     )
     assert some < all_of_them
+    single, double = (run(tokens=512, micro_batch=rows, activation_checkpointing=False) for rows in (1, 2))
+    assert 1.9 * single.parts["activations"] < double.parts["activations"] <= 2 * single.parts["activations"]
+    peaks = [
+        LargestStep(config_values(num_hidden_layers=2, attention_dropout=p), settings(), RowShape(128)).dry_run().peaks
+        for p in (0.1, 0.0)
+    ]
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.slow
@@ -118,11 +120,6 @@ def test_the_techniques_save_what_they_say():
     assert optimizers == sorted(optimizers, reverse=True) and optimizers[-1] == 0
 
 
-def test_a_padded_batch_takes_no_more_than_its_rows():
-    single, double = (run(tokens=512, micro_batch=rows, activation_checkpointing=False) for rows in (1, 2))
-    assert 1.9 * single.parts["activations"] < double.parts["activations"] <= 2 * single.parts["activations"]
-
-
 def test_a_run_on_the_cpu_has_no_cuda_workspace_in_any_format():
     dry = run(capability=None, **ON_CPU)
     assert dry.parts["weights"] == 4 * dry.parameters + 2 * 512  # rotary frequencies
@@ -130,14 +127,6 @@ def test_a_run_on_the_cpu_has_no_cuda_workspace_in_any_format():
     assert run(capability=None, **ON_CPU, load_in_8bit=True).parts["weights"] < dry.parts["weights"] / 2
     packed = run(capability=None, tokens=256, packing=True, attn_implementation="torch_varlen")
     assert packed.parts["activations"] > 0
-
-
-def test_attention_dropout_takes_nothing_on_a_card():
-    peaks = [
-        LargestStep(config_values(num_hidden_layers=2, attention_dropout=p), settings(), RowShape(128)).dry_run().peaks
-        for p in (0.1, 0.0)
-    ]
-    assert peaks[0] == peaks[1]
 
 
 def test_quantising_to_int8_holds_the_loaded_weight_its_copy_through_the_host_and_the_codes():
@@ -199,16 +188,19 @@ def test_a_second_forecast_is_read_without_torch():
         "run = LargestStep(config_values(num_hidden_layers=3), settings(), RowShape(128), (8, 6)).dry_run()\n"
         "print(json.dumps([run.parts, 'torch' in sys.modules]))"
     )
-    folder = str(pytest.importorskip("tiny_models").__file__).rpartition("/")[0]
-    out = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == [dry.parts, False]
 
 
-def test_a_damaged_cache_is_recomputed(home):
+def test_a_damaged_cache_is_recomputed_and_settings_that_hold_no_memory_make_no_new_forecast(home):
     dry = run()
     for file in (home / "cache" / "forecasts").glob("*.json"):
         file.write_text("{")
     assert run() == dry
+    before = len(list((home / "cache" / "forecasts").glob("*.json")))
+    run(lora_alpha=64, learning_rate=3e-5, seed=7)
+    assert len(list((home / "cache" / "forecasts").glob("*.json"))) == before
 
 
 @pytest.mark.parametrize("package", ["torch", "fla-core", "causal-conv1d", "mamba-ssm", "triton"])
@@ -222,14 +214,7 @@ def test_the_key_depends_on_settings_and_on_installing_or_updating_a_package(pac
     assert len(keys) == 5
 
 
-def test_settings_that_hold_no_memory_do_not_make_a_new_forecast(home):
-    run()
-    before = len(list((home / "cache" / "forecasts").glob("*.json")))
-    run(lora_alpha=64, learning_rate=3e-5, seed=7)
-    assert len(list((home / "cache" / "forecasts").glob("*.json"))) == before
-
-
-def test_the_device_peak_is_an_interval_around_allocated_and_context():
+def test_the_device_peak_is_an_interval_around_allocated_and_context_and_segments_stay_fixed_on_windows(monkeypatch):
     forecast = make_forecast(config_values(num_hidden_layers=3), settings(), CARD, rows=RowShape(128))
     assert forecast.allocated_bytes <= forecast.reserved_bytes < forecast.peak_bytes
     assert forecast.peak_low_bytes < forecast.peak_bytes < forecast.peak_high_bytes
@@ -239,24 +224,18 @@ def test_the_device_peak_is_an_interval_around_allocated_and_context():
     assert forecast.host_bytes > 0 and forecast.disk_bytes == 13 * adapter + merged  # 4 x (fp32, moments), the adapter
     plain = make_forecast(config_values(num_hidden_layers=3), settings(eval_steps=0), CARD, rows=RowShape(128))
     assert plain.disk_bytes == 10 * adapter + merged  # no best checkpoint beside the last
+    monkeypatch.setattr("sys.platform", "win32")
+    assert not expandable_segments()
 
 
-def test_a_cpus_peak_is_a_measured_process_and_its_tensors():
+def test_a_cpus_peak_is_a_measured_process_and_data_parallel_training_keeps_buckets_of_the_gradients():
     card = Card("cpu", 8 * GIB, 8 * GIB, source="cpu", context_bytes=0)
     forecast = make_forecast(config_values(num_hidden_layers=2), settings(**ON_CPU), card, rows=RowShape(64))
     assert forecast.peak_bytes - forecast.reserved_bytes == process_bytes() > 300 * MIB
-
-
-def test_data_parallel_training_keeps_buckets_of_the_gradients():
     values = config_values(num_hidden_layers=2)
     many = settings(launch={"num_processes": 2})
     single, parallel = (make_forecast(values, recipe, CARD, rows=RowShape(64)) for recipe in (settings(), many))
     assert parallel.peak_low_bytes - single.peak_low_bytes == pytest.approx(0.98 * single.parts["adapters"], abs=2)
-
-
-def test_where_segments_expand(monkeypatch):
-    monkeypatch.setattr("sys.platform", "win32")
-    assert not expandable_segments()
 
 
 #: Bytes kept for backward per hidden element, token and layer, NF4 with rank 16 (45 to 59 with ordinary layers).

@@ -1,5 +1,6 @@
-"""A small model of each family trains in 16 and in 4 bit; its memory is what the forecast says, its packed rows stay apart."""
+"""Every model type is forecast or refused with a reason; each family trains in 16 and 4 bit in the memory of its forecast."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from real_run import planned
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+import model_types
 from families import BITS, FAMILIES, PHASES, TABLE, bundled_tokenizer, config_values, trained
 from finetune.errors import RecipeError
 from finetune.layers import experts
@@ -19,6 +21,7 @@ from finetune.model.names import entries
 from finetune.model.padding import MAX_CHANGE, MAX_MEDIAN_CHANGE, changes_with_other_example, require_isolated_examples
 from finetune.planner.defaults import SEPARATES_PACKED_ROWS, VARLEN
 from finetune.run.worker import Worker
+from model_types import FORECAST, REFUSED, YES, check, outcome_of
 from tables import read_table
 
 PACK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -37,12 +40,9 @@ CASES += [
 ]
 
 
-def test_every_family_of_the_catalogue_is_here():
+def test_every_family_of_the_catalogue_is_here_and_in_the_table_with_no_error_over_half_a_percent():
     assert {entry.config["model_type"] for entry in entries().values()} <= FAMILIES.keys()
     assert len(FAMILIES) >= 30
-
-
-def test_the_table_has_every_family_and_no_error_over_half_a_percent():
     rows = read_table(TABLE)
     assert [(row["family"], int(row["bits"])) for row in rows] == [
         (family, bits) for family in sorted(FAMILIES) for bits in BITS
@@ -75,7 +75,6 @@ def model_of(family, attention):
 
 @torch.no_grad()
 def losses(model, rows):
-    """The loss of each token of rows packed by the run's collator."""
     batch = PACK(rows)
     labels = batch.pop("labels")[0]
     by_token = torch.nn.functional.cross_entropy(model(**batch, use_cache=False).logits[0, :-1], labels[1:], reduction="none")
@@ -157,3 +156,30 @@ def test_a_state_or_a_convolution_that_crosses_a_rows_end_is_found(monkeypatch, 
         require_isolated_examples(model, PACK)
     if (leaking, decay) == ("state", 1.5):  # the median over a row's tokens would not show it
         assert changes_with_other_example(model.get_base_model(), PACK)[:16].median() < MAX_MEDIAN_CHANGE / 1000
+
+
+ROWS = model_types.table()
+KINDS = model_types.model_types()
+FEW = ("deepseek_v3", "gemma4", "bamba", "llama4", "qwen3_5", "bert")  # of different layers and parts
+
+
+def test_no_type_of_the_installed_transformers_is_missing_from_the_table_or_ends_in_an_internal_error():
+    assert set(KINDS) - set(ROWS) == set()
+    rows = ROWS.values()
+    assert {row["result"] for row in rows} == {FORECAST, REFUSED} and all(row["detail"] for row in rows)
+    assert all("dry run" in row["detail"] and row["trains"] for row in rows if row["result"] == FORECAST)
+    assert sum(row["trains"] == YES for row in rows) > 150
+
+
+def test_the_check_names_new_types_and_those_that_no_longer_train(monkeypatch, capsys):
+    monkeypatch.setattr(model_types, "table", lambda: {"bert": ROWS["bert"] | {"trains": YES}})
+    monkeypatch.setattr(model_types, "model_types", lambda: ["bert", "brand_new"])
+    assert check(ThreadPoolExecutor(1))
+    assert capsys.readouterr().out.startswith("never tried: brand_new\nbert no longer trains: model_type bert is an encoder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS])
+def test_a_type_is_forecast_or_refused_and_trains_as_the_table_says(kind):
+    outcome = outcome_of(kind)
+    assert (outcome["result"], outcome["trains"] == YES) == (ROWS[kind]["result"], ROWS[kind]["trains"] == YES), outcome

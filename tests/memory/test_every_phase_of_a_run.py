@@ -1,17 +1,26 @@
-"""On the CPU: the worker's own run against the dry run of its plan, phase by phase, for each technique and kind of model."""
+"""On the CPU: the worker's own run against the dry run of its plan, phase by phase, and what offloaded layers take."""
 
+import functools
 import itertools
 
 import pytest
 from picture_models import kinds, picture_run, save_picture_rows
 from real_run import WAITING_BYTES, assert_close, by_phase, forecast, measured, planned, save_model
+from test_depth import both_ways
+from tiny_models import config_values, settings
 
+from finetune.card import find_card
+from finetune.card.card import PROCESS_BYTES
 from finetune.events import read_events
 from finetune.layers import experts
-from finetune.memory.ledger import batch_of
+from finetune.memory.caching_allocator import MIN_BLOCK
+from finetune.memory.device_peak import make_forecast
+from finetune.memory.forecast import Batch, RowShape
+from finetune.memory.ledger import LargestStep, batch_of
 from finetune.memory.simulate import simulate
 from finetune.model.transformers_config import load_config
 from finetune.run.worker import Worker
+from finetune.settings.compatibility import BUFFERS
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
 RECOMPUTED = {"activation_checkpointing": True}
@@ -94,14 +103,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    saved = {}
-
-    def of(kind):
-        if kind not in saved:
-            saved[kind] = save_model(kind, tmp_path_factory.mktemp(kind))
-        return saved[kind]
-
-    return of
+    return functools.cache(lambda kind: save_model(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -172,3 +174,67 @@ def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_
     settings = plan.settings
     batch = batch_of(settings, plan.data.row_shape(settings, plan.data.longest))
     assert_close(by_phase(simulate(load_config(settings), settings, batch, None)), measured(run))
+
+
+ONE_ROW = Batch(1, 64, 63, held_out=Batch(1, 64, 63))
+WEIGHTS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
+#: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.
+MOST_TENSORS = 4 * 7
+
+
+def offloading(layers, tier="cpu"):
+    return {"layer_offloading": tier, "offloaded_layers": layers} if tier else {}
+
+
+def dry(layers, **changes):
+    return LargestStep(config_values(num_hidden_layers=layers), settings(**changes), RowShape(64)).dry_run()
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
+    resident, offloaded = dry(6, **WEIGHTS[kind]), dry(6, **WEIGHTS[kind], **offloading(6))
+    layer_bytes = offloaded.largest_offloaded_bytes
+    assert offloaded.offloaded_bytes == offloaded.host_bytes - resident.host_bytes == 6 * layer_bytes
+    rounded = 6 * MOST_TENSORS * MIN_BLOCK + 6 * 4096
+    for phase in ("train", "eval", "save"):
+        assert abs(resident.peaks[phase] - offloaded.peaks[phase] - (6 - BUFFERS) * layer_bytes) <= rounded
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("16-bit", 7), ("nf4", 8)])
+def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
+    few, whole, _ = both_ways(layers=layers, batch=ONE_ROW, **WEIGHTS[kind], **offloading(layers))
+    assert few.depth.times and by_phase(few) == by_phase(whole)
+    assert few.host == whole.host
+
+
+def test_some_resident_layers_add_their_weights():
+    (_, four, _), (_, six, _) = (both_ways(layers=6, batch=ONE_ROW, **offloading(layers)) for layers in (4, 6))
+    some = dry(6, **offloading(4))
+    assert some.host_bytes == four.host.total()
+    assert some.offloaded_bytes == 4 * some.largest_offloaded_bytes
+    peaks = by_phase(four)
+    assert {phase: some.peaks[phase] - dry(6, **offloading(6)).peaks[phase] for phase in ("eval", "save")} == {
+        phase: peaks[phase] - by_phase(six)[phase] for phase in ("eval", "save")
+    }
+
+
+def test_a_file_takes_disk_in_place_of_host_memory_and_the_same_of_the_card():
+    config, card = config_values(num_hidden_layers=64), find_card("rtx-4090")
+    host, file = (make_forecast(config, settings(**offloading(64, tier)), card, rows=RowShape(64)) for tier in ("cpu", "nvme"))
+    run = dry(64, **offloading(64))
+    assert host.peaks == file.peaks
+    assert file.disk_bytes - host.disk_bytes == run.offloaded_bytes == 64 * run.largest_offloaded_bytes
+    assert host.host_bytes >= PROCESS_BYTES + run.offloaded_bytes
+
+
+@pytest.mark.parametrize("kind", [pytest.param("16-bit", marks=pytest.mark.exhaustive), "nf4"])
+def test_a_real_run_with_offloaded_layers_needs_what_its_dry_run_says_to_the_byte(model, tmp_path, kind):
+    seen, expected = {}, {}
+    for tier in (False, "cpu"):
+        (tmp_path / str(tier)).mkdir()
+        changes = {"load_in_4bit": kind == "nf4", "activation_checkpointing": True, **offloading(3, tier)}
+        run, plan = planned(model("llama"), tmp_path / str(tier), **changes)
+        expected[tier], seen[tier] = forecast(plan), measured(run)
+    for phase in ("forward", "loss", "loss backward", "backward", "optimizer", "save", "eval"):
+        assert seen[False][phase] - seen["cpu"][phase] == expected[False][phase] - expected["cpu"][phase] > 0, phase
+    assert abs(seen["cpu"]["load"] - expected["cpu"]["load"]) <= 0.005 * seen["cpu"]["load"]

@@ -82,15 +82,11 @@ def test_a_plan_and_the_doctor_say_in_a_line_why_the_reference_is_taken(installe
     assert finding.what.endswith(*(notes or ["the kernels of fla-core"]))
 
 
-def test_mamba_mixers_name_their_packages_and_other_types_none(installed):
+def test_mamba_mixers_name_their_packages_and_the_dry_run_the_reference_with_the_extras_own_command(installed):
     installed()
     (note,) = hybrid.kernel_fallback_notes("granitemoehybrid", ADA)
     assert "mamba-ssm is not installed" in note and "causal-conv1d" in note
     assert hybrid.kernel_fallback_notes("llama", ADA) == hybrid.kernel_fallback_notes("qwen3_5", None) == ()
-
-
-def test_the_reference_is_named_in_the_dry_run_with_the_extras_own_command(installed):
-    installed()
     assert any(hybrid.FLA.install_command in note for note in simulated(64).notes)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert hybrid.FLA.install_command == f"pip install '{extras['hybrid'][0]}'"

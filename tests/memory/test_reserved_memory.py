@@ -27,7 +27,6 @@ ORDER = ["does not fit", "tight", "fits"]
 
 
 def traces(layers=7, **more):
-    """Traces from a few layers and from all."""
     deep, full, method = both_ways(layers=layers, **more)
     assert f"of {layers} layers" in method
     return deep.trace(), full.trace()
@@ -63,7 +62,7 @@ def test_a_few_layers_reserve_what_all_do(more):
 
 
 @pytest.mark.slow
-def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
+def test_releases_are_of_something_live_only_what_lasts_is_left_and_a_limit_at_the_peak_changes_nothing():
     deep, full = traces()
     assert {part: len(events) for part, events in deep.parts.items()}.keys() == full.parts.keys()
     for trace in (deep, full):
@@ -73,11 +72,6 @@ def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
                 assert (number in live) is (size < 0)
                 live ^= {number}
         assert trace.persistent <= live
-
-
-@pytest.mark.slow
-def test_a_limit_at_the_reserved_peak_changes_nothing():
-    deep, _ = traces()
     free = replay(deep, expandable=False)
     assert replay(deep, expandable=False, limit=free.reserved_bytes) == free
 
@@ -122,25 +116,28 @@ def test_a_width_between_is_what_a_dry_run_of_it_gives(more):
     assert len(odd) == len(real) and sum(map(abs, map(int.__sub__, odd, real))) < 2e-3 * sum(real)  # kernels round some up
 
 
-def test_traces_of_other_steps_are_not_taken_for_one_of_another_width():
+def test_traces_of_other_steps_are_not_taken_for_another_width_and_scores_have_their_size_at_each():
     events = [(1, 100), (2, 50), (1, RELEASED), (2, RELEASED)]
     with pytest.raises(NotRepeated):
         MicroBatchEvents(Trace({"micro-batch": events}), 2, Trace({"micro-batch": [events[1], events[3]]}), 1)
     swapped = [(1, 50), (2, 50), (2, RELEASED), (1, RELEASED)]  # what is released at once has no order
     batches = MicroBatchEvents(Trace({"micro-batch": events}), 2, Trace({"micro-batch": swapped}), 1)
     assert batches.at(4)[:2] == [(1, 200), (2, 50)]
-
-
-def test_scores_with_a_sink_have_their_size_at_every_width():
     wide, narrow = ([(1, 64 * width * (width + 1)), (2, 4 * width + 512)] for width in (901, 450))
     batches = MicroBatchEvents(Trace({"micro-batch": wide}), 901, Trace({"micro-batch": narrow}), 450)
     assert all(sizes(batches.at(width)) == [64 * width * (width + 1), 4 * width + 512] for width in range(1, 902))
 
 
-def test_the_longest_rows_come_where_a_run_puts_them():
+def test_the_longest_rows_come_where_a_run_puts_them_and_growing_widths_fragment_fixed_segments():
     widths = micro_batch_widths(LENGTHS, micro_batch_rows=2, max_length=2000, accumulation=4)
     assert (widths[0], widths[7]) == (1900, 2000)
     assert widths == micro_batch_widths(LENGTHS, micro_batch_rows=2, max_length=2000, accumulation=4) and len(set(widths)) > 10
+    wide = traced(2048)
+    batches, rising = MicroBatchEvents(wide, 2048, traced(1024), 1024), sorted(micro_batch_widths(LENGTHS, 1, 2048, 4))
+    free, fixed = (replay_widths(wide, batches, rising, 4, expandable=expandable) for expandable in (True, False))
+    alone = replay(wide, expandable=False).reserved["train"]
+    falling = replay_widths(wide, batches, rising[::-1], 4, expandable=False)
+    assert fixed > 1.5 * alone and falling < 1.05 * alone and free < 1.1 * alone
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
@@ -149,15 +146,6 @@ def test_rows_of_one_length_reserve_what_the_step_does(expandable):
     batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
     step = replay(wide, expandable=expandable)
     assert replay_widths(wide, batches, [2048] * 6, 2, expandable=expandable) == step.reserved["train"]
-
-
-def test_growing_widths_fragment_segments_and_expandable_ones_hardly():
-    wide = traced(2048)
-    batches, rising = MicroBatchEvents(wide, 2048, traced(1024), 1024), sorted(micro_batch_widths(LENGTHS, 1, 2048, 4))
-    free, fixed = (replay_widths(wide, batches, rising, 4, expandable=expandable) for expandable in (True, False))
-    alone = replay(wide, expandable=False).reserved["train"]
-    falling = replay_widths(wide, batches, rising[::-1], 4, expandable=False)
-    assert fixed > 1.5 * alone and falling < 1.05 * alone and free < 1.1 * alone
 
 
 @pytest.mark.slow
@@ -192,7 +180,7 @@ def forecast_of(request, monkeypatch, tmp_path):
     )
 
 
-def test_more_budget_never_gives_a_worse_verdict(forecast_of):
+def test_more_budget_never_gives_a_worse_verdict_and_uneven_rows_in_fixed_segments_stay_tight(forecast_of):
     free = forecast_of()
     least, most = free.peak_low_bytes, free.peak_high_bytes
     budgets = [round(least - MIB + (most - least + 2 * MIB) * part / 16) for part in range(17)]
@@ -201,9 +189,6 @@ def test_more_budget_never_gives_a_worse_verdict(forecast_of):
     assert verdicts == sorted(verdicts, key=ORDER.index)
     assert verdicts[0] == "does not fit" and verdicts[-1] == "fits" and "tight" in verdicts
     assert any(forecast.at_limit for forecast in forecasts) and verdict_of(free, least) == "does not fit"
-
-
-def test_rows_of_uneven_length_without_expandable_segments_stay_tight(forecast_of, request):
     free = forecast_of(packing=False)
     at_limit = forecast_of(free.peak_high_bytes - 1, packing=False).at_limit
     assert at_limit is device_peak.expandable_segments()

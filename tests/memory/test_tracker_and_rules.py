@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.functional import quantize_4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,6 @@ WIDTHS, ROWS = (64, 128, 32), 16
 
 
 def peak_of(work, capability=AMPERE, phase="backward"):
-    """The peak while `work` runs."""
     tracker = StorageTracker(rules_for(capability))
     with card_semantics(5), FakeTensorMode(), tracker:
         values = work(tracker)
@@ -28,12 +28,18 @@ def peak_of(work, capability=AMPERE, phase="backward"):
     return tracker.peaks[(phase, None)]
 
 
-def test_cublas_workspaces():
+def test_cublas_workspaces_and_which_attention_kernel():
     assert cublas_workspace_bytes(TURING) == cublas_workspace_bytes(AMPERE) == 8_519_680
     assert cublas_workspace_bytes((9, 0)) == cublas_workspace_bytes((12, 0)) == 32 * MIB
+    assert uses_flash(torch.bfloat16, 128, False, AMPERE)
+    assert not uses_flash(torch.bfloat16, 128, True, AMPERE)  # a mask
+    assert not uses_flash(torch.float32, 128, False, AMPERE)
+    assert not uses_flash(torch.float16, 128, False, TURING)
+    assert uses_flash(torch.bfloat16, 256, False, (8, 9))
+    assert not uses_flash(torch.bfloat16, 224, False, (8, 9))
 
 
-def test_softmax_backward_takes_one_more_tensor_of_scores():
+def test_softmax_backward_takes_one_more_tensor_of_scores_and_a_4bit_matmul_the_whole_weight():
     scores = 2 * 64 * 64 * 4
 
     def work(tracker):
@@ -44,6 +50,15 @@ def test_softmax_backward_takes_one_more_tensor_of_scores():
         return torch.autograd.grad(probabilities, values, grad)
 
     assert peak_of(work).total() == 3 * scores + scores + scores  # values, result, gradient; new gradient, scratch
+
+    def work(tracker):
+        packed, state = quantize_4bit(torch.empty(1024, 512, dtype=torch.bfloat16), quant_type="nf4", compress_statistics=False)
+        values = torch.empty(600, 512, dtype=torch.bfloat16)
+        tracker.phase = "backward"
+        work.before = tracker.live_bytes
+        return torch.ops.bitsandbytes.gemm_4bit.default(values, packed, [1024, 512], state.absmax, 64, "nf4")
+
+    assert peak_of(work).total() - work.before == 1024 * 512 * 2 + 600 * 1024 * 2
 
 
 @pytest.mark.parametrize(
@@ -77,28 +92,6 @@ def test_attention_backward_scratch_by_hand(capability, dtype, heads, scratch):
     assert abs(peak.total() - work.before - grads_bytes - scratch) <= 6 * 512  # each buffer is rounded up
 
 
-def test_which_attention_kernel():
-    assert uses_flash(torch.bfloat16, 128, False, AMPERE)
-    assert not uses_flash(torch.bfloat16, 128, True, AMPERE)  # a mask
-    assert not uses_flash(torch.float32, 128, False, AMPERE)
-    assert not uses_flash(torch.float16, 128, False, TURING)
-    assert uses_flash(torch.bfloat16, 256, False, (8, 9))
-    assert not uses_flash(torch.bfloat16, 224, False, (8, 9))
-
-
-def test_a_4bit_matmul_dequantises_the_whole_weight():
-    from bitsandbytes.functional import quantize_4bit
-
-    def work(tracker):
-        packed, state = quantize_4bit(torch.empty(1024, 512, dtype=torch.bfloat16), quant_type="nf4", compress_statistics=False)
-        values = torch.empty(600, 512, dtype=torch.bfloat16)
-        tracker.phase = "backward"
-        work.before = tracker.live_bytes
-        return torch.ops.bitsandbytes.gemm_4bit.default(values, packed, [1024, 512], state.absmax, 64, "nf4")
-
-    assert peak_of(work).total() - work.before == 1024 * 512 * 2 + 600 * 1024 * 2
-
-
 @pytest.mark.parametrize(
     ("function", "dtype", "element_bytes"),
     [
@@ -128,7 +121,8 @@ def test_a_backward_pass_has_the_autocast_of_cuda_that_it_asks_for():
     assert x.grad == 2
 
 
-def test_autocast_computes_in_fp32_what_cuda_does():
+def test_autocast_computes_in_fp32_what_cuda_does_and_all_patches_are_undone():
+    before = (torch.is_autocast_enabled, F.softmax)
     with card_semantics(0), torch.autocast("cpu", torch.bfloat16):
         values = torch.ones(4, 4, dtype=torch.bfloat16)
         weight = torch.ones(4, dtype=torch.bfloat16)
@@ -139,18 +133,17 @@ def test_autocast_computes_in_fp32_what_cuda_does():
     with card_semantics(0):
         assert not torch.is_autocast_enabled()
         assert F.layer_norm(torch.ones(4, 4, dtype=torch.bfloat16), (4,)).dtype == torch.bfloat16
+    assert (torch.is_autocast_enabled, F.softmax) == before
+    assert not torch.is_autocast_enabled()
 
 
-def test_a_fake_mask_selects_the_trained_tokens():
+def test_a_fake_mask_selects_the_trained_tokens_and_recomputation_takes_the_same_paths():
     with card_semantics(5), FakeTensorMode():
         hidden, mask = torch.empty(2, 8, 16, requires_grad=True), torch.empty(2, 8, dtype=torch.bool)
         selected = hidden[mask]
         assert selected.shape == (5, 16)
         backward(selected.sum())
         assert hidden.grad.shape == hidden.shape
-
-
-def test_recomputation_takes_the_same_paths_as_the_first_time():
     seen = []
 
     def layer(values):
@@ -164,14 +157,6 @@ def test_recomputation_takes_the_same_paths_as_the_first_time():
             loss = checkpoint(layer, values, use_reentrant=False).sum()
         backward(loss)
     assert seen == [torch.float32, torch.float32]
-
-
-def test_all_patches_are_undone():
-    before = (torch.is_autocast_enabled, F.softmax)
-    with card_semantics(0):
-        pass
-    assert (torch.is_autocast_enabled, F.softmax) == before
-    assert not torch.is_autocast_enabled()
 
 
 def two_layers(tracker):
@@ -208,7 +193,7 @@ def test_two_layer_model_by_hand(fake):
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def test_requests_are_rounded_up_to_512_bytes():
+def test_requests_are_rounded_up_to_512_bytes_and_views_and_in_place_operations_allocate_nothing():
     assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     tracker = StorageTracker()
     with tracker:
@@ -216,9 +201,6 @@ def test_requests_are_rounded_up_to_512_bytes():
     assert tracker.live_bytes == 512 + 512 + 1024
     del tensors
     assert tracker.live_bytes == 0
-
-
-def test_views_and_in_place_operations_allocate_nothing():
     tracker = StorageTracker()
     with tracker:
         values = torch.empty(64, 64)
@@ -230,25 +212,13 @@ def test_views_and_in_place_operations_allocate_nothing():
     assert tracker.live_bytes == 0
 
 
-def test_host_memory_is_counted_separately_in_powers_of_two():
+def test_host_memory_is_counted_separately_and_scratch_at_the_peak_only():
     tracker = StorageTracker()
     with FakeTensorMode(), tracker:
         device, host = torch.empty(1000), torch.empty(1000, device="meta")
     assert tracker.live_bytes == rounded(4000)
     assert tracker.host.total() == 4096
     del device, host
-
-
-def test_a_gradient_is_tagged_with_its_own_part_and_layer():
-    tracker = StorageTracker()
-    with tracker, tracker.tagging("workspace"):
-        values = torch.empty(256)
-        tracker.retag(values, "gradients", 7)
-    assert tracker.live[("gradients", 7)] == 1024
-    assert tracker.live[("workspace", None)] == 0
-
-
-def test_scratch_counts_at_the_peak_and_not_after():
     tracker = StorageTracker()
     with tracker:
         values = torch.empty(128)
@@ -260,7 +230,13 @@ def test_scratch_counts_at_the_peak_and_not_after():
     del values
 
 
-def test_outputs_of_foreach_belong_to_their_parameters_layer():
+def test_a_gradient_and_outputs_of_foreach_have_their_own_part_and_layer():
+    tracker = StorageTracker()
+    with tracker, tracker.tagging("workspace"):
+        values = torch.empty(256)
+        tracker.retag(values, "gradients", 7)
+    assert tracker.live[("gradients", 7)] == 1024
+    assert tracker.live[("workspace", None)] == 0
     tracker = StorageTracker()
     with tracker:
         tracker.layer = 3
