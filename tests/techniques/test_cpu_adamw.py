@@ -51,23 +51,19 @@ def weights(model) -> torch.Tensor:
 
 
 def saved(optimizer) -> dict:
-    """The state, saved to a file and loaded."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def test_fp32_weights_are_updated_as_by_torch_to_the_bit():
+def test_fp32_weights_are_updated_as_by_torch_to_the_bit_and_bf16_ones_follow_fp32_masters():
     ours, theirs = layers(), layers()
     optimizer, reference = optimizer_for(ours), optimizer_for(theirs, torch.optim.AdamW, fused=True)
     train(ours, optimizer, 12, scheduler=CosineAnnealingLR(optimizer, 12))
     train(theirs, reference, 12, scheduler=CosineAnnealingLR(reference, 12))
     assert torch.equal(weights(ours), weights(theirs))
     assert not torch.equal(weights(ours), weights(layers()))
-
-
-def test_bf16_weights_follow_fp32_masters():
     ours, exact = layers(torch.bfloat16), layers(torch.bfloat16).float()
     optimizer = CpuAdamW(ours.parameters(), lr=1e-5)
     reference = torch.optim.AdamW(exact.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
@@ -81,7 +77,7 @@ def test_bf16_weights_follow_fp32_masters():
     assert (weights(ours) != weights(layers(torch.bfloat16))).float().mean() > 0.3
 
 
-def test_state_is_made_at_the_first_step_and_only_where_there_is_a_gradient():
+def test_the_state_is_of_what_has_a_gradient_and_loading_it_sets_the_weights_to_their_masters():
     model = layers()
     optimizer = optimizer_for(model)
     assert optimizer.state_dict()["state"] == {}
@@ -89,6 +85,15 @@ def test_state_is_made_at_the_first_step_and_only_where_there_is_a_gradient():
     optimizer.step()
     assert {id(parameter) for parameter in optimizer.state} == {id(model[0].weight), id(model[0].bias)}
     assert torch.equal(model[2].weight, layers()[2].weight)
+    model = layers()
+    optimizer = optimizer_for(model)
+    train(model, optimizer, 3)
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.bfloat16())
+    optimizer_for(rounded).load_state_dict(saved(optimizer))
+    assert torch.equal(weights(rounded), weights(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,18 +110,6 @@ def test_continuing_from_a_file_is_the_same_to_the_bit(dtype):
     for ours, theirs in zip(second_optimizer.state.values(), whole_optimizer.state.values(), strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_loading_sets_the_weights_to_their_masters():
-    model = layers()
-    optimizer = optimizer_for(model)
-    train(model, optimizer, 3)
-    rounded = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in rounded.parameters():
-            parameter.copy_(parameter.bfloat16())
-    optimizer_for(rounded).load_state_dict(saved(optimizer))
-    assert torch.equal(weights(rounded), weights(model))
 
 
 def test_in_a_forecast_the_state_is_not_on_the_card():

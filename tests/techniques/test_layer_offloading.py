@@ -1,5 +1,7 @@
-"""Layers whose weights are on the card only while they run: the same numbers as resident ones, or a clear refusal."""
+"""Weights on the card only while they are used, of layers and of the input embedding: the same numbers, or a refusal."""
 
+import copy
+import functools
 import itertools
 import random
 import time
@@ -7,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from lean_models import fill_adapters
-from tiny_training import adapted, autocast, batch, optimizer_of, save_tiny_base, settings_for, trained
+from lean_models import fill_adapters, gradients, model_of, tokens
+from tiny_training import BASES, adapted, autocast, batch, optimizer_of, save_tiny_base, settings_for, trained
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.host_embedding import offload_embedding, offloadable_embedding
 from finetune.layers.layer_offloading import layout_bytes, offloaded_numbers, offloading_of, tensor_layout
 from finetune.layers.offload import InOrder
 from finetune.model.build import build_base
@@ -114,14 +117,9 @@ COPIES = {"early": InOrder, "late": Late, "thread": Threaded}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """saved(layers, tied) -> folder of a tiny model."""
-    folders = {}
-
-    def of(layers=3, tied=False):
-        if (layers, tied) not in folders:
-            folders[layers, tied] = save_tiny_base(tmp_path_factory.mktemp("base"), hidden=64, layers=layers, tied=tied)
-        return folders[layers, tied]
-
-    return of
+    return functools.cache(
+        lambda layers=3, tied=False: save_tiny_base(tmp_path_factory.mktemp("base"), hidden=64, layers=layers, tied=tied)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -174,19 +172,14 @@ def test_without_the_wait_the_losses_would_be_garbage(saved, resident):
     assert not equal_traces(trace_of(built(offloaded(settings), Careless()), settings), resident(settings))
 
 
-def test_the_parameters_of_all_layers_take_no_more_than_the_buffers(saved):
-    settings = recomputed(saved(4), dtype="bfloat16")
-    model = built(offloaded(settings))
+def test_all_layers_take_no_more_than_the_buffers_and_are_copied_twice_a_micro_batch_unless_still_there(saved, monkeypatch):
+    model = built(offloaded(recomputed(saved(4), dtype="bfloat16")))
     buffers = offloading_of(model).buffers
     largest = max(layout_bytes(tensor_layout(layer)) for layer in decoder_layers(model))
     matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1 and not p.requires_grad]
     storages = {p.untyped_storage().data_ptr() for p in matrices}
     assert storages == {buffer.data_ptr() for buffer in buffers} and len(matrices) == 4 * 7
     assert [buffer.nbytes for buffer in buffers] == [largest] * BUFFERS
-
-
-def test_each_layer_is_copied_twice_a_micro_batch_unless_still_in_a_buffer(saved, monkeypatch):
-    model = built(offloaded(recomputed(saved(4), dtype="bfloat16")))
     copies, storage = [], offloading_of(model)._storage
     fetch = storage.fetch
     monkeypatch.setattr(storage, "fetch", lambda index, *arguments: (copies.append(index), fetch(index, *arguments))[1])
@@ -195,7 +188,7 @@ def test_each_layer_is_copied_twice_a_micro_batch_unless_still_in_a_buffer(saved
         assert len(copies) == times * (2 * 4 - BUFFERS) - (times - 1) * BUFFERS
 
 
-def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
+def test_a_layer_that_is_not_recomputed_and_a_part_of_a_layer_are_refused_when_they_run(saved):
     settings = recomputed(saved(), dtype="bfloat16")
     model = built(offloaded(settings))
     for other in ({"activation_checkpointing": False}, {"activation_checkpointing_every_n_layers": 2}):
@@ -206,25 +199,17 @@ def test_a_layer_that_is_not_recomputed_is_refused_when_it_runs(saved):
     model.eval()
     with pytest.raises(RuntimeError, match="not recomputed"):
         model(**batch(0, tokens=16))
-
-
-def test_a_part_of_a_layer_does_not_run_by_itself(saved):
-    settings = recomputed(saved(), dtype="bfloat16")
-    model = built(offloaded(settings))
     with torch.no_grad(), pytest.raises(RuntimeError, match="call the whole layer"):
         decoder_layers(model)[1].mlp(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
-def test_a_file_that_was_cut_off_is_noticed_each_time(saved):
+def test_int8_weights_are_refused_and_a_file_that_was_cut_off_is_noticed_each_time(saved):
     settings = recomputed(saved(), dtype="bfloat16")
     model = built(offloaded(settings, "nvme"))
     offloading_of(model)._storage._file.truncate(4096)
     for _ in range(2):
         with torch.no_grad(), pytest.raises(OSError, match="bytes too early"):
             model(**batch(0, tokens=16))
-
-
-def test_int8_weights_are_refused(saved):
     settings = offloaded(recomputed(saved(), dtype="bfloat16", load_in_8bit=True))
     with pytest.raises(RecipeError, match="int8"):
         build_base(settings, load_config(settings), device="cpu", weights=True, offloads=True)
@@ -233,3 +218,29 @@ def test_int8_weights_are_refused(saved):
 @pytest.mark.parametrize(("layers", "count", "numbers"), [(4, 9, [0, 1, 2, 3]), (4, 2, [1, 3]), (5, 2, [2, 4]), (3, 1, [2])])
 def test_offloaded_layers_are_spread_evenly(layers, count, numbers):
     assert offloaded_numbers(layers, count) == numbers
+
+
+def test_an_embedding_in_host_memory_gives_the_same_bits_is_no_parameter_and_stays_when_the_model_moves():
+    model = model_of("llama")
+    before, answer = gradients(model, tokens()), model(input_ids=tokens()).logits
+    apply_techniques(model, settings_for("none", offload_embeddings=True))
+    assert torch.equal(gradients(model, tokens()), before) and torch.equal(model(input_ids=tokens()).logits, answer)
+    apply_techniques(model, settings_for("none", activation_checkpointing=True))
+    assert torch.equal(gradients(model, tokens()), before)
+    assert torch.equal(gradients(copy.deepcopy(model), tokens()), before)
+    model = model_of("llama")
+    names = {name for name, _ in model.named_parameters()}
+    offload_embedding(model)
+    (table,) = names - {name for name, _ in model.named_parameters()}
+    assert table.endswith("embed_tokens.weight")
+    embedding = model.get_base_model().get_input_embeddings()
+    weight = embedding.weight
+    model.to(torch.float64)
+    assert embedding.weight is weight and weight.dtype == torch.float32
+
+
+def test_a_table_that_the_output_layer_shares_is_refused(base):
+    model = adapted(settings_for(base, **BASES["lora"]))  # tied
+    assert offloadable_embedding(model) is None
+    with pytest.raises(RecipeError, match="offload_embeddings"):
+        offload_embedding(model)

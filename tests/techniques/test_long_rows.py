@@ -6,8 +6,9 @@ from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters,
 from tiny_training import BASES, adapted, saved_bytes, settings_for
 from torch.utils.flop_counter import FlopCounterMode
 
+from finetune.layers import lean_functions
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.lean_functions import RmsNorm, in_tiles
+from finetune.layers.lean_functions import NormForm, RmsNorm, in_tiles
 from finetune.memory.tracker import StorageTracker
 from finetune.model.techniques import apply_techniques
 
@@ -57,12 +58,13 @@ def test_recomputing_ends_before_a_tiled_mlp_so_that_fewer_products_are_computed
     assert flops[0] - flops[64] == layers * 2 * tokens().numel() * 224 * 64  # those of `down`
 
 
-def test_evaluation_works_on_tiles_too():
+def test_evaluation_works_on_tiles_too_and_tiles_of_nothing_are_nothing():
     model = tiled(model_of("llama"))
     with torch.no_grad():
         in_parts = model(input_ids=tokens()).logits
         tiled(model, 0)
         assert 0 <= error(in_parts, model(input_ids=tokens()).logits) <= 1e-6
+    assert in_tiles(torch.neg, 4, torch.empty(0, 3)).shape == (0, 3)
 
 
 def test_layers_that_are_not_recomputed_have_no_tiles(base):
@@ -76,19 +78,12 @@ def test_layers_that_are_not_recomputed_have_no_tiles(base):
 
 
 def test_a_norms_backward_over_tiles_gives_the_same_digits(monkeypatch):
-    from finetune.layers import lean_functions
-    from finetune.layers.lean_functions import NormForm
-
     x, weight = torch.randn(2, 33, 64).requires_grad_(), torch.rand(64)
     grads = []
     for elements in (2**24, 7 * 64):
         monkeypatch.setattr(lean_functions, "_FP32_TILE", elements)
         grads += torch.autograd.grad(RmsNorm.apply(x, weight, 1e-6, NormForm(False, False)).square().sum(), x)
     assert torch.equal(*grads)
-
-
-def test_tiles_of_nothing_are_nothing():
-    assert in_tiles(torch.neg, 4, torch.empty(0, 3)).shape == (0, 3)
 
 
 def test_a_step_does_not_need_the_mlp_of_the_whole_row():

@@ -66,11 +66,7 @@ def test_16_bit_beside_fp32_angles_is_rotated_in_fp32_where_the_models_own_funct
 
 
 OTHER_TENSORS = {
-    "another dtype": lambda heads, cos, sin: (
-        [x.detach().bfloat16().requires_grad_() for x in heads],
-        cos.float(),
-        sin.float(),
-    ),
+    "bfloat16": lambda heads, cos, sin: ([x.detach().bfloat16().requires_grad_() for x in heads], cos.float(), sin.float()),
     "angles with gradients": lambda heads, cos, sin: (heads, cos.requires_grad_(), sin),
     "one token": lambda heads, cos, sin: ([x[..., :1, :] for x in heads], cos, sin),
     "one row": lambda heads, cos, sin: ([x[:1] for x in heads], cos, sin),
@@ -86,15 +82,11 @@ def test_other_tensors_go_to_the_models_own_function(change):
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def test_without_gradients_answers_are_those_of_the_models_own_function():
+def test_without_gradients_and_for_a_narrower_rotation_the_models_own_function_runs():
     lean, own = functions_of(modeling_llama.LlamaAttention)
     heads, turns = inputs(modeling_llama.LlamaAttention, 1, torch.bfloat16)
     with torch.no_grad():
         assert all(torch.equal(*pair) for pair in zip(lean(*heads, *turns), own(*heads, *turns), strict=True))
-
-
-def test_a_narrower_rotation_fails_as_before_where_the_models_own_function_knows_none():
-    lean, _ = functions_of(modeling_llama.LlamaAttention)
     heads, _ = inputs(modeling_llama.LlamaAttention, 1)
     with pytest.raises(RuntimeError, match="size of tensor"):
         lean(*heads, *torch.randn(2, 2, 5, 8, dtype=torch.float64))
@@ -105,12 +97,17 @@ def test_what_rotates_otherwise_or_not_at_all_is_left_alone(module):
     assert rotary_forward(object.__new__(module)) is None
 
 
-def test_attention_that_calls_the_interleaved_function_is_left_alone():
+def test_an_interleaved_function_and_a_decorator_that_calls_by_other_means_are_left_alone():
     attention = object.__new__(modeling_deepseek_v3.DeepseekV3Attention)
     vars(attention)["config"] = modeling_deepseek_v3.DeepseekV3Config(rope_interleave=True)
     assert rotary_forward(attention) is None
     attention.config.rope_interleave = False
     assert rotary_forward(attention) is not None
+
+    class Attention(modeling_llama.LlamaAttention):
+        forward = functools.update_wrapper(lambda *_: None, inspect.unwrap(modeling_llama.LlamaAttention.forward))
+
+    assert rotary_forward(object.__new__(Attention)) is None
 
 
 rope = modeling_llama.apply_rotary_pos_emb
@@ -128,12 +125,6 @@ def test_a_function_with_other_parameters_or_another_result_is_not_taken_for_it(
     assert rotary._form(modeling_llama.apply_rotary_pos_emb) and rotary._form(function) is None
 
 
-def test_a_patch_of_the_module_after_the_model_was_made_is_seen(monkeypatch):
-    forward = inspect.unwrap(rotary_forward(object.__new__(modeling_llama.LlamaAttention)))
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", max)
-    assert forward.__globals__["eager_attention_forward"] is max
-
-
 class Decorated(modeling_llama.LlamaAttention):
     calls = []
 
@@ -148,17 +139,13 @@ class Decorated(modeling_llama.LlamaAttention):
     forward = record(inspect.unwrap(modeling_llama.LlamaAttention.forward))
 
 
-def test_a_decorator_of_the_forward_stays_around_lean_rope():
+def test_a_decorator_of_the_forward_stays_around_lean_rope_and_a_later_patch_of_the_module_is_seen(monkeypatch):
     attention = Decorated(modeling_llama.LlamaConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2), 0)
     hidden, angles = torch.randn(1, 5, 32), torch.randn(2, 1, 5, 16)
     lean, _ = rotary_forward(attention)(attention, hidden, position_embeddings=angles, attention_mask=None)
     expected, _ = attention(hidden, position_embeddings=angles, attention_mask=None)
     torch.testing.assert_close(lean, expected)
     assert [sorted(call) for call in Decorated.calls] == [["attention_mask", "position_embeddings"]] * 2
-
-
-def test_a_forward_whose_decorator_calls_it_by_other_means_is_left_alone():
-    class Attention(modeling_llama.LlamaAttention):
-        forward = functools.update_wrapper(lambda *_: None, inspect.unwrap(modeling_llama.LlamaAttention.forward))
-
-    assert rotary_forward(object.__new__(Attention)) is None
+    forward = inspect.unwrap(rotary_forward(object.__new__(modeling_llama.LlamaAttention)))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", max)
+    assert forward.__globals__["eager_attention_forward"] is max

@@ -61,13 +61,11 @@ def make_trainer(folder: Path, settings: Recipe, steps: int = 6, **arguments) ->
         dataset_kwargs={"skip_prepare_dataset": True}, seed=7,
         **{"max_length": None} | training_arguments(settings) | arguments,
     )  # fmt: skip
+    dataset = pack_dataset(rows(), 128, "bfd") if args.packing else rows()
     trainer = TechniqueTrainer(
-        model=model,
-        args=args,
-        train_dataset=pack_dataset(rows(), 128, "bfd") if args.packing else rows(),
-        processing_class=tokenizer(),
+        model=model, args=args, train_dataset=dataset, processing_class=tokenizer(),
         optimizer_cls_and_kwargs=optimizer_class(settings),
-    )
+    )  # fmt: skip
     trainer.settings = settings
     prepare_for_training(trainer.model, settings)
     apply_techniques(trainer.model, settings)

@@ -16,15 +16,11 @@ LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
 
 def model_for(attention: str, kind=LlamaConfig, dtype=torch.float32, **changes):
     register()
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
     torch.manual_seed(0)
-    config = kind(**sizes | {"vocab_size": 128, "max_position_embeddings": 128} | changes)
+    config = kind(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        max_position_embeddings=128, **changes,
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
 
 
@@ -35,10 +31,6 @@ def rows() -> list[dict]:
 
 def packed() -> dict:
     return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows())
-
-
-def padded() -> dict:
-    return DataCollatorForLanguageModeling(pad_token_id=0)(rows())
 
 
 def summed_loss(model, inputs) -> torch.Tensor:
@@ -63,14 +55,22 @@ def test_packed_and_padded_rows_have_the_loss_and_packed_ones_the_gradient_of_ro
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert torch.allclose(gradient(together), gradient(alone), rtol=1e-4, atol=1e-6)
-    assert summed_loss(together, padded()).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert summed_loss(together, collate(rows())).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_boundaries_are_derived_from_the_positions_when_the_collator_gave_none():
+def test_boundaries_are_derived_from_the_positions_and_a_later_row_does_not_see_an_earlier_one():
     model, inputs = model_for("torch_varlen"), packed()
     expected = summed_loss(model, inputs).item()
     bare = {name: inputs[name] for name in ("input_ids", "labels", "position_ids")}
     assert summed_loss(model, bare).item() == pytest.approx(expected, rel=1e-6)
+    model, inputs = model_for("torch_varlen").eval(), packed()
+    arguments = {name: value for name, value in inputs.items() if name != "labels"}
+    before = model(**arguments).logits
+    arguments["input_ids"] = inputs["input_ids"].clone()
+    arguments["input_ids"][0, : LENGTHS[0]] = 0
+    after = model(**arguments).logits
+    assert not torch.equal(after[:, : LENGTHS[0]], before[:, : LENGTHS[0]])
+    assert torch.equal(after[:, LENGTHS[0] :], before[:, LENGTHS[0] :])
 
 
 @pytest.mark.parametrize("names", [("position_ids",), ("position_ids", "cu_seq_lens_q", "max_length_q")], ids=str)
@@ -89,17 +89,6 @@ def test_flash_trains_every_head_dimension_but_some_that_small_chips_have_no_roo
     assert all(flash_supports_backward(head, capability) for head in (64, 192, 256) for capability in consumer + data_centre)
     assert not any(flash_supports_backward(head, capability) for head in (200, 224) for capability in consumer)
     assert all(flash_supports_backward(head, capability) for head in (200, 224) for capability in data_centre)
-
-
-def test_a_later_row_does_not_see_an_earlier_one():
-    model, inputs = model_for("torch_varlen").eval(), packed()
-    arguments = {name: value for name, value in inputs.items() if name != "labels"}
-    before = model(**arguments).logits
-    arguments["input_ids"] = inputs["input_ids"].clone()
-    arguments["input_ids"][0, : LENGTHS[0]] = 0
-    after = model(**arguments).logits
-    assert not torch.equal(after[:, : LENGTHS[0]], before[:, : LENGTHS[0]])
-    assert torch.equal(after[:, LENGTHS[0] :], before[:, LENGTHS[0] :])
 
 
 def test_batches_without_padding_and_generation_equal_sdpa():
