@@ -1,6 +1,7 @@
-"""Patches and overrides are really called by the library, in dry runs, a training and the doctor's probe."""
+"""Patches and overrides exist and are really called by the library, in dry runs, a training and the doctor's probe."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from datasets.utils.file_utils import _raise_if_offline_mode_is_enabled
 from huggingface_hub.errors import OfflineModeIsEnabled
 from patched_names import OVERRIDDEN, PATCHED, UNSEEN
 
-from finetune.compat import hub
+from finetune.compat import hub, owner_of
+from finetune.compat.bitsandbytes import _compile_when_called
+from finetune.compat.transformers import quiet_libraries
 
 HERE = Path(__file__).resolve().parent
 CALLED = [name for name in (*PATCHED, *OVERRIDDEN) if name not in UNSEEN]
@@ -72,15 +75,16 @@ def test_a_cold_start(code):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_bitsandbytes_compiles_is_compiled_when_called():
-    from finetune.compat.bitsandbytes import _compile_when_called
-
+def test_what_bitsandbytes_compiles_is_compiled_when_called_and_it_says_errors_only(caplog):
     compiled = []
-    double = _compile_when_called(
-        lambda function, **options: compiled.append(options) or function, lambda x: 2 * x, dynamic=False
-    )
+    double = _compile_when_called(lambda function, **named: compiled.append(named) or function, lambda x: 2 * x, dynamic=False)
     assert not compiled
     assert (double(2), double(3), compiled) == (4, 6, [{"dynamic": False}])
+    quiet_libraries()
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    logger.warning("MatMul8bitLt: inputs will be cast from %s to float16 during quantization", "torch.bfloat16")
+    logger.error("an error")
+    assert [record.msg for record in caplog.records] == ["an error"]
 
 
 def test_the_libraries_follow_when_the_hub_is_switched_off(monkeypatch):
@@ -93,3 +97,19 @@ def test_the_libraries_follow_when_the_hub_is_switched_off(monkeypatch):
     assert huggingface_hub.is_offline_mode()
     with pytest.raises(OfflineModeIsEnabled):
         _raise_if_offline_mode_is_enabled()
+
+
+@pytest.mark.parametrize("name", [*PATCHED, *OVERRIDDEN])
+def test_the_library_has_the_name(name):
+    owner, attribute = owner_of(name)
+    assert hasattr(owner, attribute)
+
+
+def test_only_patched_and_overridden_names_are_listed_as_unseen():
+    assert {name for name in UNSEEN if not name.startswith("triton.")} <= {*PATCHED, *OVERRIDDEN}
+
+
+@pytest.mark.parametrize("name", ["torch.nn.gone.name", "no_library.name"])
+def test_a_name_whose_owner_is_gone_is_detected(name):
+    with pytest.raises((AttributeError, ImportError)):
+        owner_of(name)

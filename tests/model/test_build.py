@@ -109,13 +109,10 @@ def test_a_config_that_makes_no_model_is_a_recipe_error(values, problem):
     assert problem in "\n".join(caught.value.problems)
 
 
-def test_all_missing_fields_are_named_at_once():
+def test_all_missing_fields_are_named_and_other_names_of_them_and_a_pattern_of_layers_count():
     with pytest.raises(RecipeError) as caught:
         config_from({"model_type": "llama"}, settings())
     assert len(caught.value.problems) == 4
-
-
-def test_other_names_of_the_needed_fields_and_a_pattern_of_layers_count():
     config = config_from({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99}, settings())
     assert (config.hidden_size, config.num_hidden_layers) == (64, 2)
     config = config_from({**HYBRID, "num_hidden_layers": 6}, settings())

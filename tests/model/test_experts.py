@@ -1,7 +1,4 @@
-"""4-bit experts of mixtures: loaded from every form, the same products and gradients, and no 16-bit copies for backward.
-
-Only experts with rows are dequantised; the lean forward's step is that of the experts one by one, and saves less.
-"""
+"""4-bit experts of mixtures: loaded from every form, the same products and gradients, and no 16-bit copies for backward."""
 
 import functools
 
@@ -139,26 +136,19 @@ def test_experts_are_loaded_in_4_bit_and_nothing_else_changes(folder):
             assert torch.equal(other[name], parameter), name
 
 
-def test_products_and_gradients_are_those_of_the_dequantised_weights(folder):
-    results = []
-    for experts in pair(folder):
-        torch.manual_seed(1)
-        hidden = torch.randn(24, 64, requires_grad=True)
-        out = routed(experts, hidden)
-        out.square().sum().backward()
-        results.append((out, hidden.grad))
-    for packed, dequantised_result in zip(*results, strict=True):
-        assert relative_distance(packed, dequantised_result) < 1e-5
-
-
-def test_backward_saves_no_dequantised_weight(folder):
-    packed, plain = pair(folder)
-    largest = []
+def test_products_and_gradients_are_those_of_the_dequantised_weights_and_backward_saves_none(folder):
+    results, largest, (packed, plain) = [], [], pair(folder)
     for experts in (packed, plain):
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor, id):
             routed(experts, torch.randn(8, 64, requires_grad=True))
         largest.append(max(sizes))
+        torch.manual_seed(1)
+        hidden = torch.randn(24, 64, requires_grad=True)
+        out = routed(experts, hidden)
+        out.square().sum().backward()
+        results.append((out, hidden.grad))
+    assert all(relative_distance(*outputs) < 1e-5 for outputs in zip(*results, strict=True))
     assert largest[0] < plain.down_proj.numel() <= largest[1]
 
 
@@ -236,36 +226,20 @@ def test_a_recomputed_layer_routes_the_same_rows(folders, kind, checkpointing, m
     assert all(torch.equal(grads[name], reference[name]) for name in grads)
 
 
-def dequantised_bytes(model, monkeypatch, tokens):
-    """Bytes of fused weights that a step dequantises, and the numbers of used experts of its layers."""
-    sizes, used = [], []
-    dequantise, read = expert_layers.dequantised, expert_layers.read_ends
-
-    def counted(*arguments):
-        weight = dequantise(*arguments)
-        sizes.append(weight.nbytes)
-        return weight
-
-    def noted(offsets):
-        used.append(len(torch.unique(offsets[offsets > 0])))
-        return read(offsets)
-
-    monkeypatch.setattr(expert_layers, "dequantised", counted)
-    monkeypatch.setattr(expert_layers, "read_ends", noted)
-    step(model, tokens)
-    monkeypatch.undo()
-    return sum(sizes), sum(used)
-
-
 @pytest.mark.parametrize("kind", MANY)
 def test_dequantised_bytes_of_a_step_are_proportional_to_the_used_experts(folders, kind, monkeypatch):
     model = adapted(folders[kind], lean_layers=True)
     both = sum(getattr(packed_experts_of(model), name).quant_state.shape.numel() for name in ("gate_up_proj", "down_proj"))
-    seen = []
+    weights, used, seen = [], [], []
+    dequantise, read = expert_layers.dequantised, expert_layers.read_ends
+    monkeypatch.setattr(expert_layers, "dequantised", lambda *weight: weights.append(dequantise(*weight)) or weights[-1])
+    monkeypatch.setattr(expert_layers, "read_ends", lambda ends: used.append(len(ends[ends > 0].unique())) or read(ends))
     for tokens in (1, 2, 4):
-        dequantised, used = dequantised_bytes(model, monkeypatch, tokens)
-        assert dequantised == 2 * used * both * 4 // EXPERTS[kind]  # forward and backward, 4 bytes a value
-        seen.append(used)
+        weights.clear(), used.clear()
+        step(model, tokens)
+        # forward and backward, 4 bytes a value
+        assert sum(weight.nbytes for weight in weights) == 2 * sum(used) * both * 4 // EXPERTS[kind]
+        seen.append(sum(used))
     assert seen[0] < seen[1] < seen[2] < 1.5 * EXPERTS[kind]
     assert seen[0] <= EXPERTS[kind]
 
@@ -293,7 +267,7 @@ def saved_elements(model):
     return sum({storage.data_ptr(): storage.nbytes() for storage in sizes}.values())
 
 
-def test_lean_experts_save_the_output_of_gate_and_up_and_their_input(folders):
+def test_lean_experts_save_the_output_of_gate_and_up_and_their_input_and_only_adapters_get_gradients(folders):
     model = adapted(folders["gpt_oss"], targets=["q_proj"], lean_layers=True)
     assert "1 layer of 4-bit experts" in lean_summary(model.get_base_model().model.layers[0])
     before = saved_elements(adapted(folders["gpt_oss"], targets=["q_proj"]))
@@ -301,9 +275,6 @@ def test_lean_experts_save_the_output_of_gate_and_up_and_their_input(folders):
     routing = 8 * 2 * rows + 4 * 32  # sorted experts and order, and where each one's rows end
     assert saved_elements(model) == 4 * (rows * 2 * 128 + 32 * 4) + routing
     assert before > 3 * saved_elements(model)
-
-
-def test_frozen_rows_get_no_gradient_but_adapters_do(folders):
     experts = experts_of(adapted(folders["qwen3_moe"], targets=["down_proj"], lean_layers=True))
     out = experts(torch.randn(8, 64), torch.randint(0, 128, (8, 8)), torch.rand(8, 8))
     out.sum().backward()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 from finetune.compat import owner_of
 from finetune.compat.trl import compute_loss_without_triton
@@ -37,18 +38,12 @@ def test_loss_and_gradients_are_the_same_to_the_bit(restored_trl, softcap):
     assert all(torch.equal(tensor, sliced) for tensor, sliced in zip(whole, loss(softcap), strict=True))
 
 
-def test_no_operator_makes_a_tensor_of_the_tiles_size(restored_trl):
+def test_on_a_card_only_trained_positions_are_computed_and_no_operator_makes_a_tensor_of_the_tiles_size(restored_trl):
     compute_loss_without_triton()
     with Largest() as largest:
         loss(None)
     assert largest.elements <= max(TOKENS * 256, WORDS * WIDTH)  # the tile itself, which Triton has, too
     assert largest.elements_in_tiles <= 64 * 256
-
-
-def test_on_a_card_only_trained_positions_are_computed_and_none_by_triton(restored_trl):
-    from trl.trainer import utils
-
-    compute_loss_without_triton()
     card = torch.device("cuda")
     assert utils._use_triton(card) and not chunked_logprob._use_triton(card)
 

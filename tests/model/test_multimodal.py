@@ -81,25 +81,18 @@ def test_only_the_language_model_is_loaded_and_answers_as_the_whole_one(checkpoi
     assert torch.equal(*answers)
 
 
-@pytest.mark.slow
-def test_adapters_go_on_the_language_model_and_plain_peft_loads_them_onto_the_whole_one(checkpoint, tmp_path):
-    folder, _ = checkpoint
-    tuned = trained(settings(folder))
-    tuned.save_pretrained(tmp_path / "adapter")
-    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folder), tmp_path / "adapter").eval()
-    adapters = [name for name, _ in plain.named_parameters() if "lora_" in name]
-    assert adapters == [name for name, _ in trainable_parameters(tuned)]
-    assert len(adapters) == 2 * 3 * 7 and all("language_model" in name for name in adapters)
-    with torch.no_grad():
-        assert torch.equal(plain(input_ids=IDS).logits, tuned(input_ids=IDS).logits)
-
-
-def test_merging_changes_the_adapted_tensors_and_nothing_else(checkpoint, tmp_path):
+def test_adapters_of_the_language_model_are_loaded_by_plain_peft_and_merging_changes_nothing_else(checkpoint, tmp_path):
     folder, whole = checkpoint
     tuned = trained(recipe := settings(folder))
     tuned.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         wanted = tuned(input_ids=IDS).logits
+    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folder), tmp_path / "adapter").eval()
+    adapters = [name for name, _ in plain.named_parameters() if "lora_" in name]
+    assert adapters == [name for name, _ in trainable_parameters(tuned)]
+    assert len(adapters) == 2 * 3 * 7 and all("language_model" in name for name in adapters)
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=IDS).logits, wanted)
     write_merged(recipe, tmp_path / "adapter", tmp_path / "merged", None, print)
     before, after = tensors_of(folder), tensors_of(tmp_path / "merged")
     assert list(before) == list(after)
@@ -114,16 +107,13 @@ def test_merging_changes_the_adapted_tensors_and_nothing_else(checkpoint, tmp_pa
         assert (whole(input_ids=IDS).logits - wanted).abs().max() > 0.01
 
 
-def test_training_under_checkpointing_reaches_every_adapter(checkpoint):
+def test_training_under_checkpointing_reaches_every_adapter_and_weights_that_are_missing_are_refused(checkpoint):
     recipe = settings(checkpoint[0], activation_checkpointing=True)
     model = attach_adapters(load(recipe), recipe)
     apply_techniques(model, recipe)
     prepare_for_training(model, recipe)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for _, parameter in trainable_parameters(model))
-
-
-def test_weights_that_the_language_model_lacks_are_refused(checkpoint):
     path = checkpoint[0] / "config.json"
     values = json.loads(path.read_text())
     values["text_config"]["num_hidden_layers"] = 5

@@ -46,9 +46,13 @@ def test_a_mask_is_left_out_where_only_causal_attention_reads_it(family):
     assert needs_padding_mask(config_of(family)) == (family in BALANCED | HYBRID | OTHERS)
 
 
-def test_a_mixture_without_balance_loss_needs_no_mask_and_attention_to_later_tokens_does():
+def test_no_balance_loss_needs_no_mask_attention_to_later_tokens_does_and_other_code_is_not_run(monkeypatch):
     assert not needs_padding_mask(config_of("qwen3_moe", router_aux_loss_coef=0.0))
     assert needs_padding_mask(config_of("llama", is_causal=False))
+    run = []
+    monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", lambda *code: run.append(code))
+    config = config_of("llama", auto_map={"AutoModelForCausalLM": "somebody/else--modeling.Model"})
+    assert not needs_padding_mask(config) and run == []
 
 
 @pytest.mark.slow
@@ -65,10 +69,3 @@ def test_losses_and_gradients_are_the_same_without_the_mask(family):
     rtol = 1e-6 if family in SORTED else 0
     differences = {name: (gradients_without[name] - gradient).norm() for name, gradient in gradients.items()}
     assert all(differences[name] <= rtol * gradient.norm() for name, gradient in gradients.items())
-
-
-def test_code_that_a_config_json_of_a_known_type_names_is_not_run(monkeypatch):
-    run = []
-    monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", lambda *code: run.append(code))
-    config = config_of("llama", auto_map={"AutoModelForCausalLM": "somebody/else--modeling.Model"})
-    assert not needs_padding_mask(config) and run == []

@@ -24,14 +24,11 @@ def stream(model_and_tokenizer, most=40, **options):
     return answer, pieces
 
 
-def test_the_pieces_are_the_greedy_answer(model_and_tokenizer):
+def test_the_pieces_are_the_greedy_answer_and_a_seed_repeats_its_own(model_and_tokenizer):
     answer, pieces = stream(model_and_tokenizer)
     options = {"stops": {0}, "max_new_tokens": 40, "with_special_tokens": False, "more_inputs": None}
     assert "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], **options)[0][0]
     assert len(pieces) > 5 and answer.tokens == 40 and not answer.stopped and answer.tokens_per_s > 0
-
-
-def test_a_seed_repeats_the_answer_and_another_gives_another(model_and_tokenizer):
     texts = [stream(model_and_tokenizer, sampling=Sampling(1.0, 0.95, seed))[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
