@@ -17,13 +17,21 @@ def planned(arithmetic):
     return lambda gpu="rtx-4090", **more: make_plan(recipe_from({**RECIPE, **more}), find_card(gpu), None)
 
 
-def test_layers_are_compiled_where_that_pays_off_and_a_short_run_keeps_lean_ones(planned):
+def test_layers_are_compiled_where_that_pays_off_and_fits_and_a_short_run_keeps_lean_ones(planned, arithmetic, forecast_by):
     plan, short = planned(max_steps=5000), planned(max_steps=5)
     assert plan.settings.torch_compile and not plan.settings.lean_layers and "compiled" in plan.reasons["lean_layers"]
     assert "pays off after" in plan.reasons["torch_compile"]
     assert not short.settings.torch_compile and short.settings.lean_layers
     assert short.reasons["torch_compile"].endswith("steps, and the run has 5")
     assert planned().settings.torch_compile  # steps are not known
+
+    def forecast(config, settings, card, **more):
+        dry_run = arithmetic(config, settings, card, **more)
+        return dataclasses.replace(dry_run, peak_high_bytes=dry_run.peak_high_bytes + settings.torch_compile * 2**40)
+
+    forecast_by(forecast)
+    plan = planned(max_steps=5000)
+    assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith("more than the budget")
 
 
 @pytest.mark.parametrize(
@@ -45,20 +53,7 @@ def test_lean_layers_stay_with_the_reason_where_compiled_ones_can_not_be(planned
     assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith(why)
 
 
-def test_compiled_layers_that_do_not_fit_are_left_out(planned, arithmetic, forecast_by):
-    def forecast(config, settings, card, **more):
-        dry_run = arithmetic(config, settings, card, **more)
-        return dataclasses.replace(dry_run, peak_high_bytes=dry_run.peak_high_bytes + settings.torch_compile * 2**40)
-
-    forecast_by(forecast)
-    plan = planned(max_steps=5000)
-    assert not plan.settings.torch_compile and plan.reasons["torch_compile"].endswith("more than the budget")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"load_in_8bit": True}, {"use_dora": True}, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}],
-)
+@pytest.mark.parametrize("more", [{"load_in_8bit": True}, {"use_dora": True}, {"model_name_or_path": "Qwen/Qwen3-30B-A3B"}])
 def test_a_recipe_can_not_compile_what_breaks_graphs(planned, more):
     with pytest.raises(RecipeError, match="torch_compile does not work with .*; set torch_compile to auto or false"):
         planned(torch_compile=True, **more)

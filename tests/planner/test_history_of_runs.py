@@ -25,7 +25,7 @@ def measured(plan, **peaks):
     return compare_with_forecast(plan, [Step(step=1, **peaks)], at="end", step=1)
 
 
-def test_measured_steps_correct_the_next_plans_times():
+def test_measured_steps_correct_the_next_plans_times_on_the_same_card_and_make_a_cpus_known():
     first = planned()
     for slower in (1.4, 1.5, 1.6):
         record_run(first, ForecastCheck(), step_s=first.modelled_step_s * slower)
@@ -33,9 +33,7 @@ def test_measured_steps_correct_the_next_plans_times():
     assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
     assert second.modelled_step_s == first.modelled_step_s
     assert any("3 earlier runs" in note for note in second.forecast.notes)
-
-
-def test_the_first_run_on_a_cpu_makes_its_step_time_known():
+    assert read_history("rtx-3060") == History([], [])
     first = planned(gpu="cpu")
     assert first.forecast.step_s is None and first.forecast.tokens_per_s is None
     record_run(first, ForecastCheck(), step_s=50 * first.modelled_step_s)
@@ -64,12 +62,6 @@ def test_reserved_memory_is_recorded_with_its_forecast():
         record_run(plan, measured(plan, peak_reserved_bytes=21 * GIB), step_s=None)
     assert read_history("rtx-4090").errors("reserved") == [pytest.approx(0.05)]
     assert any("reserved memory was +5.0% to +5.0% off the forecast" in note for note in planned().forecast.notes)
-
-
-def test_another_cards_runs_do_not_count():
-    first = planned()
-    record_run(first, ForecastCheck(), step_s=100.0)
-    assert read_history("rtx-3060") == History([], [])
 
 
 def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_no_harm():

@@ -59,16 +59,15 @@ def test_with_layers_offloaded_the_next_value_does_not_fit():
     assert largest.plan.settings.layer_offloading and verdicts[0] == "fits, slow" and not verdicts[1].fits
 
 
-def test_where_the_models_own_limit_fits_it_is_the_answer(arithmetic):
+def test_the_models_own_limit_is_the_answer_the_least_plan_says_why_none_fits_and_other_settings_are_refused(arithmetic):
     largest = plan_largest(recipe(), find_card("h200"), without_rows, "max_length")
     assert (largest.value, largest.too_large) == (40_960, None)
     assert largest.sentence == "max_length: 40,960 at most (the model's own limit)"
-
-
-def test_where_no_value_fits_the_plan_of_the_least_says_why(arithmetic):
     largest = plan_largest(recipe(), find_card("rtx-4090", free_bytes=3 * GIB), without_rows, "lora_r")
     assert (largest.value, largest.too_large, largest.plan.verdict) == (0, 8, "does not fit")
     assert largest.sentence == "lora_r: 8 does not fit either"
+    with pytest.raises(RecipeError, match="learning_rate: not searchable; choose max_length, lora_r, per_device"):
+        plan_largest(recipe(), find_card("rtx-4090"), without_rows, "learning_rate")
 
 
 @pytest.mark.slow
@@ -84,11 +83,6 @@ def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(arithmet
             assert plan_if_fits(resolved(short, model_name_or_path=other), card, None) is None
         except RecipeError:  # the arithmetic can't plan it
             continue
-
-
-def test_another_setting_is_refused_with_those_that_are_searched():
-    with pytest.raises(RecipeError, match="learning_rate: not searchable; choose max_length, lora_r, per_device"):
-        plan_largest(recipe(), find_card("rtx-4090"), without_rows, "learning_rate")
 
 
 @pytest.mark.slow

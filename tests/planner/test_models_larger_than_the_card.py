@@ -5,7 +5,6 @@ import json
 
 import psutil
 import pytest
-from arithmetic_forecast import ArithmeticForecaster
 
 from finetune.card import find_card
 from finetune.errors import MachineError, RecipeError
@@ -30,38 +29,42 @@ ALL = Strategy(NF4, True, 1, "adamw_torch_fused", 1, offloaded=80, offload_targe
 
 
 @pytest.fixture
-def planned(forecast_by):
-    class Offloading(ArithmeticForecaster):
+def planned(arithmetic, forecast_by):
+    def with_offloading(config, settings, card, *, rows, **_):
         """The same with the weights of offloaded layers in pinned memory."""
-
-        def __call__(self, config, settings, card, *, rows, **_):
-            forecast = super().__call__(config, settings, card, rows=rows)
-            if settings.layer_offloading is False:
-                return forecast
-            layer = shape_of(config, settings).layer_bytes(settings.base_format)
-            gone = max(0, settings.offloaded_layers - BUFFERS) * layer
-            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
-            parts, peaks = {**forecast.parts}, {phase: size - gone for phase, size in forecast.peaks.items()}
-            parts["weights"] -= gone
-            less = {name: getattr(forecast, name) - gone for name in names}
-            less["peak_high_bytes"] = forecast.peak_high_bytes - round(1.1 * gone)
-            pinned = settings.offloaded_layers * layer if settings.layer_offloading == "cpu" else 2 * layer
-            return dataclasses.replace(forecast, **less, parts=parts, peaks=peaks, pinned_bytes=pinned)
+        forecast = arithmetic(config, settings, card, rows=rows)
+        if settings.layer_offloading is False:
+            return forecast
+        layer = shape_of(config, settings).layer_bytes(settings.base_format)
+        gone = max(0, settings.offloaded_layers - BUFFERS) * layer
+        names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes")
+        less = {name: getattr(forecast, name) - gone for name in names}
+        less["peak_high_bytes"] = forecast.peak_high_bytes - round(1.1 * gone)
+        parts = forecast.parts | {"weights": forecast.parts["weights"] - gone}
+        peaks = {phase: size - gone for phase, size in forecast.peaks.items()}
+        pinned = settings.offloaded_layers * layer if settings.layer_offloading == "cpu" else 2 * layer
+        return dataclasses.replace(forecast, **less, parts=parts, peaks=peaks, pinned_bytes=pinned)
 
     def make(model, gpu, *overrides, data=None, free_bytes=None, compare=False, card=None):
         recipe = parse_recipe(f"model_name_or_path: {model}\ndataset: data.jsonl\n", overrides=overrides)
-        forecast_by(Offloading())
+        forecast_by(with_offloading)
         return make_plan(recipe, card or find_card(gpu, free_bytes=free_bytes), data, compare=compare)
 
     return make
 
 
-def test_a_step_moves_every_layer_twice_but_those_whose_buffers_are_there():
+def test_offloaded_layers_leave_only_their_buffers_and_move_twice_a_step_at_the_drives_pace():
     """Research notes: 70B in NF4 moves 1,102 GB a step of 16 micro-batches, and 551 GB of 8."""
     for micro, gigabytes in ((1, 1102), (2, 551)):
         copies = time_step(JOB, dataclasses.replace(ALL, micro=micro)).copies
         assert copies.moved_bytes_per_step == 16 // micro * 2 * (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
         assert copies.moved_bytes_per_step / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    whole = dataclasses.replace(ALL, offloaded=0, offload_target=False)
+    assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
+    drive = dataclasses.replace(JOB, drive_bytes_s=1e9)
+    file = dataclasses.replace(ALL, offload_target="nvme")
+    assert [time_step(drive, strategy).copies.copied_bytes_per_s for strategy in (file, ALL)] == [1e9, JOB.card.pcie_bytes_s]
+    assert time_step(drive, file).step_s > 5 * time_step(drive, ALL).step_s
 
 
 def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apart():
@@ -74,20 +77,7 @@ def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apa
     assert time_step(slow, ALL).step_s == pytest.approx(resident.step_s + one_way - forward)
 
 
-def test_a_drive_slower_than_the_link_sets_the_pace():
-    drive = dataclasses.replace(JOB, drive_bytes_s=1e9)
-    file = dataclasses.replace(ALL, offload_target="nvme")
-    assert [time_step(drive, strategy).copies.copied_bytes_per_s for strategy in (file, ALL)] == [1e9, JOB.card.pcie_bytes_s]
-    assert time_step(drive, file).step_s > 5 * time_step(drive, ALL).step_s
-
-
-def test_offloaded_layers_leave_only_their_buffers_on_the_card():
-    whole = dataclasses.replace(ALL, offloaded=0, offload_target=False)
-    assert least_bytes(whole, JOB) - least_bytes(ALL, JOB) == (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
-
-
-@pytest.mark.slow
-def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory(planned):
+def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory_as_the_plan_says_which_survives_json(planned):
     plan = planned(LLAMA_70B, "rtx-4090", "max_length=2048")
     assert plan.verdict == "fits, slow" and plan.forecast.peak_high_bytes <= plan.budget_bytes
     assert (plan.settings.layer_offloading, plan.settings.offloaded_layers) == ("cpu", 80)
@@ -96,6 +86,12 @@ def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory(planned):
     reason = plan.reasons["layer_offloading"]
     assert "moves" in reason and "a step behind" in reason and "of arithmetic" in reason
     assert any(row.verdict == "does not fit" and "layers offloaded" not in row.plan for row in plan.alternatives)
+    copies = plan.layer_copies
+    assert (copies.place, copies.layers, copies.of_layers) == ("cpu", 80, 80)
+    assert copies.pinned_bytes == 80 * LLAMA.layer_bytes(NF4)
+    copying_s = copies.forward_copying_s + copies.backward_copying_s
+    assert copies.moved_bytes_per_step / copies.copied_bytes_per_s == pytest.approx(copying_s)
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
 def test_what_fits_on_the_card_stays_there(planned):
@@ -148,17 +144,6 @@ def test_samples_are_off_by_default_and_their_cost_is_reported(planned):
     assert planned(QWEN_8B, "rtx-4090").settings.sample_answers == 3
 
 
-def test_the_plan_says_what_is_in_host_memory_and_moved_and_survives_json(planned):
-    plan = planned(LLAMA_70B, "rtx-4090", "max_length=2048")
-    copies = plan.layer_copies
-    assert (copies.place, copies.layers, copies.of_layers) == ("cpu", 80, 80)
-    assert copies.pinned_bytes == 80 * LLAMA.layer_bytes(NF4)
-    assert copies.moved_bytes_per_step / copies.copied_bytes_per_s == pytest.approx(
-        copies.forward_copying_s + copies.backward_copying_s
-    )
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-
-
 @pytest.fixture
 def here(monkeypatch):
     """A 4090 in this machine, with so much host memory free."""
@@ -172,16 +157,13 @@ def here(monkeypatch):
     return machine
 
 
-def test_a_machine_with_too_little_host_memory_reads_from_a_file(planned, here):
+def test_a_machine_with_too_little_host_memory_offloads_the_layers_that_it_holds_or_reads_from_a_file(planned, here):
     card = here(6)
     plan = planned(LLAMA_70B, "", "max_length=2048", card=card)
     assert plan.verdict == "fits, very slow" and plan.settings.layer_offloading == "nvme"
     with pytest.raises(MachineError, match="cpu: 80 layers need .* of pinned host memory; .* are available") as error:
         planned(LLAMA_70B, "", "layer_offloading=cpu", "offloaded_layers=80", card=card)
     assert "layer_offloading=nvme" in error.value.fix
-
-
-def test_of_too_little_host_memory_only_the_layers_that_it_holds_are_offloaded(planned, here):
     plan = planned(LLAMA_70B, "", "max_length=2048", card=here(30))
     assert plan.settings.layer_offloading == "cpu" and plan.settings.offloaded_layers < 80
     assert plan.layer_copies.weight_bytes < 30 * GIB

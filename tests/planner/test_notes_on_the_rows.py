@@ -34,13 +34,10 @@ def test_rows_of_another_machine_are_planned_without_them(recipe, path):
     assert rows.problem is None and "is not on this machine" in rows.notes[0]
 
 
-def test_a_plan_lists_unused_columns_and_files_chosen_by_their_names(recipe):
+def test_a_plan_lists_unused_columns_files_chosen_by_name_and_rows_not_read_for_lack_of_a_tokenizer(recipe):
     names, columns = read_rows(recipe()).notes
     assert columns == "columns not used: id, source"
     assert names.endswith("are used by name: train.jsonl to train on; valid.jsonl held out; test.jsonl not read")
-
-
-def test_a_plan_says_that_rows_were_not_read_for_lack_of_a_tokenizer(recipe):
     [note] = read_rows(recipe(model_name_or_path="someone/not-here")).notes
     assert "the rows were not read, because the model's tokenizer can't be: " in note
 

@@ -47,12 +47,9 @@ def test_a_picture_takes_the_tokens_of_the_models_own_rule_and_has_its_ids(model
     assert prompt.token_counts == (tokens + around,) * 2 and around <= 6
 
 
-def test_max_pixels_scales_the_pictures_of_a_plan():
+def test_max_pixels_scales_the_pictures_of_a_plan_and_an_unknown_processor_is_refused_with_the_known_ones():
     prompt = picture_prompt(recipe("Qwen/Qwen3-VL-8B-Instruct", max_pixels=512 * 512), ((1024, 1024),))
     assert (prompt.sizes, prompt.token_counts) == (((512, 512),), (256,))
-
-
-def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ModelError, match="tokens per image are unknown") as refused:
         picture_prompt(recipe("google/gemma-4-E4B-it"), ((1024, 1024),))
     assert "qwen3_vl" in refused.value.fix

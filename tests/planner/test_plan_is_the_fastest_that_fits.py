@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from arithmetic_forecast import LLAMA_8B, ArithmeticForecaster
+from arithmetic_forecast import LLAMA_8B
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
@@ -39,10 +39,13 @@ def rows(*lengths, eval_rows=0):
 SHORT = rows(*[128] * 1000)
 
 
-def test_every_setting_is_resolved_with_a_reason(planned):
+def test_the_same_inputs_give_the_same_plan_which_survives_json_with_a_reason_for_every_setting(planned):
     plan = planned(QWEN_8B)
     assert unresolved(plan.settings) == []
     assert all(plan.reasons[name] for name in unresolved(parse_recipe("model_name_or_path: m\ndataset: d\n")))
+    assert planned(QWEN_8B) == plan == Plan.from_json(json.loads(json.dumps(plan.as_json())))
+    names = {planned(LLAMA_1B, "rtx-4090", override).settings.output_dir for override in ("lora_r=8", "lora_r=16", "lora_r=16")}
+    assert len(names) == 2 and all(name.startswith("runs/Llama-3.2-1B-Instruct-") for name in names)
 
 
 @pytest.mark.parametrize(("model", "nf4", "reason"), [(QWEN_8B, True, "do not fit"), (LLAMA_1B, False, "no dequantisation")])
@@ -61,7 +64,7 @@ def test_a_plan_on_more_memory_is_slower_only_within_the_price_of_nf4(planned):
     assert 1 < more.modelled_step_s / less.modelled_step_s < NF4.price
 
 
-def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(planned):
+def test_a_smaller_card_is_planned_slower_and_smaller_until_only_offload_or_nothing_is_left(planned):
     speeds, peaks = [], []
     for gib in (22, 14, 10, 9):
         plan = planned(QWEN_8B, "rtx-4090", free_bytes=gib * GIB)
@@ -70,31 +73,27 @@ def test_a_smaller_card_is_planned_slower_and_smaller_until_nothing_is_left(plan
         peaks.append(plan.forecast.peak_high_bytes)
     assert speeds == sorted(speeds, reverse=True) and peaks == sorted(peaks, reverse=True)
     assert planned(QWEN_8B, free_bytes=5 * GIB).verdict == "does not fit"
-
-
-@pytest.mark.parametrize(("free_gib", "verdict"), [(13.56, "does not fit"), (25, "fits")])
-def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(planned, forecast_by, free_gib, verdict):
-    """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
-
-    class Lean(ArithmeticForecaster):
-        def __call__(self, config, settings, card, *, rows, **_):
-            saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
-            more = 0 if settings.load_in_8bit else round(-0.45 * saved)
-            whole = super().__call__(config, settings, card, rows=rows)
-            parts = {**whole.parts, "activations": whole.parts["activations"] + more}
-            return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in TOTALS})
-
-    fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
-    forecast_by(Lean())
-    plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB))
-    assert (plan.verdict, plan.settings.load_in_8bit) == (verdict, False)
-    assert plan.forecast.peak_high_bytes == min(row.peak_high_bytes for row in plan.alternatives)
-
-
-def test_offload_comes_only_when_nothing_else_fits(planned):
     enough, little = planned(QWEN_8B, free_bytes=12 * GIB), planned(QWEN_8B, free_bytes=round(7.9 * GIB))
     assert "offload" not in (enough.settings.activation_checkpointing, enough.settings.optim)
     assert little.settings.activation_checkpointing == "offload" or little.settings.optim == "adamw_cpu_offload"
+
+
+@pytest.mark.parametrize(("free_gib", "verdict"), [(13.56, "does not fit"), (25, "fits")])
+def test_16_bit_weights_are_planned_where_int8_needs_more_in_all(planned, arithmetic, forecast_by, free_gib, verdict):
+    """Adapters on int8 weights are not lean: they save 1.8 times the bytes, more than the weights take less."""
+
+    def lean(config, settings, card, *, rows, **_):
+        saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
+        more = 0 if settings.load_in_8bit else round(-0.45 * saved)
+        whole = arithmetic(config, settings, card, rows=rows)
+        parts = {**whole.parts, "activations": whole.parts["activations"] + more}
+        return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in TOTALS})
+
+    fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
+    forecast_by(lean)
+    plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB))
+    assert (plan.verdict, plan.settings.load_in_8bit) == (verdict, False)
+    assert plan.forecast.peak_high_bytes == min(row.peak_high_bytes for row in plan.alternatives)
 
 
 @pytest.mark.slow
@@ -105,13 +104,16 @@ def test_no_chosen_plan_is_slower_than_another_that_was_forecast_to_fit(planned)
     assert plan.alternatives[0].step_s <= 1.15 * min(fitting)
 
 
-def test_comparing_forecasts_what_differs_in_one_setting_and_chooses_the_same(planned):
+def test_comparing_forecasts_what_differs_in_one_setting_chooses_the_same_and_leaves_out_weights_too_large(planned):
     alone, beside = planned(QWEN_8B), planned(QWEN_8B, compare=True)
     assert beside.settings == alone.settings and beside.alternatives[0].chosen
     differing = {row.differs for row in beside.alternatives[1:]}
     assert {"load_in_4bit=false", "load_in_4bit=false load_in_8bit=true"} <= differing
     assert "activation_checkpointing=true activation_checkpointing_every_n_layers=1" in differing
     assert "per_device_train_batch_size=2 gradient_accumulation_steps=8" in differing
+    plan = planned("Qwen/Qwen3-32B", compare=True)
+    assert len(plan.alternatives) > 3
+    assert not any(row.plan.startswith("16 bit") for row in plan.alternatives)
 
 
 @pytest.mark.parametrize("more", [(), ("activation_checkpointing_every_n_layers=2",), ("load_in_4bit=true", "lora_r=8")])
@@ -124,22 +126,15 @@ def test_the_overrides_of_an_alternative_give_it(planned, more):
         assert typed.alternatives[0].peak_bytes == row.peak_bytes
 
 
-def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, forecast_by):
-    class Split(ArithmeticForecaster):
-        def __call__(self, *inputs, **named):
-            whole = super().__call__(*inputs, **named)
-            return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in TOTALS})
+def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, arithmetic, forecast_by):
+    def split_over_8(*inputs, **named):
+        whole = arithmetic(*inputs, **named)
+        return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in TOTALS})
 
     split = ("launch.strategy=fsdp", "launch.num_processes=8", "effective_batch_size=8", "load_in_4bit=true")
-    forecast_by(Split())
+    forecast_by(split_over_8)
     plan = planned("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, compare=True)
     assert plan.verdict == "fits" and plan.alternatives[0].chosen
-
-
-def test_comparing_leaves_out_weights_that_alone_exceed_the_card(planned):
-    plan = planned("Qwen/Qwen3-32B", compare=True)
-    assert len(plan.alternatives) > 3
-    assert not any(row.plan.startswith("16 bit") for row in plan.alternatives)
 
 
 @pytest.mark.parametrize("model", [LLAMA_1B, QWEN_8B, "Qwen/Qwen3-32B"])
@@ -175,25 +170,30 @@ def test_what_the_recipe_sets_is_kept(planned, override):
 )
 def test_parts_of_the_batch_that_are_set_decide_the_rest(planned, overrides, decided):
     chosen = planned(LLAMA_1B, "rtx-4090", *overrides.split()).settings
-    batch = chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps, chosen.effective_batch_size
-    assert batch == decided
+    assert (chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps, chosen.effective_batch_size) == decided
 
 
-def test_the_effective_batch_is_divided_over_the_processes(planned):
+def test_an_indivisible_batch_an_unknown_model_and_a_budget_below_the_context_are_refused(planned):
     with pytest.raises(RecipeError, match="16 can't be divided over 3 processes"):
         planned(LLAMA_1B, "rtx-4090", "launch.num_processes=3", "effective_batch_size=16")
+    with pytest.raises(RecipeError, match="nobody/nothing") as error:
+        planned("nobody/nothing")
+    assert error.value.fix.startswith("Give the hub id in full, or the folder that holds its config.json: finetune plan path/")
+    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090, but the CUDA context alone may take"):
+        planned(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
+    plan = planned(LLAMA_1B, "rtx-4090", "memory_budget=100GiB")
+    assert plan.budget_bytes == find_card("rtx-4090").free_bytes and "are free" in plan.reasons["memory_budget"]
 
 
-def test_memory_is_forecast_for_the_longest_row_and_not_for_the_limit(planned):
+def test_memory_and_max_length_follow_the_rows_and_a_limit_that_nobody_set_is_lowered_until_it_fits(planned):
     short = planned(QWEN_8B, "rtx-4090", "max_length=8192", data=rows(*[200] * 500, 700))
     full = planned(QWEN_8B, "rtx-4090", "max_length=8192")
     assert short.forecast.tokens_per_s > full.forecast.tokens_per_s
     assert short.settings.per_device_train_batch_size * 700 >= full.settings.per_device_train_batch_size * 700
-
-
-def test_max_length_follows_the_rows_and_its_cost_is_shown(planned):
     plan = planned(QWEN_8B, "rtx-4090", "packing=false", data=rows(*[100] * 900, *[900] * 100))
     assert plan.settings.max_length == 960 and "900" in plan.reasons["max_length"]
+    plan = planned(QWEN_8B, "rtx-4090", free_bytes=round(7.75 * GIB))
+    assert plan.verdict == "fits" and plan.settings.max_length < 2048 and "do not fit" in plan.reasons["max_length"]
 
 
 @pytest.mark.slow
@@ -204,11 +204,6 @@ def test_rows_that_must_be_kept_are_not_shortened_to_fit(planned):
     assert all_rows.settings.max_length >= 40_000 and all_rows.verdict != "fits"
     assert dropped.settings.max_length < 40_000 and dropped.verdict == "fits"
     assert "1 rows are longer" in dropped.reasons["max_length"]
-
-
-def test_without_rows_a_limit_that_nobody_set_is_lowered_until_it_fits(planned):
-    plan = planned(QWEN_8B, "rtx-4090", free_bytes=round(7.75 * GIB))
-    assert plan.verdict == "fits" and plan.settings.max_length < 2048 and "do not fit" in plan.reasons["max_length"]
 
 
 @pytest.mark.slow
@@ -224,13 +219,10 @@ def test_a_rank_that_does_not_fit_is_lowered_unless_set_or_in_vain(planned):
     assert "does not fit" not in plan.reasons["lora_r"] and "LoRA Without Regret" in plan.reasons["lora_r"]
 
 
-def test_what_does_not_fit_is_explained_with_what_would_help(planned):
+def test_what_does_not_fit_is_explained_with_suggestions_that_undo_what_the_recipe_insists_on(planned):
     plan = planned(LLAMA_70B)
     assert plan.verdict == "does not fit" and plan.headroom_bytes < 0
     assert [row.saves_bytes for row in plan.suggestions] == sorted((row.saves_bytes for row in plan.suggestions), reverse=True)
-
-
-def test_suggestions_undo_what_the_recipe_insists_on_and_are_worth_what_they_say(planned):
     stubborn = ["load_in_4bit=false", "load_in_8bit=false", "max_length=2048", "optim=adamw_8bit"]
     stubborn += ["per_device_train_batch_size=8", "activation_checkpointing=false"]
     plan = planned(QWEN_8B, "rtx-4090", *stubborn)
@@ -283,10 +275,8 @@ def test_turing_trains_in_float16_said_to_be_a_risk_and_an_explicit_dtype_stays(
 
 def test_only_a_model_published_in_bfloat16_or_unknown_or_of_a_named_type_may_exceed_float16():
     for config in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}, {}):
-        assert defaults.float16_risk({"model_type": "llama", **config}) == (
-            False,
-            "models published in bfloat16 may exceed its range",
-        )
+        risk = defaults.float16_risk({"model_type": "llama", **config})
+        assert risk == (False, "models published in bfloat16 may exceed its range")
         assert defaults.float16_risk({"model_type": "llama", **config, "torch_dtype": "float16"}) == (False, "")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -303,24 +293,25 @@ def test_a_mixture_with_4_bit_experts_fits_a_24_gb_card(planned, model):
     assert plan.forecast.parts["weights"] <= 17 * GIB
 
 
-def test_a_mixtures_experts_stay_16_bit_with_int8_and_the_plan_says_so(planned):
+def test_with_int8_a_mixtures_experts_stay_16_bit_and_a_format_that_is_not_planned_is_used_where_asked_for(
+    planned, monkeypatch
+):
     plan = planned("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_8bit=true")
     assert plan.settings.load_in_8bit is True and "experts stay 16-bit" in plan.reasons["load_in_8bit"]
-
-
-def test_a_format_that_is_not_planned_is_used_only_where_the_recipe_asks_for_it(planned, monkeypatch):
     assert planned(QWEN_8B, "rtx-4090", "load_in_4bit=false", free_bytes=14 * GIB).settings.load_in_8bit is True
     monkeypatch.setattr(strategy, "QUANTISED", (NF4, dataclasses.replace(INT8, planned=False)))
     assert planned(QWEN_8B, "rtx-4090", "load_in_4bit=false", free_bytes=14 * GIB).settings.load_in_8bit is False
     assert planned(QWEN_8B, "rtx-4090", "load_in_8bit=true", free_bytes=14 * GIB).settings.load_in_8bit is True
 
 
-def test_a_cpu_is_planned_in_float32_without_checkpointing_or_pinned_memory(planned):
+def test_a_cpu_is_planned_in_float32_without_checkpointing_and_packs_where_asked_to(planned):
     plan = planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", data=rows(*[80] * 200, eval_rows=20))
     settings = plan.settings
     assert (settings.dtype, settings.load_in_4bit, settings.activation_checkpointing) == ("float32", False, False)
     assert settings.optim == "adamw_torch" and plan.forecast.step_s is None
     assert planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "load_in_4bit=true").settings.load_in_4bit is True
+    plan = planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "packing=true", data=SHORT)
+    assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
 
 
 def test_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
@@ -330,20 +321,6 @@ def test_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
     assert planned(LLAMA_1B, "rtx-4090", data=rows(*[100] * 330)).settings.eval_steps == 0
 
 
-def test_the_same_inputs_give_the_same_plan_which_survives_json_and_other_settings_another_directory(planned):
-    first = planned(QWEN_8B)
-    assert planned(QWEN_8B) == first == Plan.from_json(json.loads(json.dumps(first.as_json())))
-    names = {planned(LLAMA_1B, "rtx-4090", override).settings.output_dir for override in ("lora_r=8", "lora_r=16", "lora_r=16")}
-    assert len(names) == 2 and all(name.startswith("runs/Llama-3.2-1B-Instruct-") for name in names)
-
-
-def test_a_budget_below_the_context_is_refused_and_one_above_what_is_free_counts_only_what_is_free(planned):
-    with pytest.raises(RecipeError, match="memory_budget 200MiB on rtx-4090, but the CUDA context alone may take"):
-        planned(LLAMA_1B, "rtx-4090", "memory_budget=200MiB")
-    plan = planned(LLAMA_1B, "rtx-4090", "memory_budget=100GiB")
-    assert plan.budget_bytes == find_card("rtx-4090").free_bytes and "are free" in plan.reasons["memory_budget"]
-
-
 def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(planned):
     disk = next(row for row in planned(QWEN_8B).checks if row.what == "disk")
     assert disk.needs_bytes > 0 and disk.free_bytes is None and disk.enough is None
@@ -351,20 +328,13 @@ def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(planned):
     assert here.enough is True
 
 
-def test_an_unknown_model_is_refused_before_anything_is_searched(planned):
-    with pytest.raises(RecipeError, match="nobody/nothing") as error:
-        planned("nobody/nothing")
-    assert error.value.fix.startswith("Give the hub id in full, or the folder that holds its config.json: finetune plan path/")
-
-
 @pytest.mark.parametrize(("tokens", "batch"), [(128, 1), (512, 4)])
 def test_short_rows_are_packed_and_a_step_still_has_about_16_of_them(planned, tokens, batch):
     plan = planned(QWEN_8B, "rtx-4090", "num_train_epochs=1", data=rows(*[tokens] * 1000))
     assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
     assert (plan.settings.max_length, plan.settings.effective_batch_size) == (2048, batch)
-    assert (
-        plan.total_steps == -(-1000 * tokens // (2048 * batch)) and "about 16 rows per" in plan.reasons["effective_batch_size"]
-    )
+    assert plan.total_steps == -(-1000 * tokens // (2048 * batch))
+    assert "about 16 rows per" in plan.reasons["effective_batch_size"]
 
 
 @pytest.mark.slow
@@ -387,23 +357,11 @@ def test_packing_is_off_where_it_would_not_pay_or_not_be_right(planned, model, g
     assert plan.settings.attn_implementation != "torch_varlen"
 
 
-def test_rows_are_not_packed_where_packed_sequences_do_not_fit(planned):
+def test_rows_are_not_packed_in_hybrids_or_where_packed_sequences_do_not_fit(planned):
     plan = planned(QWEN_8B, data=SHORT, free_bytes=round(7.6 * GIB))
     assert plan.verdict == "fits" and plan.settings.packing is False and "do not fit" in plan.reasons["packing"]
-
-
-def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_the_run(planned):
-    assert not defaults.SEPARATES_PACKED_ROWS & {
-        *PACKAGES,
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "inkling2",
-        "recurrent_gemma",
-        "minimax",
-        "rwkv",
-        "xlstm",
-    }
+    stateful = {*PACKAGES, "lfm2", "lfm2_moe", "lfm3", "inkling2", "recurrent_gemma", "minimax", "rwkv", "xlstm"}
+    assert not defaults.SEPARATES_PACKED_ROWS & stateful
     assert "10 layers" in planned("LiquidAI/LFM2-350M", data=SHORT).reasons["packing"]
     with pytest.raises(RecipeError, match="10 layers of this lfm2 model pass a state"):
         planned("LiquidAI/LFM2-350M", "rtx-4090", "packing=true", data=SHORT)
@@ -412,11 +370,6 @@ def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_
         with pytest.raises(RecipeError, match=f"code of {kind} models drops the boundaries") as caught:
             defaults.choose_packing(Choices(recipe, SHORT), find_card("rtx-4090"), {"model_type": kind}, False, 21)
         assert caught.value.fix == "Set packing=false."
-
-
-def test_packing_can_be_asked_for_anywhere(planned):
-    plan = planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu", "packing=true", data=SHORT)
-    assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
 
 
 @pytest.mark.parametrize(
@@ -444,8 +397,6 @@ def test_rank_grows_with_the_trained_tokens(trained_tokens, rank):
 
 def test_rank_stabilised_scaling_has_the_same_scale_at_rank_16():
     recipe = parse_recipe("model_name_or_path: m\ndataset: d.jsonl\n")
-    plain, stabilised = (
-        defaults.advise_alpha(recipe, 16)[0],
-        defaults.advise_alpha(recipe.model_copy(update={"use_rslora": True}), 16)[0],
-    )
+    recipes = (recipe, recipe.model_copy(update={"use_rslora": True}))
+    plain, stabilised = (defaults.advise_alpha(advised, 16)[0] for advised in recipes)
     assert plain / 16 == stabilised / 16**0.5

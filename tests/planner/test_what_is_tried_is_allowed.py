@@ -37,12 +37,14 @@ def host_memory(monkeypatch):
     return has
 
 
+def planned(gpu, compare=False, **recipe):
+    recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe})
+    return make_plan(recipe, find_card(gpu), None, compare=compare)
+
+
 def retried(recipe, phase="train"):
     """The settings of every retry of this recipe."""
-    plan = make_plan(
-        recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **recipe}), find_card("rtx-4090"), None
-    )
-    tried = []
+    plan, tried = planned("rtx-4090", **recipe), []
     while changes := next_smaller(plan, phase):
         plan = dataclasses.replace(plan, settings=resolved(plan.settings, **changes))
         tried.append(plan.settings)
@@ -72,8 +74,7 @@ def test_the_input_embedding_is_moved_before_the_layers_where_the_output_layer_h
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(name):
-    recipe = recipe_from({"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", **RECIPES[name]})
-    plan = make_plan(recipe, find_card("rtx-3060"), None, compare=True)
+    plan = planned("rtx-3060", compare=True, **RECIPES[name])
     assert plan.verdict != "fits"
     tried = 0
     while changes := next_smaller(plan, "train"):  # raises when a change is not allowed
@@ -83,15 +84,11 @@ def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(name
 
 @pytest.mark.slow
 def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold():
-    recipe = {"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", "load_in_4bit": True, "max_length": 16384}
-    recipe |= {"packing": False, "per_device_train_batch_size": 1, "lora_r": 8}
-
-    def planned(**settings):
-        return make_plan(recipe_from(recipe | settings), find_card("rtx-3060"), None)
-
-    large, small = planned(host_memory="64GiB"), planned(host_memory="4GiB")
+    recipe = {"load_in_4bit": True, "max_length": 16384, "packing": False, "per_device_train_batch_size": 1, "lora_r": 8}
+    large, small = (planned("rtx-3060", host_memory=memory, **recipe) for memory in ("64GiB", "4GiB"))
     assert (large.settings.activation_checkpointing, large.verdict) == ("offload", "fits")
     assert small.settings.activation_checkpointing != "offload" and small.verdict != "fits"
     assert any("pins 4.50 GiB of host memory; 3.22 GiB are available" in note for note in small.forecast.notes)
-    chosen = planned(host_memory="4GiB", activation_checkpointing="offload")  # what the recipe sets is planned
+    # what the recipe sets is planned
+    chosen = planned("rtx-3060", host_memory="4GiB", activation_checkpointing="offload", **recipe)
     assert chosen.settings.activation_checkpointing == "offload"
