@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from app.planning.catalogue import Model
 
 from app.background import Task, start_run, starts
 from app.draft import Draft
 from app.pages.new_run import NewRun
-from app.planning.catalogue import Model
 from app.views.data import problems_of, source_text
 from app.views.markup import render
 from app.views.new_run import fields

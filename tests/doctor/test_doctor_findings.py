@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from finetune.doctor import Finding, run_check, worst
-from finetune.doctor import Finding, machine, worst
+from finetune.doctor import Finding, machine, run_check, worst
 from finetune.doctor.machine import check_disk, check_driver, check_memory, check_spill
 
 

@@ -96,15 +96,12 @@ def test_without_tools_a_call_is_wrong_and_json_in_the_form_of_a_call_is_right_w
     assert (score.exact, score.scores) == ([True, False], [1, 0])
 
 
-def test_text_around_an_answer_is_not_streamed():
+def test_text_around_an_answer_is_not_streamed_and_a_base_model_that_must_think_gets_room_for_it():
     emitted, reader = [], encoded("text around", "plain")[0].chat_format
     stream = AnswerStream(reader, None, lambda piece, _: emitted.append(piece))
     for piece in ("<answer>", "4", "</answer>", " ", "<|end|>"):
         stream.add(piece)
     assert (stream.finish().text, "".join(emitted)) == ("4", "4")
-
-
-def test_a_base_model_that_can_not_be_asked_without_a_thought_gets_room_for_one():
     formats = [reader_of(name)[1] for name in ("qwen3_6", "deepseek_r1_distill")]
     limits = [answer_limit(build_tokenizer(), ["In Bern."], 40, chat_format) for chat_format in formats]
     assert limits == [40 + 16, 40 + 16 + 1024]

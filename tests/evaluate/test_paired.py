@@ -37,12 +37,16 @@ def test_the_interval_of_a_loss_weighted_by_tokens_covers_the_truth():
     assert covered >= 93
 
 
-def test_a_difference_is_significant_when_zero_is_outside_and_paired_rows_need_fewer():
+def test_a_difference_is_significant_when_zero_is_outside_paired_rows_need_fewer_and_none_never_is():
     base = [0, 1] * 30
     estimate = difference(base, [1] * 60, span=1.0)
     assert estimate.value == 0.5 and estimate.is_significant and estimate.more_rows is None
     few_rows = difference([0, 1, 0, 1], [1, 1, 0, 1], span=1.0)
     assert not few_rows.is_significant and few_rows.more_rows >= 4
+    no_difference = difference([1, 0, 1] * 5, [1, 0, 1] * 5, span=1.0)
+    assert (no_difference.value, no_difference.more_rows, no_difference.is_significant) == (0.0, None, False)
+    assert no_difference.low < 0 < no_difference.high
+    assert difference([1.0, 1.0], [2.0, 4.0], [3, 1]).value == pytest.approx(1.5)  # weighted
 
 
 @pytest.mark.parametrize(("worse", "is_significant"), [(1, False), (4, False), (5, False), (6, True)])
@@ -58,10 +62,3 @@ def test_a_difference_of_rounding_alone_and_scores_of_a_users_own_scale_have_int
     assert score_range("exact-last", [0, 1], [1, 1]) == 1.0 and score_range("stars", *scores) == 4
     stars = difference(*scores, span=score_range("stars", *scores))
     assert stars.low < stars.value < stars.high
-
-
-def test_no_difference_is_never_significant_and_the_mean_is_weighted():
-    no_difference = difference([1, 0, 1] * 5, [1, 0, 1] * 5, span=1.0)
-    assert (no_difference.value, no_difference.more_rows, no_difference.is_significant) == (0.0, None, False)
-    assert no_difference.low < 0 < no_difference.high
-    assert difference([1.0, 1.0], [2.0, 4.0], [3, 1]).value == pytest.approx(1.5)  # weighted

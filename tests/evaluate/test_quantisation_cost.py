@@ -76,14 +76,11 @@ def test_losses_of_the_bundled_model_equal_an_independent_computation():
     assert {entry.label: entry.loss for entry in cost.formats} == pytest.approx(independent_losses(path, rows), abs=1e-5)
 
 
-def test_rows_without_a_trained_token_are_refused(tmp_path):
+def test_rows_without_a_trained_token_and_a_model_stored_in_nf4_are_refused(tmp_path):
     with pytest.raises(CommandError, match="no held-out row has a trained token"):
         measure_plan(plan_for(tmp_path), {"input_ids": [[1, 2]], "labels": [[-100, -100]]}, print)
     with pytest.raises(CommandError, match="no rows are held out"):
         measure_plan(plan_for(tmp_path), {"input_ids": [], "labels": []}, print)
-
-
-def test_an_error_of_the_process_is_the_callers(tmp_path):
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGURATION.to_dict(), "quantization_config": stored}))
     with pytest.raises(CommandError, match="is already stored in NF4"):

@@ -1,4 +1,7 @@
-"""Rows are scored in batches that fit beside the model: each row once, in its order, with the loss that it has alone."""
+"""Rows are scored in batches: each once, with its own loss, saved as computed; and what is forgotten of general questions."""
+
+import json
+import time
 
 import pytest
 import torch
@@ -6,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.bundled import PROBE
 from finetune.evaluate.answerer import batches, run_halving
+from finetune.evaluate.results import Difference, Forgetting, Journal, read_forgetting
+from finetune.evaluate.score import answerer_loader, measure_forgetting
 from finetune.evaluate.score import losses as losses_of
+from finetune.run.directory import RunDirectory
 
 
 def small_llama(**sizes):
@@ -51,3 +58,57 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does():
     assert [row for rows in finished for row in rows] == list(range(10)) and max(map(len, finished)) <= 3
     with pytest.raises(torch.OutOfMemoryError):
         run_halving([1, 2], lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+
+
+def test_a_journal_cut_off_anywhere_keeps_its_complete_lines_and_can_be_appended(tmp_path):
+    rows = {f"row{number}": {"answer": "ä\n" * number} for number in range(5)}
+    complete = Journal(tmp_path, "base", {"adapter": 1})
+    for key, entry in rows.items():
+        complete.add({key: entry})
+    [file] = tmp_path.iterdir()
+    content = file.read_bytes()
+    for end in range(len(content)):
+        file.write_bytes(content[:end])
+        truncated = Journal(tmp_path, "base", {"adapter": 1})
+        assert all(rows[key] == entry for key, entry in truncated.entries.items())
+        truncated.add({"row4": rows["row4"]})
+        assert Journal(tmp_path, "base", {"adapter": 1}).entries == {**truncated.entries, "row4": rows["row4"]}
+
+
+def test_other_inputs_have_another_journal_damage_is_ignored_and_a_failed_write_is_reported(tmp_path):
+    Journal(tmp_path, "base", 1).add({"a": {"answer": "x"}})
+    assert Journal(tmp_path, "base", 2).entries == {} == Journal(tmp_path, "tuned", 1).entries
+    [file] = tmp_path.iterdir()
+    file.write_bytes(b"\x00\xff\n[]\n7\n{}\n" + file.read_bytes())
+    assert Journal(tmp_path, "base", 1).entries == {"a": {"answer": "x"}}
+    (tmp_path / "file").touch()
+    journal = Journal(tmp_path / "file", "base", 1)
+    journal.add({"a": {"answer": "x"}})
+    assert journal.entries == {"a": {"answer": "x"}} and "not kept" in journal.problem
+
+
+def test_the_general_questions_are_short_and_different():
+    rows = [json.loads(line) for line in PROBE.read_text().splitlines()]
+    assert len(rows) == 60 == len({row["prompt"] for row in rows})
+    assert all(row["completion"].strip() and len(row["prompt"]) + len(row["completion"]) < 160 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [
+        ((0.5, 0.2, 0.8, None), "lost in part"),
+        ((-0.5, -0.8, -0.2, None), "nothing lost"),
+        ((0.1, -0.2, 0.4, 9), "too few rows"),
+    ],
+)
+def test_a_significant_rise_of_the_loss_is_distinguished_from_an_uncertain_one(interval, verdict):
+    forgetting = Forgetting(60, 2.0, 2.5, Difference(*interval))
+    assert verdict in forgetting.summary() and "loss 2.0000 before, 2.5000 now" in forgetting.summary()
+
+
+@pytest.mark.slow
+def test_losses_before_and_now_are_measured_and_stored(home, kept_run):
+    run, started = RunDirectory(kept_run(home)), time.process_time()
+    general = measure_forgetting(run, answerer_loader(run))
+    assert time.process_time() - started < 10
+    assert general.rows == 60 and general.before != general.now and read_forgetting(run) == general

@@ -9,7 +9,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from datasets import load_from_disk
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.bundled import model_path
 from finetune.errors import DataError
 from finetune.evaluate.answerer import ANSWER_TOKENS
 from finetune.evaluate.results import Journal
@@ -30,12 +34,6 @@ def without_time(result):
 
 
 def test_answers_and_losses_are_those_of_transformers_and_peft_row_by_row(run):
-    from datasets import load_from_disk
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from finetune.bundled import model_path
-
     comparison = compare(run, score=scorer("json"))
     tokenizer = AutoTokenizer.from_pretrained(run.data / "tokenizer")
     model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
@@ -90,7 +88,7 @@ def test_an_evaluation_killed_at_ten_moments_ends_with_the_same_scores(run, monk
     assert repeated.reused == 24 == compare(run, score=scorer("contains")).reused  # 6 answers and 6 losses of each model
 
 
-def test_rows_of_a_file_are_scored_and_errors_are_reported_first(run, home):
+def test_rows_of_a_file_are_scored_with_errors_reported_first_and_those_that_were_trained_on_counted(run, home):
     rows = [json.loads(line) for line in OWN.splitlines()]
     (home / "own.jsonl").write_text(OWN)
     comparison = compare(run, data="own.jsonl", score=scorer("json"))
@@ -106,12 +104,6 @@ def test_rows_of_a_file_are_scored_and_errors_are_reported_first(run, home):
     (home / "bad.jsonl").write_text(OWN + '{"prompt": "x", "completion": 7}\n')
     with pytest.raises(DataError, match="row 3"):
         compare(run, data="bad.jsonl")
-
-
-def test_rows_that_were_trained_on_are_counted(run, home):
-    from datasets import load_from_disk
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(run.data / "tokenizer")
     trained = load_from_disk(str(run.data / "train"))["input_ids"][:3]
     texts = [*map(tokenizer.decode, trained), "<|user|>a<|assistant|>b"]

@@ -90,15 +90,12 @@ def test_another_template_is_refused_with_the_reason(template, text):
         role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt))
 
 
-def test_a_template_with_todays_date_or_without_its_bos_is_refused(template):
+def test_todays_date_or_a_missing_bos_is_refused_and_without_generation_tags_the_text_is_the_same(template):
     source = template()
     with pytest.raises(TemplateUnsupported, match="date"):
         role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt), writes_today=True)
     with pytest.raises(TemplateUnsupported, match="does not begin"):
         role_form(lambda messages, prompt: source.render(messages, add_generation_prompt=prompt), bos="<s>")
-
-
-def test_a_template_without_generation_tags_writes_the_same_text(template):
     original = template()
     portable = template(gguf.without_generation_tags(original.source))
     assert "generation" in original.source and "generation %}" not in portable.source.replace("generation_prompt", "")
@@ -106,31 +103,33 @@ def test_a_template_without_generation_tags_writes_the_same_text(template):
         assert original.render(messages, add_generation_prompt=True) == portable.render(messages, add_generation_prompt=True)
 
 
-def test_the_bundled_tokenizers_first_steps_have_llama_cpps_name():
+def test_the_tokenizers_first_steps_have_llama_cpps_name_and_the_converters_output_becomes_the_right_error():
     assert gguf.pre_tokenizer(model_path("tiny")) == "smollm"
     assert gguf.pre_tokenizer(model_path("tiny").parent) == "-"
-
-
-def test_the_converters_output_becomes_the_right_error():
     full = gguf._converter_error("Traceback\nOSError: [Errno 28] No space left on device\n")
-    numpys = gguf._converter_error(
+    short = gguf._converter_error(
         "WARNING: The BPE pre-tokenizer was not recognized!\nOSError: 36864 requested and 0 written\n"
     )
-    assert full.errno == numpys.errno == errno.ENOSPC
-    assert (
-        gguf._converter_error("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()").stage
-        == "tokens"
-    )
+    assert full.errno == short.errno == errno.ENOSPC
+    unknown = gguf._converter_error("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")
+    assert unknown.stage == "tokens"
     assert "KeyError: 'x'" in str(gguf._converter_error("INFO: Loading\nTraceback\nKeyError: 'x'\n"))
     assert ParityError("template", "why").as_json()["stage"] == "template"
 
 
-def test_without_the_package_or_the_converter_nothing_is_started(home, kept_run, monkeypatch, finetune):
+def test_without_the_package_or_with_an_adapter_that_llama_cpp_can_not_convert_nothing_is_started(
+    home, kept_run, monkeypatch, finetune
+):
     run = RunDirectory(kept_run(home))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     code, shown = finetune("export", run.path)
     assert code == 2 and "llama-cpp-python" in shown and "convert_hf_to_gguf" in shown
     assert not list(run.path.glob("*gguf*"))
+    tensor = "base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight"
+    save_file({tensor: torch.zeros(2, 2)}, run.adapter / "adapter_model.safetensors")
+    with pytest.raises(CommandError, match="can't hold this run's out_proj of gated delta nets") as error:
+        gguf.export_gguf(run, llama_cpp=home, separate=True)
+    assert "merged model" in error.value.fix and not list(run.path.glob("*gguf*"))
 
 
 CONVERTER = """
@@ -141,15 +140,6 @@ class TextModel:
 def main():
     print([TextModel().does_token_look_special(token) for token in ("<|ticket|>", "<|end|>", "word")])
 """
-
-
-def test_an_adapter_that_llama_cpp_can_not_convert_is_refused_before_any_work(home, kept_run):
-    run = RunDirectory(kept_run(home))
-    tensor = "base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight"
-    save_file({tensor: torch.zeros(2, 2)}, run.adapter / "adapter_model.safetensors")
-    with pytest.raises(CommandError, match="can't hold this run's out_proj of gated delta nets") as error:
-        gguf.export_gguf(run, llama_cpp=home, separate=True)
-    assert "merged model" in error.value.fix and not list(run.path.glob("*gguf*"))
 
 
 @pytest.mark.parametrize(("names", "control"), [(["<|ticket|>"], "[False, True, False]"), (None, "[True, True, False]")])

@@ -1,6 +1,8 @@
-"""Merging tensor by tensor equals PEFT's merge of the whole model, for every form of stored weights."""
+"""Merging tensor by tensor equals PEFT's merge for every form of stored weights; killed at any moment, it leaves nothing."""
 
+import gc
 import json
+import os
 
 import pytest
 import small_models
@@ -13,8 +15,10 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import RecipeError
-from finetune.export.merge import merged_tensors, stored_tensors, with_adapter, write_merged, write_tensors
-from finetune.model.weights import INDEX
+from finetune.export import shards
+from finetune.export.merge import merge, merged_tensors, stored_tensors, with_adapter, write_merged, write_tensors
+from finetune.model.weights import INDEX, check_weights
+from finetune.run.directory import RunDirectory
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -156,3 +160,48 @@ def test_values_that_are_not_finite_and_files_cut_short_are_refused(tmp_path):
     save_file(values, adapter / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match="not finite"):
         merge_by_shards(base, adapter, tmp_path / "infinite")
+
+
+@pytest.fixture
+def run(home, kept_run):
+    return RunDirectory(kept_run(home))
+
+
+@pytest.mark.slow
+def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, home):
+    gc.freeze()
+    for moment in range(10):
+        child = os.fork()
+        if not child:
+            remaining, read = [moment * 5], shards._read
+
+            def counted(function, remaining=remaining):
+                def call(*arguments):
+                    remaining[0] -= 1
+                    if remaining[0] < 0:
+                        os._exit(9)
+                    return function(*arguments)
+
+                return call
+
+            shards._read = counted(read)
+            merge(run, home / "merged")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert not (home / "merged").exists()
+        leftovers = home / ".merged"
+        assert not list(leftovers.glob("*.json")), "without config.json nothing loads what was written"
+    check_weights(merge(run, home / "merged"))
+    assert not (home / ".merged").exists()
+    assert all((path.stat().st_mode & 0o044) == 0o044 for path in (home / "merged").iterdir())
+
+
+@pytest.mark.slow
+def test_the_size_of_files_is_respected_and_a_wrong_one_refused(run, home, finetune):
+    code, shown = finetune("merge", run.path, "--max-shard-size", "1MiB", "--output", "merged")
+    assert code == 0, shown
+    paths = sorted((home / "merged").glob("model-*.safetensors"))
+    assert len(paths) > 2 and sum(len(load_file(path)) for path in paths) == 47
+    for size, message in {"much": "is not a size", "3": "less than 1 MiB"}.items():
+        code, shown = finetune("merge", run.path, "--max-shard-size", size, "--output", "other")
+        assert code == 2 and message in shown

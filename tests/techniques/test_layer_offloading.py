@@ -14,8 +14,14 @@ from tiny_training import BASES, adapted, autocast, batch, optimizer_of, save_ti
 
 from finetune.errors import RecipeError
 from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.layer_offloading import offload_embedding, offloadable_embedding
-from finetune.layers.layer_offloading import layout_bytes, offloaded_numbers, offloading_of, tensor_layout
+from finetune.layers.layer_offloading import (
+    layout_bytes,
+    offload_embedding,
+    offloadable_embedding,
+    offloaded_numbers,
+    offloading_of,
+    tensor_layout,
+)
 from finetune.layers.offload import InOrder
 from finetune.model.build import build_base
 from finetune.model.techniques import apply_techniques, step_context
