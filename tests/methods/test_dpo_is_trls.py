@@ -76,7 +76,6 @@ def rows():
 
 
 def method_with(**settings):
-    """The method with these settings of a recipe, resolved."""
     return method_of(resolve_plain(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "beta": 0.3, **settings})))
 
 

@@ -62,13 +62,10 @@ def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, layers
             assert metrics[name] == pytest.approx(trainer._metrics["train"][name][-1], abs=1e-6)
 
 
-def test_the_one_row_at_an_epochs_end_is_compared_with_nothing(trainer):
+def test_a_mismatched_answer_brings_its_labels_and_is_truncated_and_one_row_is_compared_with_nothing(trainer):
     method = method_with(method="kto")
     batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(rows()[0][:1])
     assert method.loss(trainer.model, batch).counts["kl"] == 0
-
-
-def test_a_mismatched_answer_brings_its_labels_and_is_truncated():
     answers = [
         {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, -100, 5], "desirable": True},
         {"input_ids": [6, 7], "labels": [-100, 7], "desirable": False},

@@ -37,7 +37,6 @@ output_dir: {run}
 
 
 def events(run, kind):
-    """The run's events of a kind so far."""
     path = run / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
@@ -51,7 +50,6 @@ def wait_for(run, kind, count=1):
 
 
 def tensor_shapes(path):
-    """Type and shape of each tensor of a safetensors file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

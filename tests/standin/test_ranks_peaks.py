@@ -46,7 +46,6 @@ def machine_of(standin, six_layers, tmp_path):
 
 
 def measured_peaks(run, rank):
-    """Allocated bytes by phase of a rank."""
     peaks = {}
     for event in map(json.loads, (run / f"rank-{rank}.jsonl").read_text().splitlines()):
         phase = {"evaluate": "eval"}.get(event.get("phase", "train"), event.get("phase", "train"))

@@ -64,12 +64,9 @@ def test_a_module_imports_nothing_higher(name):
     } == set()
 
 
-def test_every_module_has_a_layer():
+def test_every_module_has_a_layer_and_the_page_imports_its_own_modules_relatively():
     assert {name for name in FILES if layer_of(name) is None} <= {"finetune", "finetune.__main__"}
-
-
-def test_the_page_imports_its_own_modules_relatively():
-    """It is `app` in a checkout and `finetune.app` where it is installed."""
+    # It is `app` in a checkout and `finetune.app` where it is installed.
     sources = {name: path.read_text("utf-8") for name, path in FILES.items()}
     assert [name for name, source in sources.items() if re.search(r"^\s*(from|import) app\b", source, re.M)] == []
 

@@ -1,4 +1,4 @@
-"""`scripts/size.py` counts what it says, fails when a figure grows, and stores only what is smaller."""
+"""`scripts/size.py` counts what it says and fails when a figure grows; `scripts/vague_names.py` refuses a vague name."""
 
 import json
 import subprocess
@@ -42,18 +42,30 @@ def test_figures_are_what_they_say(tree):
     assert figures["comments per 100 lines"] == pytest.approx(100 / 7, abs=0.1)
 
 
-def test_growth_fails_and_its_ceiling_stays(tree):
+def test_growth_fails_and_its_ceiling_stays_until_what_is_smaller_is_stored(tree):
     size("--store")
     tree.write_text(MODULE + "\n\ndef more(): ...\n")
     grown = size("--store")
     assert grown.returncode == 1 and "source functions" in grown.stdout.splitlines()[-1]
     assert json.loads(Path("size.json").read_text())["source lines"] == 7
-
-
-def test_what_is_smaller_is_stored_and_is_the_new_ceiling(tree):
-    size("--store")
     tree.write_text(MODULE.replace('    """Return a sum."""\n', ""))
     assert "make size-store" in size().stdout
     assert size("--store").returncode == 0
     tree.write_text(MODULE)
     assert size().returncode == 1
+
+
+VAGUE_NAMES = Path(__file__).resolve().parents[2] / "scripts" / "vague_names.py"
+SOURCE = """\
+def read(path):
+    found = path.read_text()
+    lock = path.held
+    return sum(each.size for each in dict(found=lock))
+"""
+
+
+def test_a_vague_name_is_listed_with_its_line_and_a_name_of_others_is_not(tmp_path):
+    (tmp_path / "module.py").write_text(SOURCE)
+    process = subprocess.run([sys.executable, VAGUE_NAMES, tmp_path], capture_output=True, text=True)
+    module = tmp_path / "module.py"
+    assert (process.returncode, process.stdout) == (1, f"{module}:2: found\n{module}:4: each\n"), process.stderr
