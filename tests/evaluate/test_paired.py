@@ -37,7 +37,7 @@ def test_the_interval_of_a_loss_weighted_by_tokens_covers_the_truth():
     assert covered >= 93
 
 
-def test_a_difference_is_significant_when_zero_is_outside_paired_rows_need_fewer_and_none_never_is():
+def test_a_difference_is_significant_when_zero_is_outside_and_scores_of_a_users_own_scale_have_intervals():
     base = [0, 1] * 30
     estimate = difference(base, [1] * 60, span=1.0)
     assert estimate.value == 0.5 and estimate.is_significant and estimate.more_rows is None
@@ -47,18 +47,15 @@ def test_a_difference_is_significant_when_zero_is_outside_paired_rows_need_fewer
     assert (no_difference.value, no_difference.more_rows, no_difference.is_significant) == (0.0, None, False)
     assert no_difference.low < 0 < no_difference.high
     assert difference([1.0, 1.0], [2.0, 4.0], [3, 1]).value == pytest.approx(1.5)  # weighted
-
-
-@pytest.mark.parametrize(("worse", "is_significant"), [(1, False), (4, False), (5, False), (6, True)])
-def test_few_rows_that_got_worse_are_significant_as_in_the_exact_test_of_mcnemar(worse, is_significant):
-    estimate = difference([1] * 120, [0] * worse + [1] * (120 - worse), span=1.0)
-    assert estimate.is_significant == is_significant and (is_significant or estimate.more_rows > 8 * (6 - worse))
-
-
-def test_a_difference_of_rounding_alone_and_scores_of_a_users_own_scale_have_intervals():
     rounding = difference([0, 0, 0.3], [0.1, 0.2, 0], span=1.0)
     assert rounding.more_rows is None and rounding.low < 0 < rounding.high
     scores = [1, 1, 2, 1, 1, 1], [5, 4, 5, 5, 4, 5]
     assert score_range("exact-last", [0, 1], [1, 1]) == 1.0 and score_range("stars", *scores) == 4
     stars = difference(*scores, span=score_range("stars", *scores))
     assert stars.low < stars.value < stars.high
+
+
+@pytest.mark.parametrize(("worse", "is_significant"), [(1, False), (4, False), (5, False), (6, True)])
+def test_few_rows_that_got_worse_are_significant_as_in_the_exact_test_of_mcnemar(worse, is_significant):
+    estimate = difference([1] * 120, [0] * worse + [1] * (120 - worse), span=1.0)
+    assert estimate.is_significant == is_significant and (is_significant or estimate.more_rows > 8 * (6 - worse))

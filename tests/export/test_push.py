@@ -43,13 +43,15 @@ def hub(monkeypatch):
         yield stand_in
 
 
-def test_a_push_is_one_commit_of_all_files_in_a_private_repository(run, hub):
+def test_a_push_is_one_commit_of_all_files_in_a_private_repository_without_local_paths(run, hub):
     files = files_to_send(run, "adapter")
     assert push(REPO, files) == f"{hub.url}/{REPO}/commit/1"
     [commit] = hub.repos[REPO]["commits"]
     assert set(commit) == NAMES and hub.repos[REPO]["private"]
     weights = (run.adapter / "adapter_model.safetensors").read_bytes()
     assert commit["adapter_model.safetensors"] == weights and commit["README.md"].decode() == model_card(run, "adapter")
+    values = {"base_model_name_or_path": "/a/b/base", "x": {"name_or_path": "Qwen/Qwen3-8B", "text": "/no_think"}}
+    assert without_local_paths(values) == values | {"base_model_name_or_path": "base"}
 
 
 def test_the_card_has_figures_with_intervals_names_a_torn_evaluation_and_no_row_or_path(run):
@@ -79,11 +81,6 @@ def test_a_token_or_a_path_in_a_file_stops_the_push_and_a_token_is_not_repeated(
     with pytest.raises(FinetuneError) as error:
         files_in_push(run)
     assert message in str(error.value) and "hf_a" not in str(error.value)
-
-
-def test_paths_become_their_last_part_and_hub_ids_stay():
-    values = {"base_model_name_or_path": "/a/b/base", "x": {"name_or_path": "Qwen/Qwen3-8B", "text": "/no_think"}}
-    assert without_local_paths(values) == values | {"base_model_name_or_path": "base"}
 
 
 def refused(repo, files, kind, **options):

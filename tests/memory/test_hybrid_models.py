@@ -92,7 +92,7 @@ def test_mamba_mixers_name_their_packages_and_the_dry_run_the_reference_with_the
     assert hybrid.FLA.install_command == f"pip install '{extras['hybrid'][0]}'"
 
 
-def test_every_type_with_such_kernels_is_in_the_table():
+def test_every_type_with_such_kernels_is_in_the_table_and_its_dry_run_has_the_device_that_it_asks_for(monkeypatch):
     import transformers.models
 
     asking = {
@@ -101,9 +101,6 @@ def test_every_type_with_such_kernels_is_in_the_table():
         if any(f'"{package}"' in path.read_text(encoding="utf-8") for package in ("fla", "mamba_ssm"))
     }
     assert asking and asking <= hybrid.PACKAGES.keys()
-
-
-def test_a_dry_run_without_a_gpu_has_the_device_that_mamba_ssm_asks_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "mamba_ssm", ModuleType("mamba_ssm"))
     with fake_tensor_mode():
         device = torch.empty(1).device

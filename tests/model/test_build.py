@@ -79,10 +79,16 @@ def test_evaluation_does_not_change_a_4bit_model_that_trains_on(folder):
     assert packed and not any(module.support_avx512bf16_for_cpu for module in packed)
 
 
-def test_dora_and_rank_stabilised_scale_are_passed_on():
+def test_dora_and_rank_stabilised_scale_are_passed_on_and_attention_that_the_model_lacks_is_refused():
     model = adapted(settings(use_dora=True, use_rslora=True, lora_alpha=8.0, lora_r=4))
     assert any("lora_magnitude_vector" in name for name, _ in trainable_parameters(model))
     assert model.get_base_model().model.layers[0].self_attn.q_proj.scaling["default"] == 8 / 4**0.5
+    values = {**TINY, "model_type": "gemma2", "head_dim": 16}
+    with pytest.raises(RecipeError, match="gemma2|Gemma2") as caught:
+        on_meta(settings(attn_implementation="sdpa"), values)
+    assert caught.value.fix == "Set attn_implementation=eager."
+    assert configuration.default_attention(values) == "eager"
+    assert configuration.default_attention(TINY) == "sdpa"
 
 
 HYBRID = {**SMALL, "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*M-"}
@@ -134,15 +140,6 @@ def test_adapters_that_the_model_can_not_have_are_refused_with_its_layers(more, 
     with pytest.raises(RecipeError, match=problem) as caught:
         adapted(settings(**more), {**TINY, "model_type": "mixtral", "num_local_experts": 4} if "use_dora" in more else TINY)
     assert fix in caught.value.fix
-
-
-def test_attention_that_the_model_lacks_says_what_to_type():
-    values = {**TINY, "model_type": "gemma2", "head_dim": 16}
-    with pytest.raises(RecipeError, match="gemma2|Gemma2") as caught:
-        on_meta(settings(attn_implementation="sdpa"), values)
-    assert caught.value.fix == "Set attn_implementation=eager."
-    assert configuration.default_attention(values) == "eager"
-    assert configuration.default_attention(TINY) == "sdpa"
 
 
 def test_resolve_model_path(folder, tmp_path):

@@ -24,23 +24,13 @@ def stream(model_and_tokenizer, most=40, **options):
     return answer, pieces
 
 
-def test_the_pieces_are_the_greedy_answer_and_a_seed_repeats_its_own(model_and_tokenizer):
+def test_the_pieces_are_the_greedy_answer_whole_characters_and_a_seed_repeats_its_own(model_and_tokenizer):
     answer, pieces = stream(model_and_tokenizer)
     options = {"stops": {0}, "max_new_tokens": 40, "with_special_tokens": False, "more_inputs": None}
     assert "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], **options)[0][0]
     assert len(pieces) > 5 and answer.tokens == 40 and not answer.stopped and answer.tokens_per_s > 0
     texts = [stream(model_and_tokenizer, sampling=Sampling(1.0, 0.95, seed))[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize("after", [1, 3])
-def test_a_stop_ends_the_answer_at_the_next_token(model_and_tokenizer, after):
-    calls = []
-    answer, pieces = stream(model_and_tokenizer, stopped=lambda: calls.append(1) or len(calls) >= after)
-    assert (answer.tokens, answer.stopped) == (after, True) and "".join(pieces) == answer.text
-
-
-def test_characters_of_several_tokens_are_emitted_whole_and_nothing_is_retracted(model_and_tokenizer):
     chance = torch.Generator().manual_seed(3)
     drawn = [torch.randint(0, len(model_and_tokenizer[1]), (30,), generator=chance).tolist() for _ in range(20)]
     text = "Grüße 🙂 für 3 €"
@@ -53,3 +43,10 @@ def test_characters_of_several_tokens_are_emitted_whole_and_nothing_is_retracted
         whole = pieces.finish(ids)
         assert "".join(passed) == whole
         assert ids in drawn or (whole == text and not any("\ufffd" in piece for piece in passed))
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_stop_ends_the_answer_at_the_next_token(model_and_tokenizer, after):
+    calls = []
+    answer, pieces = stream(model_and_tokenizer, stopped=lambda: calls.append(1) or len(calls) >= after)
+    assert (answer.tokens, answer.stopped) == (after, True) and "".join(pieces) == answer.text

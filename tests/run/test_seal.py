@@ -55,11 +55,12 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
         assert unchanged or verify(folder), f"byte {offset}"
 
 
-def test_a_checkpoint_without_a_seal_or_under_another_name_does_not_count(tmp_path):
+def test_a_checkpoint_without_a_seal_or_under_another_name_does_not_count_and_a_changed_setting_is_named(tmp_path):
     (tmp_path / "checkpoint-30").mkdir()
     shutil.copytree(sealed(tmp_path, 10), tmp_path / "checkpoint-99")
     checkpoint, skipped = newest_verified(tmp_path)
     assert checkpoint.step == 10 and "manifest is for step 10" in skipped[0] and "incomplete (no manifest)" in skipped[1]
+    assert fact_differences(FACTS, {**FACTS, "lora_r": 8}) == ["lora_r was 16 and is now 8"]
 
 
 @pytest.mark.parametrize(("keep", "best", "removed"), [(2, None, [20, 10]), (1, 20, [30, 10])])
@@ -78,7 +79,3 @@ def test_rotation_never_removes_the_only_good_one(tmp_path):
     assert newest_verified(tmp_path)[0].step == 10
     sealed(tmp_path, 30)  # of a run that resumed past the damaged one
     assert not rotate(tmp_path, keep=2)
-
-
-def test_a_changed_setting_is_named():
-    assert fact_differences(FACTS, {**FACTS, "lora_r": 8}) == ["lora_r was 16 and is now 8"]

@@ -39,12 +39,16 @@ def test_nested_values_come_back(value):
     assert from_json(Outer, json.loads(json.dumps(to_json(value)))) == value
 
 
-def test_the_projects_own_values_come_back():
+def test_the_projects_own_values_come_back_paths_are_text_and_every_fault_is_named():
     card = Card("x", 2, 1, capability=(8, 9), context_bytes=5)
     forecast = Forecast(1, 2, 3, 4, 5, {"weights": 1}, {"train": 1}, step_s=0.5, notes=("a", "b"))
     recipe = load_recipe("tiny-cpu")
     for kind, value in ((Card, card), (Forecast, forecast), (Recipe, recipe)):
         assert from_json(kind, json.loads(json.dumps(to_json(value)))) == value
+    assert to_json((Path("a") / "b",)) == ["a/b"]
+    assert from_json(Inner, {"name": "a", "news": 1}) == Inner("a")
+    with pytest.raises(ValueError, match="verdict: .*'fits' or 'tight'.*inner.name: Field required.*pair.0: "):
+        from_json(Outer, {"verdict": "never", "inner": {}, "pair": ["x", 1]})
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
@@ -52,13 +56,6 @@ def test_numbers_that_json_has_not_are_text_on_the_way(value, text):
     as_json = to_json({"nested": [value], "at": Outer("fits", loss=value)})
     assert (as_json["nested"], as_json["at"]["loss"]) == ([text], text)
     assert repr(from_json(Outer, as_json["at"]).loss) == repr(value)
-
-
-def test_paths_are_text_keys_of_another_version_are_left_out_and_every_fault_is_named():
-    assert to_json((Path("a") / "b",)) == ["a/b"]
-    assert from_json(Inner, {"name": "a", "news": 1}) == Inner("a")
-    with pytest.raises(ValueError, match="verdict: .*'fits' or 'tight'.*inner.name: Field required.*pair.0: "):
-        from_json(Outer, {"verdict": "never", "inner": {}, "pair": ["x", 1]})
 
 
 def test_what_can_be_read_of_a_damaged_line_is_kept():

@@ -79,19 +79,6 @@ def test_gradients_of_a_4_bit_model_are_no_further_from_fp64_than_pefts(nf4):
     assert mean(lean) <= 1.05 * mean(peft)
 
 
-def test_an_output_may_be_changed_in_place_as_gemma_3n_does():
-    def gradients_of(lean):
-        model = model_of("llama")
-        apply_techniques(model, settings_for("none", lean_layers=lean))
-        activations = torch.ones(1, 3, 64, requires_grad=True)
-        output = next(module for name, module in model.named_modules() if name.endswith("q_proj"))(activations)
-        output += 1
-        output.square().sum().backward()
-        return activations.grad
-
-    torch.testing.assert_close(gradients_of(lean=True), gradients_of(lean=False))
-
-
 def step(model, wanted, **changes):
     wanted = wanted.model_copy(update={"lean_layers": True, **changes})
     apply_techniques(model, wanted)
@@ -110,22 +97,6 @@ def test_each_technique_gives_the_same_gradients_to_the_bit(base, kind):
     fill_adapters(model)
     plain = step(model, wanted)
     assert [name for name, more in RECOMPUTED.items() if not torch.equal(step(model, wanted, **more), plain)] == []
-
-
-def test_backward_may_run_twice_or_after_another_forward(nf4):
-    make_lean(decoder_layers(nf4))
-    first, second = gradients(nf4, tokens(1), torch.bfloat16), gradients(nf4, tokens(2), torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = [nf4(input_ids=tokens(seed), labels=tokens(seed)).loss for seed in (1, 2)]
-        nf4.zero_grad()
-        losses[0].backward(retain_graph=True)  # inside autocast
-    assert torch.equal(adapter_gradients(nf4), first)
-    nf4.zero_grad()
-    losses[1].backward()
-    assert torch.equal(adapter_gradients(nf4), second)
-    nf4.zero_grad()
-    losses[0].backward()
-    assert torch.equal(adapter_gradients(nf4), first)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("lora", 0.75), ("nf4", 0.7)])
@@ -156,7 +127,7 @@ def test_linear_layers_in_another_state_run_as_before(has_dropout):
     assert torch.equal(gradients(model, tokens(), lean=True), peft)
 
 
-def test_answers_and_evaluations_are_those_of_ordinary_layers(nf4):
+def test_answers_and_evaluations_are_those_of_ordinary_layers_and_backward_may_run_twice(nf4):
     with torch.no_grad():
         ordinary = nf4(input_ids=tokens()).logits
         make_lean(decoder_layers(nf4))
@@ -165,9 +136,22 @@ def test_answers_and_evaluations_are_those_of_ordinary_layers(nf4):
         without = nf4(input_ids=tokens()).logits
         undo_lean(decoder_layers(nf4))
         assert error(without, nf4(input_ids=tokens()).logits) < 0.02
+    make_lean(decoder_layers(nf4))
+    first, second = gradients(nf4, tokens(1), torch.bfloat16), gradients(nf4, tokens(2), torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [nf4(input_ids=tokens(seed), labels=tokens(seed)).loss for seed in (1, 2)]
+        nf4.zero_grad()
+        losses[0].backward(retain_graph=True)  # inside autocast
+    assert torch.equal(adapter_gradients(nf4), first)
+    nf4.zero_grad()
+    losses[1].backward()
+    assert torch.equal(adapter_gradients(nf4), second)
+    nf4.zero_grad()
+    losses[0].backward()
+    assert torch.equal(adapter_gradients(nf4), first)
 
 
-def test_a_lean_model_is_saved_copied_and_merged_as_any_other():
+def test_a_lean_model_is_saved_copied_and_merged_as_any_other_and_its_outputs_may_be_changed_in_place():
     model = model_of("llama")
     saved = get_peft_model_state_dict(model)
     make_lean(decoder_layers(model))
@@ -177,6 +161,17 @@ def test_a_lean_model_is_saved_copied_and_merged_as_any_other():
     with torch.no_grad():
         adapted_logits = model(input_ids=tokens()).logits
         assert error(model.merge_and_unload()(input_ids=tokens()).logits, adapted_logits) < 1e-5
+
+    def gradients_of(lean):
+        model = model_of("llama")
+        apply_techniques(model, settings_for("none", lean_layers=lean))
+        activations = torch.ones(1, 3, 64, requires_grad=True)
+        output = next(module for name, module in model.named_modules() if name.endswith("q_proj"))(activations)
+        output += 1
+        output.square().sum().backward()
+        return activations.grad
+
+    torch.testing.assert_close(gradients_of(lean=True), gradients_of(lean=False))
 
 
 class Norm(torch.nn.Module):
