@@ -31,7 +31,7 @@ def test_every_row_is_in_one_batch_that_is_not_too_large(lengths, max_tokens):
     assert all(len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= max_tokens for batch in row_batches)
 
 
-def test_the_losses_of_a_batch_are_those_of_its_rows():
+def test_the_losses_of_a_batch_are_those_of_its_rows_and_one_that_does_not_fit_is_halved():
     model = small_llama()
     ids = [torch.randint(0, 64, (length,)).tolist() for length in (5, 90, 17, 17, 2, 400, 600)]
     rows = [(row, [-100] * (len(row) // 2) + row[len(row) // 2 :]) for row in ids]
@@ -44,9 +44,6 @@ def test_the_losses_of_a_batch_are_those_of_its_rows():
     results = losses_of(model, rows, "cpu")
     assert [row["loss"] for row in results] == pytest.approx(losses, rel=1e-5) and [row["tokens"] for row in results] == counts
     assert [row["right"] for row in results] == right
-
-
-def test_a_batch_that_does_not_fit_is_halved_until_it_does():
     finished = []
 
     def work(rows):

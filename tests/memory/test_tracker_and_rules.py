@@ -108,20 +108,7 @@ def test_softmax_and_dropout_take_what_they_do_on_cuda(function, dtype, element_
     assert peak_of(work).total() == 64 * 64 * element_bytes
 
 
-def test_a_backward_pass_has_the_autocast_of_cuda_that_it_asks_for():
-    class Function(torch.autograd.Function):
-        forward = staticmethod(torch.amp.custom_fwd(lambda _, x: x.clone(), device_type="cuda"))
-        backward = staticmethod(torch.amp.custom_bwd(lambda _, g: g + torch.is_autocast_enabled(), device_type="cuda"))
-
-    x = torch.ones(1, requires_grad=True)
-    with card_semantics(0):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = Function.apply(x)
-        out.backward()
-    assert x.grad == 2
-
-
-def test_autocast_computes_in_fp32_what_cuda_does_and_all_patches_are_undone():
+def test_autocast_computes_in_fp32_what_cuda_does_also_in_backward_and_all_patches_are_undone():
     before = (torch.is_autocast_enabled, F.softmax)
     with card_semantics(0), torch.autocast("cpu", torch.bfloat16):
         values = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -135,6 +122,17 @@ def test_autocast_computes_in_fp32_what_cuda_does_and_all_patches_are_undone():
         assert F.layer_norm(torch.ones(4, 4, dtype=torch.bfloat16), (4,)).dtype == torch.bfloat16
     assert (torch.is_autocast_enabled, F.softmax) == before
     assert not torch.is_autocast_enabled()
+
+    class Function(torch.autograd.Function):
+        forward = staticmethod(torch.amp.custom_fwd(lambda _, x: x.clone(), device_type="cuda"))
+        backward = staticmethod(torch.amp.custom_bwd(lambda _, g: g + torch.is_autocast_enabled(), device_type="cuda"))
+
+    x = torch.ones(1, requires_grad=True)
+    with card_semantics(0):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = Function.apply(x)
+        out.backward()
+    assert x.grad == 2
 
 
 def test_a_fake_mask_selects_the_trained_tokens_and_recomputation_takes_the_same_paths():
@@ -212,7 +210,7 @@ def test_requests_are_rounded_up_to_512_bytes_and_views_and_in_place_operations_
     assert tracker.live_bytes == 0
 
 
-def test_host_memory_is_counted_separately_and_scratch_at_the_peak_only():
+def test_host_memory_and_scratch_are_counted_apart_and_gradients_by_their_own_part_and_layer():
     tracker = StorageTracker()
     with FakeTensorMode(), tracker:
         device, host = torch.empty(1000), torch.empty(1000, device="meta")
@@ -228,9 +226,6 @@ def test_host_memory_is_counted_separately_and_scratch_at_the_peak_only():
     assert peak[("workspace", None)] == 1536
     assert tracker.live_bytes == 512
     del values
-
-
-def test_a_gradient_and_outputs_of_foreach_have_their_own_part_and_layer():
     tracker = StorageTracker()
     with tracker, tracker.tagging("workspace"):
         values = torch.empty(256)

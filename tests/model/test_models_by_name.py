@@ -67,7 +67,7 @@ def test_the_modules_have_the_published_number_of_parameters(name):
     assert shape_of(FIRST[name].config, recipe).parameters == pytest.approx(FIRST[name].parameters, rel=0.015)
 
 
-def test_the_listing_has_every_model(capsys):
+def test_the_listing_has_every_model_and_each_id_or_short_name_leads_to_one(capsys):
     show_recipes("models", None, as_json=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == entries().keys()
@@ -76,6 +76,9 @@ def test_the_listing_has_every_model(capsys):
     show_recipes("models", None, as_json=False)
     listed = capsys.readouterr().out
     assert all(name in listed for name in rows) and "path/to/folder" in listed
+    assert [name for name in entries() if resolve(name.lower()).name != name] == []
+    table = json.loads(Path(names.__file__).with_name("names.json").read_text(encoding="utf-8"))
+    assert {short: name for short, name in table["names"].items() if resolve(short).name != name} == {}
 
 
 def test_a_row_from_a_config_json_replaces_the_row_of_its_id_and_defaults_of_transformers_are_renewed():
@@ -176,12 +179,6 @@ def test_a_new_model_is_known_and_transformers_takes_its_configuration(monkeypat
     recipe, _ = named_model(recipe_from({"model_name_or_path": typed, "dataset": "d"}))
     assert recipe.model_name_or_path == meant
     assert load_config(recipe).model_type == entries()[meant].config["model_type"]
-
-
-def test_each_id_of_the_catalogue_is_itself_and_each_short_name_of_the_table_leads_to_one():
-    assert [name for name in entries() if resolve(name.lower()).name != name] == []
-    table = json.loads(Path(names.__file__).with_name("names.json").read_text(encoding="utf-8"))
-    assert {short: name for short, name in table["names"].items() if resolve(short).name != name} == {}
 
 
 @pytest.mark.parametrize(("typed", "first"), AMBIGUOUS_OR_UNKNOWN.items())

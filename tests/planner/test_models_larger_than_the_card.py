@@ -94,13 +94,10 @@ def test_a_70b_model_fits_24_gb_with_its_layers_in_host_memory_as_the_plan_says_
     assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
-def test_what_fits_on_the_card_stays_there(planned):
+def test_what_fits_on_the_card_stays_there_and_shorter_rows_come_before_offloading(planned):
     plan = planned(QWEN_8B, "rtx-4090", compare=True)
     assert (plan.settings.layer_offloading, plan.settings.offloaded_layers) == (False, 0)
     assert plan.layer_copies is None and not any("layers offloaded" in row.plan for row in plan.alternatives)
-
-
-def test_shorter_rows_and_a_lower_rank_come_before_offloading(planned):
     shorter = planned(QWEN_8B, "rtx-4090", free_bytes=round(7.75 * GIB))
     assert shorter.settings.layer_offloading is False and shorter.settings.max_length < 2048
     long_rows = planned(QWEN_8B, "rtx-4090", "max_length=8192", free_bytes=round(7.75 * GIB))
@@ -115,10 +112,16 @@ def test_layers_stay_on_the_card_where_that_is_faster(planned):
     assert plan.reasons["offloaded_layers"].startswith(f"the other {80 - plan.settings.offloaded_layers} layers fit")
 
 
-def test_turning_offloading_off_shows_what_it_would_save(planned):
+def test_turning_offloading_off_shows_what_it_would_save_and_what_the_recipe_asks_for_is_kept(planned):
     plan = planned(LLAMA_70B, "rtx-4090", "layer_offloading=false", "max_length=2048")
     offered = {row.override: row for row in plan.suggestions}
     assert offered["layer_offloading=cpu"].peak_bytes < plan.budget_bytes < plan.forecast.peak_low_bytes
+    plan = planned(QWEN_8B, "rtx-4090", "layer_offloading=nvme", "offloaded_layers=20", "per_device_train_batch_size=2")
+    chosen = plan.settings
+    assert (plan.verdict, chosen.layer_offloading, chosen.offloaded_layers) == ("fits, very slow", "nvme", 20)
+    assert plan.layer_copies.copied_bytes_per_s == 3e9 and "assumes a drive that reads 3.0 GB/s" in plan.forecast.notes[-1]
+    with pytest.raises(RecipeError, match="offloaded_layers is 37, the model has 36 decoder layers"):
+        planned(QWEN_8B, "rtx-4090", "layer_offloading=cpu", "offloaded_layers=37")
 
 
 @pytest.mark.parametrize("override", ["layer_offloading=false", "torch_compile=true", "load_in_8bit=true"])
@@ -126,15 +129,6 @@ def test_what_excludes_offloading_does_not_fit(planned, override):
     plan, reason = planned(LLAMA_70B, "rtx-4090", override), "as the recipe sets it" if "=false" in override else override[:8]
     assert plan.verdict == "does not fit" and plan.settings.layer_offloading is False
     assert reason in plan.reasons["layer_offloading"]
-
-
-def test_what_the_recipe_asks_for_is_kept(planned):
-    plan = planned(QWEN_8B, "rtx-4090", "layer_offloading=nvme", "offloaded_layers=20", "per_device_train_batch_size=2")
-    chosen = plan.settings
-    assert (plan.verdict, chosen.layer_offloading, chosen.offloaded_layers) == ("fits, very slow", "nvme", 20)
-    assert plan.layer_copies.copied_bytes_per_s == 3e9 and "assumes a drive that reads 3.0 GB/s" in plan.forecast.notes[-1]
-    with pytest.raises(RecipeError, match="offloaded_layers is 37, the model has 36 decoder layers"):
-        planned(QWEN_8B, "rtx-4090", "layer_offloading=cpu", "offloaded_layers=37")
 
 
 def test_samples_are_off_by_default_and_their_cost_is_reported(planned):

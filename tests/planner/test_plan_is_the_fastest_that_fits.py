@@ -314,14 +314,11 @@ def test_a_cpu_is_planned_in_float32_without_checkpointing_and_packs_where_asked
     assert plan.settings.packing is True and plan.settings.attn_implementation == "torch_varlen"
 
 
-def test_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
+def test_disk_is_counted_and_steps_evaluations_and_checkpoints_follow_from_the_rows(planned):
     plan = planned(LLAMA_1B, "rtx-4090", "packing=false", data=rows(*[100] * 330, eval_rows=30))
     assert plan.total_steps == 2 * 21  # 330 rows are 20 batches of 16 and one of 10
     assert plan.settings.eval_steps == plan.settings.save_steps == 5
     assert planned(LLAMA_1B, "rtx-4090", data=rows(*[100] * 330)).settings.eval_steps == 0
-
-
-def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(planned):
     disk = next(row for row in planned(QWEN_8B).checks if row.what == "disk")
     assert disk.needs_bytes > 0 and disk.free_bytes is None and disk.enough is None
     here = next(row for row in planned("HuggingFaceTB/SmolLM2-135M-Instruct", "cpu").checks if row.what == "disk")

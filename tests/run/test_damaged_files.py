@@ -109,16 +109,13 @@ def test_events_that_are_no_file_are_none_and_named_at_a_start(run, make):
         control.start(run)
 
 
-def test_infinity_where_a_whole_number_is_read_is_named(run):
+def test_infinity_where_a_whole_number_is_read_is_named_and_measurements_that_are_none_are_left_out(run, tmp_path, monkeypatch):
     (run.data / MANIFEST).write_text('{"step": 1e999}')
     assert verify(run.data) == ["its manifest can't be read"]
     row = '{"prompt": "a", "prompt_ids": [1], "answer": "b", "calls": [], "answer_tokens": 1e999}'
     (run.data / "eval_examples.json").write_text(f"[{row}]")
     with pytest.raises(FinetuneError, match=r"eval_examples\.json can't be read"):
         held_out_rows(run, None)
-
-
-def test_measurements_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     rows = [{"card": "x", "measured_step_s": value, "modelled_step_s": 1.0} for value in (2.0, "nan", [], 10**400, True)]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -19,7 +19,7 @@ def test_another_version_is_named(monkeypatch, tmp_path):
     assert "peft" in problem and "0.1" in problem
 
 
-def test_licences_that_may_be_passed_on_are_allowed_and_cudas_by_name():
+def test_licences_that_may_be_passed_on_are_allowed_and_the_list_beside_the_wheel_has_every_component():
     for licence in ("GPL-3.0", "GNU Lesser General Public License v3", "MIT AND AGPL-3.0-only", "", "Proprietary"):
         assert not dependencies.is_allowed(licence), licence
     for licence in ("MIT", "GPL-2.0 OR BSD-3-Clause", "MPL-2.0 AND (Apache-2.0 OR MIT)", "Apache Software License"):
@@ -27,9 +27,6 @@ def test_licences_that_may_be_passed_on_are_allowed_and_cudas_by_name():
     for licence in ("Other/Proprietary License", "LicenseRef-NVIDIA-Proprietary", ""):
         assert dependencies.is_allowed(licence, "nvidia-nvtx") and dependencies.is_allowed(licence, "cuda-toolkit")
         assert not dependencies.is_allowed(licence, "numpy")
-
-
-def test_the_list_beside_the_wheel_has_every_component_with_its_hashes():
     components = dependencies.sbom("1.0")["components"]
     assert len(components) == len(dependencies.hashed_pins())
     for component in components:
