@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import RecipeError
-from finetune.export import shards
+from finetune.export import merge as merging
 from finetune.export.merge import merge, merged_tensors, stored_tensors, with_adapter, write_merged, write_tensors
 from finetune.model.weights import INDEX, check_weights
 from finetune.run.directory import RunDirectory
@@ -173,7 +173,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
     for moment in range(10):
         child = os.fork()
         if not child:
-            remaining, read = [moment * 5], shards._read
+            remaining, read = [moment * 5], merging._read
 
             def counted(function, remaining=remaining):
                 def call(*arguments):
@@ -184,7 +184,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
 
                 return call
 
-            shards._read = counted(read)
+            merging._read = counted(read)
             merge(run, home / "merged")
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
