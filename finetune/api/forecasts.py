@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from finetune.card import find_card
@@ -148,11 +149,11 @@ def largest_batch(dataset: Any, collator: Any, rows: int) -> LargestBatch:
     """Collate the longest rows. Raises RecipeError."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise RecipeError("the dataset is streamed, so its longest rows are unknown", "Give a dataset with a length.")
-    lengths = [max(len(value) for value in row.values() if isinstance(value, (list, torch.Tensor))) for row in dataset]
+    lengths = [max(len(value) for value in row.values() if isinstance(value, (list, Tensor))) for row in dataset]
     longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-rows:]
     inputs = dict(collator([dataset[index] for index in reversed(longest)]))
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
-    batch_tokens = max(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
+    batch_tokens = max(value.numel() for value in inputs.values() if isinstance(value, Tensor))
     # the loss shifts labels by one, and ignores -100
     trained_tokens = batch_tokens if labels is None else int((labels[..., 1:] != -100).sum())
     are_uneven = rows > 1 and len(set(lengths)) > 1  # then a batch of this size may need padding
@@ -203,10 +204,10 @@ def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch
     _enable_checkpointing(model, args)  # transformers enables it in `train`, which the dry run does not call
     optimizer = trainer_copy.create_optimizer()
 
-    def loss() -> torch.Tensor:
+    def loss() -> Tensor:
         tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
         inputs = {
-            name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
             for name, value in batch.inputs.items()
         }
         dtype = torch.bfloat16 if args.bf16 else torch.float16
@@ -217,19 +218,19 @@ def _simulate_step(trainer_copy: Any, model: Any, tracker: StorageTracker, batch
     save(model, tracker)
 
 
-def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Module:
+def fake_copy(model: nn.Module, tracker: StorageTracker) -> nn.Module:
     """Copy a model to fake tensors, tagged as weights or adapters."""
     # weights on meta are offloaded and stay there, unless all are on meta: then the model was built without weights
     keep_meta = not all(parameter.is_meta for parameter in model.parameters())
     copies: dict[int, Any] = {}  # memo of `copy.deepcopy`: copies by object id
 
-    def add(tensor: torch.Tensor) -> None:
+    def add(tensor: Tensor) -> None:
         if id(tensor) in copies:  # shared
             return
         device = "meta" if tensor.is_meta and keep_meta else "cpu"
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        copies[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
     tracker.recording.begin_part("load")
     has_adapters = any("lora_" in name for name, _ in model.named_parameters())
@@ -257,8 +258,8 @@ def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Modul
     return copied  # type: ignore[no-any-return]
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from finetune.card import Card, find_card, nvidia
@@ -107,11 +108,11 @@ def _attention_flops(torch_device: torch.device, dtype: torch.dtype) -> float:
     return 7 * 32 * 4096**2 * 128 / _median_s(torch_device, forward_and_backward)
 
 
-def _buffer(torch_device: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
+def _buffer(torch_device: torch.device | str, *, pinned: bool = False) -> Tensor:
     return torch.zeros(256 * MIB, device=torch_device, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _copied_bytes_s(torch_device: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+def _copied_bytes_s(torch_device: torch.device, source: Tensor, target: Tensor) -> float:
     return source.numel() / _median_s(torch_device, lambda: target.copy_(source, non_blocking=True))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 
-def base_of(model: torch.nn.Module) -> PreTrainedModel:
+def base_of(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, return-value]
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers in order."""
     # a vision tower's layers are outside this path
     path = getattr(base_of(model), "decoder_path", "")
@@ -33,10 +34,10 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def outside_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules beside the stack of decoder layers, such as the final norm."""
     layers = set(decoder_layers(model))
-    stacks = {module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and layers & set(module)}
+    stacks = {module for module in model.modules() if isinstance(module, nn.ModuleList) and layers & set(module)}
     parents = [module for module in model.modules() if stacks & set(module.children())]
     return [module for parent in parents for module in parent.children() if module not in stacks]
 
@@ -48,7 +49,7 @@ def require_gradient(hidden: torch.Tensor) -> None:
         hidden.requires_grad_()
 
 
-def set_checkpointing(model: torch.nn.Module, settings: Settings) -> None:
+def set_checkpointing(model: nn.Module, settings: Settings) -> None:
     """Turn gradient checkpointing of decoder layers on or off."""
     base, checkpointing = base_of(model), settings.activation_checkpointing
     base.disable_input_require_grads()  # enabling would add a second hook

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
@@ -101,7 +101,7 @@ for body, fake in _FAKES.items():
     BODIES[getattr(_OPERATORS, body.__name__).default] = body
 
 
-def use_operators(layers: list[torch.nn.Module]) -> None:
+def use_operators(layers: list[nn.Module]) -> None:
     """Make linear layers with plain adapters run as one operator, until `undo_lean`."""
     for module in (module for layer in layers for module in layer.modules()):
         if is_adapted(module) and "forward" not in vars(module):
@@ -120,7 +120,7 @@ def _linear_forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
 _CHECKED_GUARDS = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
 
 
-def compile_layers(layers: list[torch.nn.Module]) -> None:
+def compile_layers(layers: list[nn.Module]) -> None:
     """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
 
     set_compiler()
@@ -133,7 +133,7 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
         layer.forward = functools.partial(_forward, layer, compiled[type(layer)])  # type: ignore[method-assign]
 
 
-def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
+def _structure(layer: nn.Module) -> tuple[Any, ...]:
     # fixed for the whole run, but may differ between layers
     return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
 
@@ -144,14 +144,14 @@ def _checked(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type in _CHECKED_GUARDS or not (guard.is_global or "self" in guard.name) for guard in guards]
 
 
-def undo_compiling(layers: list[torch.nn.Module]) -> None:
+def undo_compiling(layers: list[nn.Module]) -> None:
     """Restore the uncompiled forward."""
     for layer in layers:
         if getattr(vars(layer).get("forward"), "func", None) is _forward:
             del layer.forward
 
 
-def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: nn.Module, compiled: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     # generation and held-out examples have too many shapes to compile
     if not layer.training:
         return type(layer).forward(layer, hidden, *args, **kwargs)
@@ -179,10 +179,10 @@ class _FirstLayerInputs(Exception):  # noqa: N818 - ends a forward pass
     """Carries the first layer's inputs."""
 
 
-def compile_problem(layers: list[torch.nn.Module], run_forward: Callable[[], Any]) -> str:
+def compile_problem(layers: list[nn.Module], run_forward: Callable[[], Any]) -> str:
     """Return why the layers can't be compiled, forward and backward; empty if they can."""
 
-    def stop(_layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def stop(_layer: nn.Module, args: Any, kwargs: Any) -> None:
         raise _FirstLayerInputs(args, kwargs)
 
     # the first recomputed layer and the first other layer

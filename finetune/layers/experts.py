@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations import moe
 
@@ -285,14 +285,14 @@ def name_experts_for_trl(config: Any) -> None:
         config.router_aux_loss_coef = 0.0
 
 
-def fused_experts(model: torch.nn.Module, config: Any) -> list[torch.nn.Parameter]:
+def fused_experts(model: nn.Module, config: Any) -> list[nn.Parameter]:
     """Return the unpacked 3-D weights of a mixture's experts."""
     counts = _expert_counts(config)
     # a convolution is 3-D, too, but its first dimension is channels
     return [weight for weight in model.parameters() if weight.dim() == 3 and weight.shape[0] in counts]
 
 
-def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+def packable_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield path, module and parameter name of each fused weight that can be 4-bit."""
     for path, module in model.named_modules():
         for name, weight in _expert_weights(module):
@@ -300,7 +300,7 @@ def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
                 yield path, module, name
 
 
-def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _expert_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     # transformers' decorator for grouped experts sets both attributes
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         for name in EXPERT_WEIGHTS:
@@ -310,7 +310,7 @@ def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 # bitsandbytes quantises only linear layers, and autograd would keep every layer's dequantised experts for backward: so the
 # weights become Params4bit here, and the forward is replaced. An expert's adapter is two small grouped matmuls.
-def pack_experts(model: torch.nn.Module, quantization: Any, skip_modules: list[str]) -> None:
+def pack_experts(model: nn.Module, quantization: Any, skip_modules: list[str]) -> None:
     """Make loading quantise a meta model's fused expert weights, except in `skip_modules`."""
     from bitsandbytes.nn import Params4bit
 
@@ -331,7 +331,7 @@ def pack_experts(model: torch.nn.Module, quantization: Any, skip_modules: list[s
         module.forward = types.MethodType(_experts_forward, module)
 
 
-def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
+def split_targets(model: nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
     """Split `target_modules` into layers and PEFT's `target_parameters`."""
     modules = [(path.rpartition(".")[2], module) for path, module in model.named_modules()]
     layers = {name for name, module in modules if not _is_router(module)}
@@ -342,11 +342,11 @@ def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], 
     return [name for name in names if name not in parameters], sorted(set(parameters.values()))
 
 
-def _is_router(module: torch.nn.Module) -> bool:
+def _is_router(module: nn.Module) -> bool:
     # a router whose weight, (experts, hidden), is a parameter of the module instead of a linear layer's
     weight = module._parameters.get("weight")
     experts = getattr(module, "num_experts", None)
-    return not isinstance(module, torch.nn.Linear) and weight is not None and weight.dim() == 2 and len(weight) == experts
+    return not isinstance(module, nn.Linear) and weight is not None and weight.dim() == 2 and len(weight) == experts
 
 
 def adapts_experts(model: Any) -> bool:
@@ -394,6 +394,6 @@ def _experts_forward(self: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) 
     return RoutedExperts.apply(hidden, scores, chosen, self, stacks, *adapters)
 
 
-def is_packed(module: torch.nn.Module) -> bool:
+def is_packed(module: nn.Module) -> bool:
     """Return whether a module holds 4-bit experts."""
     return getattr(vars(module).get("forward"), "__func__", None) is _experts_forward

@@ -14,7 +14,7 @@ from types import MethodType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.compat.peft import before_magnitudes
@@ -54,7 +54,7 @@ class TensorSlot:
         return getattr(self.owner, self.attribute)
 
 
-def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
+def tensor_layout(layer: nn.Module) -> list[TensorSlot]:
     """Return the slots of a layer's offloaded tensors. Raises RecipeError for int8 weights."""
     slots, end = [], 0
     for owner, attribute in _offloaded_tensors(layer):
@@ -64,7 +64,7 @@ def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     return slots
 
 
-def _offloaded_tensors(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+def _offloaded_tensors(layer: nn.Module) -> Iterator[tuple[Any, str]]:
     for parameter in layer.parameters():
         # norms and biases stay on the GPU
         if parameter.requires_grad or parameter.dim() < 2:
@@ -182,7 +182,7 @@ class FileStorage:
 class LayerOffloading:
     """The offloaded layers of one model: stored while the model loads, fetched before each use."""
 
-    def __init__(self, model: torch.nn.Module, settings: Settings, *, weights: bool) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, *, weights: bool) -> None:
         layers = decoder_layers(model)
         self._layers = [layers[number] for number in offloaded_numbers(len(layers), settings.offloaded_layers)]
         # a forecast (no `weights`) needs no file: the GPU allocates the same bytes
@@ -202,7 +202,7 @@ class LayerOffloading:
         self._arriving: dict[int, Any] = {}  # by buffer index, handles of copies that nothing has waited for yet
         self._running: int | None = None  # the index of the layer inside its checkpoint function
 
-    def on_parameter_loaded(self, module: torch.nn.Module, name: str) -> None:
+    def on_parameter_loaded(self, module: nn.Module, name: str) -> None:
         """Offload the layer of `module` once all its parameters are loaded."""
         index = self._index_of.get(id(module))
         if index is not None and index not in self._layouts:
@@ -254,7 +254,7 @@ class LayerOffloading:
         self._fetch(index)
         self._wait_for_copy(self._buffer_index(index))
 
-    def ensure_module_on_device(self, module: torch.nn.Module) -> None:
+    def ensure_module_on_device(self, module: nn.Module) -> None:
         """Fetch the weights of the offloaded layer around `module`, if any."""
         index = self._index_of.get(id(module))
         # a forecast has no buffers and no weights
@@ -331,28 +331,28 @@ def offload_while_loading(settings: Settings) -> contextlib.AbstractContextManag
     return sequential_loading(on_loaded)
 
 
-def offloading_of(model: torch.nn.Module) -> LayerOffloading | None:
+def offloading_of(model: nn.Module) -> LayerOffloading | None:
     """Return the layer offloading of a model or PeftModel, or None."""
     return getattr(base_of(model), "layer_offloading", None)
 
 
-def weights_for_magnitudes(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+def weights_for_magnitudes(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which DoRA finds offloaded weights on the GPU."""
     # DoRA computes its magnitudes from the weights of one layer after another
     offloading = offloading_of(model)
     return contextlib.nullcontext() if offloading is None else before_magnitudes(offloading.ensure_module_on_device)
 
 
-def offloadable_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
+def offloadable_embedding(model: nn.Module) -> nn.Embedding | None:
     """Return the input embedding if its table is frozen and not shared with the output layer, else None."""
     base = base_of(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None or embedding.weight.requires_grad:
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.weight.requires_grad:
         return None
     return None if head is not None and head.weight is embedding.weight else embedding
 
 
-def offload_embedding(model: torch.nn.Module) -> None:
+def offload_embedding(model: nn.Module) -> None:
     """Move the input embedding's table to host memory for good. Raises RecipeError if it is trained or shared."""
     embedding: Any = base_of(model).get_input_embeddings()
     if "weight" not in getattr(embedding, "_parameters", {}) and hasattr(embedding, "weight"):

@@ -16,7 +16,7 @@ from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import Linear as LoraPlain
 from peft.tuners.lora import Linear4bit as Lora4bit
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.layers import lean_functions as functions
@@ -44,7 +44,7 @@ class GatedParts(NamedTuple):
     swapped: bool
 
 
-def make_lean(layers: list[torch.nn.Module]) -> None:
+def make_lean(layers: list[nn.Module]) -> None:
     """Give modules of these layers lean forwards."""
     undo_lean(layers)
     with unset_fake_temporarily():
@@ -70,20 +70,20 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
                     set_forward(module, forward, kind="short convolution")
 
 
-def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
+def tile_mlps(layers: list[nn.Module], tile: int) -> None:
     """Compute lean gated MLPs over tiles of at most `tile` tokens, by `TiledMlp`."""
     for module in (module for layer in layers for module in layer.modules() if "parts" in _lean_state(module)):
         _lean_state(module)["tile"] = tile
 
 
-def undo_lean(layers: list[torch.nn.Module]) -> None:
+def undo_lean(layers: list[nn.Module]) -> None:
     """Remove the forwards that `set_forward` has set."""
     for module in (module for layer in layers for module in layer.modules()):
         if "forward" in vars(module).pop("lean", {}):
             del vars(module)["forward"]
 
 
-def lean_summary(layer: torch.nn.Module) -> str:
+def lean_summary(layer: nn.Module) -> str:
     """Summarise a decoder layer's lean and ordinary modules."""
     lean: Counter[str] = Counter()
     ordinary: Counter[str] = Counter()
@@ -102,7 +102,7 @@ def lean_summary(layer: torch.nn.Module) -> str:
     return (listed or "nothing") + (f" (as before: {others})" if others else "")
 
 
-def _lean_state(module: torch.nn.Module) -> dict[str, Any]:
+def _lean_state(module: nn.Module) -> dict[str, Any]:
     return vars(module).get("lean", {})
 
 
@@ -170,9 +170,9 @@ def _lean_convolution(model_convolution: Any) -> Any:
     return lean_convolution if is_equal else None
 
 
-def is_adapted(module: torch.nn.Module) -> bool:
+def is_adapted(module: nn.Module) -> bool:
     """Return whether `module` is a 16-bit or 4-bit linear layer with adapters."""
-    return type(module) in _LORA_TYPES and type(_base(module)) in (torch.nn.Linear, Linear4bit)
+    return type(module) in _LORA_TYPES and type(_base(module)) in (nn.Linear, Linear4bit)
 
 
 def linear_of(module: Any, x: Tensor) -> Linear | None:
@@ -200,7 +200,7 @@ def linear_of(module: Any, x: Tensor) -> Linear | None:
     return Linear(*base[:3], a, b, module.scaling[name], a.requires_grad, b.requires_grad)
 
 
-def _has_forward_hooks(module: torch.nn.Module) -> bool:
+def _has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -208,7 +208,7 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     weight, bias = base.weight, base.bias
     if weight.requires_grad or (bias is not None and bias.requires_grad) or _has_forward_hooks(base):
         return None
-    if type(base) is torch.nn.Linear:
+    if type(base) is nn.Linear:
         fits = weight.dtype == dtype and (bias is None or bias.dtype == dtype)
         return Linear(weight, bias, None) if fits else None
     if type(base) is not Linear4bit:
@@ -226,7 +226,7 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     return Linear(weight, None if bias is None else bias.to(dtype), tables)
 
 
-def norm_form(module: torch.nn.Module) -> NormForm | None:
+def norm_form(module: nn.Module) -> NormForm | None:
     """Return the form of an RMSNorm, or None for another module."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     # not `module.weight`, which PEFT computes for an embedding with trained rows
@@ -241,10 +241,10 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
     return _RECOGNISED[key]
 
 
-def gated_parts(module: torch.nn.Module) -> GatedParts | None:
+def gated_parts(module: nn.Module) -> GatedParts | None:
     """Return the parts of a gated MLP, or None for another module."""
     children = dict(module.named_children())
-    linears = {name: part for name, part in children.items() if type(_base(part)) in (torch.nn.Linear, Linear4bit)}
+    linears = {name: part for name, part in children.items() if type(_base(part)) in (nn.Linear, Linear4bit)}
     act_names = [name for name in children if name not in linears]
     own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if own_tensors or len(linears) not in (2, 3) or len(act_names) != 1 or not _activation(children[act_names[0]]):
@@ -264,7 +264,7 @@ def gated_parts(module: torch.nn.Module) -> GatedParts | None:
 _RECOGNISED: dict[Any, Any] = {}
 
 
-def _base(module: torch.nn.Module) -> torch.nn.Module:
+def _base(module: nn.Module) -> nn.Module:
     return module.base_layer if type(module) in _LORA_TYPES else module  # type: ignore[return-value]
 
 
@@ -272,7 +272,7 @@ def _eps(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
+def _plain_values(module: nn.Module) -> tuple[Any, ...]:
     values = vars(module).items()
     plain = {name: str(value) for name, value in values if isinstance(value, (bool, int, float, str)) and name != "training"}
     return tuple(sorted(plain.items()))
@@ -292,7 +292,7 @@ def _candidates(bases: dict[str, Any], act: str) -> Iterator[GatedParts]:
 class _StandIn:
     """A training-mode module with other parts."""
 
-    def __init__(self, module: torch.nn.Module, **parts: Any) -> None:
+    def __init__(self, module: nn.Module, **parts: Any) -> None:
         # a loaded model is not in training mode yet
         vars(self).update(parts, module=module, training=True)
 
@@ -300,7 +300,7 @@ class _StandIn:
         return getattr(self.module, name)
 
 
-def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: Tensor, *more: Any) -> Tensor | None:
+def _class_forward(module: nn.Module, parts: dict[str, Any], x: Tensor, *more: Any) -> Tensor | None:
     """Return the output of the class's forward with other parts, or None if it fails."""
     try:
         with torch.no_grad():
@@ -328,7 +328,7 @@ def _computes_norm(module: Any, form: NormForm) -> bool:
     return True
 
 
-def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
+def _computes_mlp(module: nn.Module, parts: GatedParts, act: Any) -> bool:
     required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
     if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
         return False
@@ -351,7 +351,7 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
     return True
 
 
-def _activation(act: torch.nn.Module) -> Activation | None:
+def _activation(act: nn.Module) -> Activation | None:
     key = (type(act), _plain_values(act))
     if key not in _RECOGNISED:
         x = torch.linspace(-12, 12, 97, dtype=torch.float64)

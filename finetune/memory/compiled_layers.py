@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,7 +35,7 @@ _UNFUSED_PARTS = ("attention", "attn")
 class SplitLayers:
     """Decoder layers split as the compiler would split them; layers of one kind and input shape share a split."""
 
-    def __init__(self, layers: list[torch.nn.Module], *, selective: bool) -> None:
+    def __init__(self, layers: list[nn.Module], *, selective: bool) -> None:
         # `selective`: recomputed layers save attention's outputs; `problem`: why a layer runs unsplit
         self.selective, self.problem = selective, ""
         self._split_functions: dict[Any, _Function | None] = {}
@@ -45,7 +46,7 @@ class SplitLayers:
     def notes(self) -> tuple[str, ...]:
         return (f"{UNCOMPILABLE} ({self.problem}); the forecast is for uncompiled layers",) if self.problem else ()
 
-    def _run(self, layer: torch.nn.Module, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+    def _run(self, layer: nn.Module, hidden: Tensor, *others: Any, **kwargs: Any) -> Any:
         forward = functools.partial(type(layer).forward, layer)
         if not torch.is_grad_enabled():
             return forward(hidden, *others, **kwargs)
@@ -56,8 +57,8 @@ class SplitLayers:
             budget, policy = (1.0, keep_attention) if self.selective else (0.0, None)
         args = (hidden, *others)
         leaves, spec = tree_flatten((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         slots = list(_slots(layer))
         states = list({id(owner[key]): owner[key] for owner, key in slots}.values())  # tied tensors once
         shapes = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*inputs, *states))
@@ -75,7 +76,7 @@ class SplitLayers:
         self, function: _Function, inputs: list[Any], states: list[Any], slots: list[_Slot],
         budget: float, policy: RecomputePolicy | None,
     ) -> _Function | None:  # fmt: skip
-        parameter_indices = [index for index, value in enumerate([*inputs, *states]) if isinstance(value, torch.nn.Parameter)]
+        parameter_indices = [index for index, value in enumerate([*inputs, *states]) if isinstance(value, nn.Parameter)]
         before = [owner[key] for owner, key in slots]
         try:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
@@ -96,7 +97,7 @@ def _as_function(forward: _Function, slots: list[_Slot], states: list[Any], leav
     index_of = {id(tensor): index for index, tensor in enumerate(states)}
     slot_indices = [index_of[id(owner[key])] for owner, key in slots]
     quant_states = [getattr(tensor, "quant_state", None) for tensor in states]
-    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
     input_count = sum(is_tensor)
     constants = [None if tensor else leaf for tensor, leaf in zip(is_tensor, leaves, strict=True)]
 
@@ -114,14 +115,14 @@ def _as_function(forward: _Function, slots: list[_Slot], states: list[Any], leav
     return function
 
 
-def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
+def _slots(layer: nn.Module) -> Iterator[_Slot]:
     for module in layer.modules():
         for tensors_by_name in (module._parameters, module._buffers):
             yield from ((tensors_by_name, key) for key, value in tensors_by_name.items() if value is not None)
         quant_state = getattr(module._parameters.get("weight"), "quant_state", None)
         while quant_state is not None:
             attributes = vars(quant_state)
-            yield from ((attributes, key) for key, value in attributes.items() if isinstance(value, torch.Tensor))
+            yield from ((attributes, key) for key, value in attributes.items() if isinstance(value, Tensor))
             quant_state = quant_state.state2  # of nested quantisation
 
 
@@ -148,7 +149,7 @@ class FusedGraph:
             if isinstance(step, list):
                 for node in step:
                     values[node] = fake = node.meta["val"]
-                    if isinstance(fake, torch.Tensor):
+                    if isinstance(fake, Tensor):
                         values[node] = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
             elif step.op == "output":
                 return map_arg(step.args[0], read)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import name_in_checkpoint
@@ -20,7 +21,7 @@ from finetune.model.adapters import LOADED_ROWS, TRAINED_ROWS, trainable_paramet
 GROWN_ROWS = "_grown_rows"
 
 
-def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
+def materialise(model: nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
     """Replace every meta parameter and buffer by a fake tensor, base weights first. Tied weights stay tied."""
     loading = _Loading(model, tracker, dtype)
     loading.load_base()
@@ -28,11 +29,11 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
 
 
 class _Loading:
-    def __init__(self, model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> None:
         self._model, self._tracker, self._dtype = model, tracker, dtype
         self._offloading = offloading_of(model)
-        self._materialised: dict[int, torch.nn.Parameter] = {}  # by the meta parameter's id
-        self._uncast: dict[int, torch.nn.Parameter] = {}  # adapters in the model's dtype
+        self._materialised: dict[int, nn.Parameter] = {}  # by the meta parameter's id
+        self._uncast: dict[int, nn.Parameter] = {}  # adapters in the model's dtype
 
     def load_base(self) -> None:
         self._tracker.recording.begin_part("load")
@@ -61,7 +62,7 @@ class _Loading:
                 self._materialise(module, name, "adapters")
         self._tracker.layer = None
 
-    def _materialise(self, module: torch.nn.Module, name: str, part: str) -> bool:
+    def _materialise(self, module: nn.Module, name: str, part: str) -> bool:
         """Return whether the parameter belongs to `part`; if so, replace it."""
         parameter = module._parameters[name]
         if parameter is None or parameter.requires_grad is not (part == "adapters"):
@@ -82,14 +83,14 @@ class _Loading:
 
     def _grow_tables(self) -> None:
         """Replace embedding tables that grow for new tokens, as `grow_vocabulary` does."""
-        grown: dict[int, torch.nn.Parameter] = {}
+        grown: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
             loaded = module._parameters.get("weight")
             if loaded is None or not hasattr(loaded, GROWN_ROWS):
                 continue
             if id(loaded) not in grown:
                 table = torch.empty(getattr(loaded, GROWN_ROWS), *loaded.shape[1:], dtype=loaded.dtype)
-                grown[id(loaded)] = torch.nn.Parameter(table, requires_grad=False)
+                grown[id(loaded)] = nn.Parameter(table, requires_grad=False)
             module._parameters["weight"] = grown[id(loaded)]
         self._materialised = {key: grown.get(id(weight), weight) for key, weight in self._materialised.items()}
 
@@ -102,7 +103,7 @@ class _Loading:
                 a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                 with tracker.tagging("adapters"):
                     for weight in (a, b):
-                        uncast[id(weight)] = torch.nn.Parameter(torch.empty(weight.shape, dtype=self._dtype))
+                        uncast[id(weight)] = nn.Parameter(torch.empty(weight.shape, dtype=self._dtype))
                 if name in layer.lora_magnitude_vector:
                     magnitude = layer.lora_magnitude_vector[name]
                     dora = type(magnitude)(magnitude.fan_in_fan_out)
@@ -114,10 +115,10 @@ class _Loading:
         with tracker.tagging("adapters"):
             for name, rows in trainable_parameters(self._model):
                 if TRAINED_ROWS in name:
-                    uncast[id(rows)] = torch.nn.Parameter(torch.empty(rows.shape, dtype=self._dtype))
+                    uncast[id(rows)] = nn.Parameter(torch.empty(rows.shape, dtype=self._dtype))
 
 
-def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
+def _in_loading_order(model: Any) -> list[tuple[str, nn.Module, list[str]]]:
     # Sorted by name in the checkpoint: the weight loaded last decides the load peak of a quantised model, because it is in 16
     # bit beside all packed weights.
     # Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
@@ -131,7 +132,7 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
     return [(path, module, sorted(module._parameters, key=lambda name: sort_key(f"{path}.{name}"))) for path, module in modules]
 
 
-def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
+def cast_adapters_in_turn(model: nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
     """Cast the adapters, which PEFT creates in fp32, to each of `dtypes` in turn."""
     # a separate phase: with all layers, casts may need more memory than loading, though they need less with a few layers
     tracker.phase = "casts"
@@ -150,7 +151,7 @@ def layer_number(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _materialise_buffers(module: torch.nn.Module) -> None:
+def _materialise_buffers(module: nn.Module) -> None:
     for name, buffer in list(module._buffers.items()):
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -159,7 +160,7 @@ def _materialise_buffers(module: torch.nn.Module) -> None:
             setattr(module, name, torch.empty(value.shape, dtype=value.dtype))
 
 
-def _loaded_parameter(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.nn.Parameter:
+def _loaded_parameter(module: nn.Module, name: str, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.nn import Linear8bitLt, Params4bit
 
     parameter: Any = module._parameters[name]
@@ -169,30 +170,30 @@ def _loaded_parameter(module: torch.nn.Module, name: str, dtype: torch.dtype) ->
         return _packed_8bit(parameter, dtype)
     rows = getattr(parameter, LOADED_ROWS, None)
     shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
-    weight = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype), parameter.requires_grad)
+    weight = nn.Parameter(torch.empty(shape, dtype=parameter.dtype), parameter.requires_grad)
     if rows is not None:
         setattr(weight, GROWN_ROWS, parameter.shape[0])
     return weight
 
 
-def _packed_4bit(parameter: Any, dtype: torch.dtype) -> torch.nn.Parameter:
+def _packed_4bit(parameter: Any, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.functional import quantize_4bit
 
     # the 16-bit weight is loaded first, then quantised
     options = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
     packed, state = quantize_4bit(torch.empty(parameter.shape, dtype=dtype), **options)
-    weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+    weight: Any = nn.Parameter(packed, requires_grad=False)
     weight.quant_state = state
     weight.compress_statistics, weight.quant_type = parameter.compress_statistics, parameter.quant_type
     return weight
 
 
-def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+def _packed_8bit(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     loaded = torch.empty(parameter.shape, dtype=dtype)  # lives until the codes of its fp16 copy exist
     values = torch.empty(loaded.shape, dtype=torch.float16)
     scales = torch.empty(values.shape[:1], dtype=torch.float32)
     codes = torch.empty(values.shape, dtype=torch.int8)
-    weight = torch.nn.Parameter(codes, requires_grad=False)
+    weight = nn.Parameter(codes, requires_grad=False)
     weight.CB, weight.SCB, weight.has_fp16_weights = weight.data, scales, False  # type: ignore[attr-defined]
     return weight
 
@@ -207,7 +208,7 @@ def _copy_of_layer(layer: Any) -> Any:
     if layer.weight.is_meta:
         return layer
     copied = copy.copy(layer)
-    weight: Any = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+    weight: Any = nn.Parameter(layer.weight.clone(), requires_grad=False)
     weight.quant_state = copy.deepcopy(layer.weight.quant_state)
     copied._parameters = {**layer._parameters, "weight": weight}
     return copied
@@ -220,7 +221,7 @@ def _dequantised_weight(layer: Any) -> torch.Tensor:
     weight: Any = layer.weight
     if isinstance(layer, (Linear4bit, Linear8bitLt)) and weight.is_meta:
         shape = (layer.out_features, layer.in_features)
-        return torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
+        return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
     if isinstance(layer, Linear4bit):
         return dequantize_4bit(weight.data, weight.quant_state)
     if isinstance(layer, Linear8bitLt):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,14 +36,14 @@ _FP32_RESULT_NAMES = "softmax log_softmax sum prod cumsum cumprod"
 
 
 def _functions_named(names: str) -> set[Callable[..., Any]]:
-    owners = (torch, torch.Tensor, F)
+    owners = (torch, Tensor, F)
     return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
 
 
 _FP32, _FP32_RESULT = _functions_named(_FP32_NAMES), _functions_named(_FP32_RESULT_NAMES)
 _SOFTMAX = _functions_named("softmax")
 #: One set to look up, because a step makes some ten thousand calls of other functions.
-_REDIRECTED = {F.dropout, F.scaled_dot_product_attention, torch.Tensor.__getitem__, *_FP32, *_FP32_RESULT, *_SOFTMAX}
+_REDIRECTED = {F.dropout, F.scaled_dot_product_attention, Tensor.__getitem__, *_FP32, *_FP32_RESULT, *_SOFTMAX}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -69,7 +70,7 @@ class CudaFunctions(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:  # with dropout the CPU saves all scores, CUDA only a seed
             return func(*args, **{**kwargs, "dropout_p": 0.0})
-        if func is torch.Tensor.__getitem__ and type(args[1]) is FakeTensor and args[1].dtype is torch.bool:
+        if func is Tensor.__getitem__ and type(args[1]) is FakeTensor and args[1].dtype is torch.bool:
             return _BooleanMask.apply(*args, self.trained_tokens)
         if torch.is_autocast_enabled("cpu"):
             if func in _FP32:
@@ -87,7 +88,7 @@ class _BooleanMask(torch.autograd.Function):
     """`values[mask]` for a fake mask that stands for `count` selected positions."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
         ctx.shape, ctx.dims = values.shape, mask.dim()
         ctx.save_for_backward(mask)
         positions = torch.empty((count, mask.dim()), dtype=torch.int64, device=values.device)  # nonzero(mask)
@@ -96,7 +97,7 @@ class _BooleanMask(torch.autograd.Function):
         return selected
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         count = grad.shape[0]
         # index_put with accumulation sorts the positions: a column per dimension, a linear index, both sorted (Indexing.cu).
         scratch = [grad.new_empty((count,), dtype=torch.int64) for _ in range(ctx.dims + 3)]
@@ -106,14 +107,14 @@ class _BooleanMask(torch.autograd.Function):
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALF
+    return isinstance(value, Tensor) and value.dtype in _HALF
 
 
 def _as_fp32(value: Any) -> Any:
     return value.float() if _is_half(value) else value
 
 
-def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
         return values
     # CUDA saves a bool mask (at::native_dropout); the CPU saves a mask in the values' dtype
@@ -121,9 +122,7 @@ def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplac
     return values.copy_(dropped) if inplace else dropped
 
 
-def _int8_matmul(
-    a: torch.Tensor, b: torch.Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None
-) -> Any:
+def _int8_matmul(a: Tensor, b: Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
     # bitsandbytes' matmul for CUDA, which also runs on a CPU
     from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
@@ -191,7 +190,7 @@ class _FirstState(NamedTuple):
     shape: tuple[int, ...]
     saved_bytes: int
 
-    def to(self, values: torch.Tensor) -> torch.Tensor:
+    def to(self, values: Tensor) -> Tensor:
         state = values.new_zeros(self.shape)
         return _SaveBytes.apply(state, values, self.saved_bytes) if values.requires_grad else state
 
@@ -200,12 +199,12 @@ class _SaveBytes(torch.autograd.Function):
     """Save `size` bytes until the backward pass of `tensor`, which depends on `values`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, values: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(torch.empty(size, dtype=torch.uint8))
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         return None, None, None
 
 
@@ -216,7 +215,7 @@ class SmallValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(type(tensor) is FakeTensor or tensor.is_meta for tensor in tensors):
             if func.name().partition(".")[0] in _INDEXING:
                 args = (args[0], _masks_to_positions(args[1]), *args[2:])
@@ -230,7 +229,7 @@ class SmallValues(TorchDispatchMode):
 def _masks_to_positions(indices: Any) -> list[Any]:
     positions: list[Any] = []
     for index in indices:
-        if isinstance(index, torch.Tensor) and type(index) is not FakeTensor and index.dtype is torch.bool:
+        if isinstance(index, Tensor) and type(index) is not FakeTensor and index.dtype is torch.bool:
             with unset_fake_temporarily():
                 positions += index.nonzero(as_tuple=True)
         else:
@@ -240,6 +239,6 @@ def _masks_to_positions(indices: Any) -> list[Any]:
 
 def _creates_positions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     out = func(*args, **kwargs)
-    if not isinstance(out, torch.Tensor) or out.is_meta or out.numel() > MAX_ELEMENTS:
+    if not isinstance(out, Tensor) or out.is_meta or out.numel() > MAX_ELEMENTS:
         return False
     return not out.is_floating_point() or func.name().partition(".")[0] in _RANGES

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune.layers.compiled import BODIES
 from finetune.layers.host_memory import round_up
@@ -127,7 +128,7 @@ def uses_flash(dtype: torch.dtype, head_dim: int, has_mask: bool, capability: Ca
     return capability >= (8, 0) and is_supported and flash_supports_backward(head_dim, capability) and not has_mask
 
 
-def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed_rows: int = 0) -> list[int]:
+def _flash_scratch(query: Tensor, key: Tensor, packed_rows: int = 0) -> list[int]:
     heads, dim = query.shape[1], query.shape[-1]
     # each packed row is padded by 128 tokens (flash_api.cpp, mha_varlen_bwd), each other row to a multiple of 128
     padded = query.shape[0] + 128 * packed_rows if packed_rows else query.shape[0] * round_up(query.shape[2], 128)
@@ -138,7 +139,7 @@ def _flash_scratch(query: torch.Tensor, key: torch.Tensor, packed_rows: int = 0)
     return sizes
 
 
-def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capability) -> list[int]:
+def _efficient_scratch(query: Tensor, key: Tensor, capability: Capability) -> list[int]:
     batch, heads, tokens, dim = query.shape
     is_16_bit = query.element_size() == 2
     block_rows, block_columns = _efficient_block(is_16_bit, dim, capability)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import replaced_state_buffers
@@ -59,7 +60,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
 
     def enter_layer(number: int, _module: Any, inputs: tuple[Any, ...]) -> None:
         tracker.layer = number
-        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor):  # the layer saves its input
+        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], Tensor):  # the layer saves its input
             tracker.retag(inputs[0], "activations", number)
 
     def leave_layer(number: int, _module: Any, _inputs: Any, output: Any) -> None:
@@ -68,7 +69,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
             hidden.register_hook(functools.partial(enter_backward, number))
         tracker.layer = None
 
-    def enter_backward(number: int | None, _grad: torch.Tensor) -> None:
+    def enter_backward(number: int | None, _grad: Tensor) -> None:
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "backward", "workspace", number, False
 
     def begin_forward(_module: Any, _inputs: Any) -> None:
@@ -112,7 +113,7 @@ def _tagged_checkpoint(tracker: StorageTracker, checkpoint: Any, function: Any, 
 
 
 def take_step(
-    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor],
+    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], Tensor],
     arguments: Any,  # Settings or TrainingArguments
     *, context: AbstractContextManager[Any], on_cpu: bool,
 ) -> None:  # fmt: skip
@@ -122,7 +123,7 @@ def take_step(
             group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU
     parameters = [parameter for _, parameter in trainable_parameters(model)]
 
-    def record_accumulation(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    def record_accumulation(parameter: Tensor, grad: Tensor) -> None:
         if parameter.grad is not None:
             tracker.recording.accumulate(grad.untyped_storage()._cdata, parameter.grad.untyped_storage()._cdata)
 
@@ -176,7 +177,7 @@ def first_step(
     optimizer.zero_grad()
     for name, parameter in trainable_parameters(model):
         for value in optimizer.state[parameter].values():
-            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            if isinstance(value, Tensor) and value.device.type != "meta":
                 tracker.retag(value, "optimizer", layer_number(name))
     del tracker.peaks[("first step", None)]  # the second step's peak is higher: it also has activations
 
@@ -192,7 +193,7 @@ def allocate_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
 def paged_states_on_host(on_cpu: bool) -> AbstractContextManager[None]:
     """Temporarily count bitsandbytes' paged states as host memory."""
 
-    def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def get_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         # paged states are CUDA managed memory, outside torch's allocator; bitsandbytes pages from 1e5 elements
         is_paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
         # the tracker counts meta tensors as host memory
@@ -288,7 +289,7 @@ def _run(
         tracker.retag(copy, "weights", layer_number(name))
     batches: list[dict[str, Any]] = []
 
-    def loss() -> torch.Tensor:
+    def loss() -> Tensor:
         tracker.phase = "forward"
         # the trainer moves all micro-batches of a step to the GPU first; text batches are small, so one is counted
         count = settings.gradient_accumulation_steps if settings.vision is True else 1
@@ -330,7 +331,7 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
     return inputs | method_of(settings).dry_run_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
-def _forward(method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any]) -> torch.Tensor:
+def _forward(method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any]) -> Tensor:
     """Run forward and loss like `RunTrainer.compute_loss`."""
     # rows of equal length need no mask
     needs_mask = (batch.padded and batch.rows > 1) or method.settings.vision is True

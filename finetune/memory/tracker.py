@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -95,10 +96,10 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # each read of a fake tensor's device is dispatched
-        if self._phase in _UPDATE_PHASES and args and isinstance(args[0], torch.Tensor):
+        if self._phase in _UPDATE_PHASES and args and isinstance(args[0], Tensor):
             self._set_argument_layer(args[0])
         elif self.inherits:
-            layers = (self.layer_of(value) for value in reversed(args) if isinstance(value, torch.Tensor))
+            layers = (self.layer_of(value) for value in reversed(args) if isinstance(value, Tensor))
             self._argument_layer = next((layer for layer in layers if layer is not None), None)
         rule = self._rules.get(func)
         out = fake_operators.call(func, args, kwargs or {}) if rule is None else rule(self, func, args, kwargs or {})
@@ -108,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
                 self.track(leaf, layer=self.layer_of(argument))
         else:
             for leaf in tree_iter(out):
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, Tensor):
                     self.track(leaf)
         self.record()
         if self._workspace_bytes and func in _MATMULS:
@@ -130,7 +131,7 @@ class StorageTracker(TorchDispatchMode):
         self.record(sum(rounded(size) for size in sizes))
         self.recording.scratch(sizes, self._layer)
 
-    def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
+    def retag(self, tensor: Tensor, part: str, layer: int | None = None) -> None:
         """Move a tensor's storage to another part, and to `layer` if given."""
         key = tensor.untyped_storage()._cdata
         size, old_tag = self._sizes.get(key, (0, ("", None)))
@@ -157,16 +158,16 @@ class StorageTracker(TorchDispatchMode):
                 self._workspaces.add((is_backward, is_lt))
                 self.recording.add_persistent(size)
 
-    def _set_argument_layer(self, tensor: torch.Tensor) -> None:
+    def _set_argument_layer(self, tensor: Tensor) -> None:
         layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
         if layer is not None:
             self._argument_layer = layer
 
-    def layer_of(self, tensor: torch.Tensor) -> int | None:
+    def layer_of(self, tensor: Tensor) -> int | None:
         """Return the layer in the tag of a tensor's storage."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
-    def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
+    def track(self, tensor: Tensor, *, layer: int | None = None) -> None:
         """Count a tensor's storage until its release, unless it is counted; `layer` overrides the current layer."""
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune.settings import Settings
 
@@ -23,7 +24,7 @@ def method_of(settings: Settings) -> TrainingMethod:
 #: Rows of the dataset -> a batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 #: Trained tokens of the whole step.
-Items = torch.Tensor | int | None
+Items = Tensor | int | None
 USUAL_BETA = 0.1  # beta in DPO's paper, TRL, LLaMA-Factory and Axolotl
 #: Nats by which collapsed answers are less likely than under the reference: per answer and per token, on average.
 COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
@@ -33,10 +34,10 @@ COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
 class MicroBatchLoss:
     """The loss of a micro-batch."""
 
-    loss: torch.Tensor
-    auxiliary: torch.Tensor | None  # a mixture's auxiliary loss
+    loss: Tensor
+    auxiliary: Tensor | None  # a mixture's auxiliary loss
     #: Sums over rows or tokens, on the device, which are added over an optimizer step and all ranks.
-    counts: dict[str, torch.Tensor]
+    counts: dict[str, Tensor]
 
 
 class TrainingMethod(ABC):
@@ -49,7 +50,7 @@ class TrainingMethod(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         #: Copies of the adapter that training continues from, in the order of the trainable parameters.
-        self.reference_copies: list[torch.Tensor] = []
+        self.reference_copies: list[Tensor] = []
 
     def copy_reference(self, model: Any) -> None:
         """Copy the adapter that training continues from, if the method needs a reference."""
@@ -77,7 +78,7 @@ class TrainingMethod(ABC):
         """Return a collator based on the collator of single answers; None for that collator itself."""
         return None
 
-    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, Tensor]:
         """Return this method's extra inputs for the dry run. `mismatched_tokens`: width of KTO's KL batch."""
         return {}
 
@@ -122,7 +123,7 @@ def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
 
 
-def sequence_log_probs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def sequence_log_probs(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the log-probability of each sequence's labels."""
     return forward(model, inputs, routed=False).log_probs.sum(dim=1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from finetune.methods import USUAL_BETA, Collator, Items, MicroBatchLoss, TrainingMethod, forward, sequence_log_probs
@@ -61,19 +62,19 @@ class Dpo(TrainingMethod):
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
-def _robust(beta: float, chosen: Any, rejected: Any, _: Any, __: Any, swapped: float) -> torch.Tensor:
+def _robust(beta: float, chosen: Any, rejected: Any, _: Any, __: Any, swapped: float) -> Tensor:
     # unbiased where a share `swapped` of the pairs is in the wrong order (Chowdhury et al., 2024)
     in_order, in_wrong_order = (-logsigmoid(sign * beta * (chosen - rejected)) for sign in (1, -1))
     return ((1 - swapped) * in_order - swapped * in_wrong_order) / (1 - 2 * swapped)
 
 
-def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any, *_: Any) -> torch.Tensor:
+def _ipo(beta: float, chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any, *_: Any) -> Tensor:
     # equation 17 of IPO, with means over the tokens of an answer
     return (chosen / chosen_tokens - rejected / rejected_tokens - 1 / (2 * beta)) ** 2
 
 
 #: `loss_type` -> losses of pairs, from beta, log-ratios and tokens of the chosen and rejected answers, and label_smoothing.
-PREFERENCE_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+PREFERENCE_LOSSES: dict[str, Callable[..., Tensor]] = {
     "sigmoid": lambda beta, chosen, rejected, *_: -logsigmoid(beta * (chosen - rejected)),
     "robust": _robust,
     "ipo": _ipo,
@@ -124,7 +125,7 @@ class Kto(TrainingMethod):
     def collator(self, answers: Collator) -> Collator:
         return LabelledCollator(answers, self.settings.max_length, self.settings.has_kl)
 
-    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+    def dry_run_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, Tensor]:
         batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}
         names = ("input_ids", "labels", "attention_mask") if self.settings.has_kl else ()
         return batch | {f"{_KL_PREFIX}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
@@ -174,7 +175,7 @@ class Kto(TrainingMethod):
         return means
 
 
-def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+def _mean_over_ranks(value: Tensor) -> Tensor:
     if not dist.is_initialized():
         return value
     total = value.clone()

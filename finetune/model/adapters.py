@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.compat.peft import leave_casts_to_autocast
@@ -79,8 +80,8 @@ def _adapted_table_problem(model: PreTrainedModel) -> str:
     return ""
 
 
-def _linear_layers(model: torch.nn.Module) -> str:
-    linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+def _linear_layers(model: nn.Module) -> str:
+    linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     # without the adapters that PEFT has added already
     names = sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name})
     return f"Linear layers of this model: {', '.join(names)}"
@@ -97,8 +98,8 @@ def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
     return "|".join(pattern for pattern in patterns if pattern) or None
 
 
-def _is_special_linear(module: torch.nn.Module) -> bool:
-    if not isinstance(module, torch.nn.Linear) or type(module).forward is torch.nn.Linear.forward:
+def _is_special_linear(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return False
     if type(module).__module__.startswith("bitsandbytes."):
         return False
@@ -106,7 +107,7 @@ def _is_special_linear(module: torch.nn.Module) -> bool:
     with fake_tensor_mode():
         fake_module = copy.copy(module)
         fake_module._parameters = {
-            name: value if value is None else torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
+            name: value if value is None else nn.Parameter(torch.empty(value.shape, dtype=value.dtype), False)
             for name, value in module._parameters.items()
         }
         try:
@@ -116,21 +117,21 @@ def _is_special_linear(module: torch.nn.Module) -> bool:
         return not isinstance(result, torch.Tensor) or result.shape != (1, module.out_features)
 
 
-def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
+def prepare_for_training(model: nn.Module, settings: Settings) -> None:
     """Set train mode and the adapters' dtype."""
     # TRL casts adapters of a quantised model to bf16
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
     model.train()
 
 
-def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast_trainable(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast trainable parameters to `dtype`."""
     for _, parameter in trainable_parameters(model):
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
-def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the name and parameter of each trainable parameter."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -148,7 +149,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     embedding, head = _embedding_and_head(model)
     is_tied = head.weight is embedding.weight
     if settings.trained_embedding_rows[1] > embedding.num_embeddings:
-        others = [part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not embedding]
+        others = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embedding]
         # per-layer embeddings by token, as in Gemma 3n
         if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
             raise RecipeError(f"new_tokens: a {model.config.model_type} model has several embedding tables")
@@ -166,14 +167,14 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
 
 def _embedding_and_head(model: Any) -> tuple[Any, Any]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_plain = isinstance(embedding, torch.nn.Embedding) and type(head) is torch.nn.Linear and head.bias is None
+    is_plain = isinstance(embedding, nn.Embedding) and type(head) is nn.Linear and head.bias is None
     if not is_plain:
         raise RecipeError(f"new_tokens: the rows of a {model.config.model_type} model's embedding can't be trained alone")
     return embedding, head
 
 
 @torch.no_grad()
-def _grown(weight: torch.nn.Parameter, settings: Settings, text_tokens: dict[int, list[int]]) -> torch.nn.Parameter:
+def _grown(weight: nn.Parameter, settings: Settings, text_tokens: dict[int, list[int]]) -> nn.Parameter:
     first, end = settings.trained_embedding_rows
     rows, width = weight.shape
     grown = weight.new_empty(max(rows, end), width)
@@ -185,7 +186,7 @@ def _grown(weight: torch.nn.Parameter, settings: Settings, text_tokens: dict[int
         for row, tokens in text_tokens.items():
             if tokens := [token for token in tokens if token < earlier_rows]:
                 grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32)
-    parameter = torch.nn.Parameter(grown, requires_grad=False)
+    parameter = nn.Parameter(grown, requires_grad=False)
     setattr(parameter, LOADED_ROWS, rows)
     return parameter
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
@@ -268,7 +269,7 @@ def load_errors(path: str) -> Iterator[None]:
 
 
 #: The modules that use a parameter, and the parameter's name in each. Tied parameters have several.
-Uses = list[tuple[torch.nn.Module, str]]
+Uses = list[tuple[nn.Module, str]]
 
 
 def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, rank: int) -> PreTrainedModel:
@@ -292,7 +293,7 @@ def _load_own_rows(
         if (state := getattr(parameter, "quant_state", None)) is not None:
             state.to(device)  # not a parameter: every rank has the whole tables
 
-    def on_loaded(model: Any, module: torch.nn.Module, name: str) -> None:
+    def on_loaded(model: Any, module: nn.Module, name: str) -> None:
         parameter = module._parameters.get(name)
         tied = [model.get_parameter_or_buffer(path) for pair in model.all_tied_weights_keys.items() for path in pair]
         # transformers compares the values of tied weights once all are loaded
@@ -339,6 +340,6 @@ def _shard(uses: dict[Any, Uses], shard_default: Callable[[Any, Any], Any], acce
 
 
 def _set_parameter(places: Uses, data: torch.Tensor) -> None:
-    parameter = torch.nn.Parameter(data, requires_grad=False)
+    parameter = nn.Parameter(data, requires_grad=False)
     for module, name in places:
         module._parameters[name] = parameter

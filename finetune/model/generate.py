@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from finetune.model.build import load_errors
 
 #: Token ids of a batch -> the model's other inputs by name.
-MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
+MoreInputs = Callable[[Tensor], dict[str, Any]]
 _GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
@@ -70,7 +71,7 @@ def streamed_answer(
     pieces, began = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter()
     was_stopped = False
 
-    def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def is_stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         nonlocal was_stopped
         was_stopped = was_stopped or stopped()
         return torch.full((len(ids),), was_stopped, device=ids.device)
@@ -100,10 +101,10 @@ def _generated_ids(
         return model.generate(input_ids=ids, attention_mask=mask, use_cache=True, **arguments)[:, width:].tolist()
 
 
-def extra_model_inputs(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
+def extra_model_inputs(ids: Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
     """Return model inputs besides the token ids, such as pixel values, on the device of `ids`."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
-    return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    return {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
@@ -121,7 +122,7 @@ class _Pieces:
         self._ids: list[int] = []
         self._emitted = ""
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         if value.dim() == 2:  # the prompt
             return
         self._ids += value.reshape(-1).tolist()

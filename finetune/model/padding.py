@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
@@ -59,16 +60,16 @@ def _reads_mask(config: PretrainedConfig) -> bool:
     return not mask.reached_attention
 
 
-class _UnreadMask(torch.Tensor):
+class _UnreadMask(Tensor):
     """A mask that raises an error when its values are read."""
 
     reached_attention = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.to:
+        if func is Tensor.to:
             return args[0]  # still an `_UnreadMask`
-        if func in (torch.Tensor.dim, torch.Tensor.size) or func.__name__ == "__get__":
+        if func in (Tensor.dim, Tensor.size) or func.__name__ == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         raise RuntimeError(f"{func.__name__} reads the attention mask")
 
@@ -87,9 +88,9 @@ def _causal_mask(
 
 
 def _no_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:  # fmt: skip
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
@@ -125,7 +126,7 @@ def require_isolated_examples(model: PeftModel, collate: Callable[[Any], Any]) -
 
 
 @torch.no_grad()
-def changes_with_other_example(model: Any, collate: Callable[[Any], Any]) -> torch.Tensor:
+def changes_with_other_example(model: Any, collate: Callable[[Any], Any]) -> Tensor:
     """Return the relative change of all later tokens' last hidden states when the first example changes."""
     was_training = model.training
     model.eval()
@@ -136,11 +137,11 @@ def changes_with_other_example(model: Any, collate: Callable[[Any], Any]) -> tor
     return (states - others).norm(dim=-1) / others.norm(dim=-1)
 
 
-def _later_states(model: Any, collate: Callable[[Any], Any], first_id: int) -> torch.Tensor:
+def _later_states(model: Any, collate: Callable[[Any], Any], first_id: int) -> Tensor:
     table = model.get_input_embeddings().weight
     # any token ids will do
     examples = [range(first_id, first_id + _CHANGED_TOKENS), *(range(59, 59 + tokens) for tokens in _LATER_TOKENS)]
     batch = collate([{"input_ids": [token % len(table) for token in example]} for example in examples])
-    inputs = {name: value.to(table.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    inputs = {name: value.to(table.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     inputs.pop("labels")
     return model.base_model(**inputs, use_cache=False).last_hidden_state[0, _CHANGED_TOKENS:].float()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from finetune.layers.checkpointing import decoder_layers, outside_layers, set_checkpointing
@@ -62,7 +63,7 @@ class CpuAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._staging: dict[torch.Tensor, torch.Tensor] = {}
+        self._staging: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -107,17 +108,17 @@ class CpuAdamW(torch.optim.Optimizer):
                 self.state[parameter]["step"] = _step_count(parameter).copy_(saved["step"])
                 parameter.copy_(self.state[parameter]["master"])
 
-    def _staging_buffer(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _staging_buffer(self, parameter: Tensor) -> Tensor:
         if parameter not in self._staging:
             self._staging[parameter] = host_empty(parameter, pinned=parameter.is_cuda)
         return self._staging[parameter]
 
 
-def _host_fp32(like: torch.Tensor) -> torch.Tensor:
+def _host_fp32(like: Tensor) -> Tensor:
     return host_empty(like, torch.float32, pinned=like.is_cuda)
 
 
-def _step_count(parameter: torch.Tensor) -> torch.Tensor:
+def _step_count(parameter: Tensor) -> Tensor:
     return _host_fp32(parameter.new_empty(())).zero_()
 
 

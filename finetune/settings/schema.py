@@ -383,7 +383,7 @@ class Recipe(_Strict):
 
     @property
     def training_method(self) -> Method:
-        """The method with the needs of its loss; `sft` until the rows decide."""
+        """The method, `sft` until the rows decide, adjusted to its loss."""
         method = METHODS.get(self.method, METHODS["sft"])
         # the KL term needs an answer to another prompt
         return method if method.min_rows == 1 or self.has_kl else replace(method, reference_passes=1, min_rows=1)
