@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from app.planning.catalogue import Model
 
 from app.background import Task, start_run, starts
-from app.draft import Draft
+from app.draft import Draft, Model
 from app.pages.new_run import NewRun
 from app.views.data import problems_of, source_text
 from app.views.markup import render
