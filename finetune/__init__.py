@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.api.forecasts import Fit, MemoryCallback, fits
+    from finetune.api.callback import MemoryCallback
+    from finetune.api.forecasts import Fit, fits
     from finetune.api.memory import lean, track
     from finetune.api.plans import plan, read_plan
 
@@ -14,7 +15,7 @@ __version__ = "0.1.0"
 __all__ = ["Fit", "MemoryCallback", "fits", "lean", "plan", "read_plan", "track"]
 
 _MODULES = {
-    "Fit": "forecasts", "MemoryCallback": "forecasts", "fits": "forecasts", "lean": "memory", "track": "memory",
+    "Fit": "forecasts", "MemoryCallback": "callback", "fits": "forecasts", "lean": "memory", "track": "memory",
     "plan": "plans", "read_plan": "plans",
 }  # fmt: skip
 

@@ -244,6 +244,8 @@ def keep_private() -> None:
     sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
 
 
+# Importing torch and its libraries makes half a million lasting objects. Scanning them repeatedly takes a sixth of the start-up
+# time, and 1.5 s at exit, which `gc.freeze()` saves.
 _DEFAULT_THRESHOLDS = gc.get_threshold()
 
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from finetune.errors import RecipeError
-from finetune.layers.checkpointing import decoder_layers, outside_layers
-from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
 from finetune.memory.tracker import StorageTracker
 from finetune.units import format_bytes
 
@@ -21,6 +19,9 @@ def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
     Changes the model in place; `enabled=False` reverts that. Returns a summary of each decoder layer. Raises RecipeError
     for a model without decoder layers.
     """
+    from finetune.layers.checkpointing import decoder_layers, outside_layers
+    from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
+
     layers = decoder_layers(model)
     if not layers:
         raise RecipeError(

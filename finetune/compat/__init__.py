@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pkgutil import resolve_name
 from typing import Any
 
-# `tests/compat` fails when a library has renamed a patched name or no longer calls it. Each function imports its library when
-# called.
+# `tests/compat` fails when a library has renamed a patched name or no longer calls it. The modules' functions import their
+# library when called.
 
 
 def owner_of(name: str) -> tuple[Any, str]:

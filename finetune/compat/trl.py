@@ -120,7 +120,6 @@ def fused_lm_head() -> Any:
 # for the dry run, and for checks of a model before training
 def add_loss(model: Any) -> None:
     """Patch a transformers model or PeftModel with SFTTrainer's fused head and auxiliary router loss."""
-
     import_without_listing_packages()
     config = model.config.get_text_config()
     if hasattr(config, "output_router_logits"):

@@ -132,7 +132,7 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
         problem = "no held-out row has a trained token" if rows["labels"] else "no rows are held out"
         raise CommandError(problem, "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE.")
     receiver, sender = Pipe(duplex=False)  # in a process, whose memory is free again afterwards
-    process = get_context("spawn").Process(target=_send_cost, args=(sender, plan, rows, adapter))
+    process = get_context("spawn").Process(target=_send_cost, args=(sender, cards_of(plan)[:1], plan, rows, adapter))
     process.start()
     sender.close()  # else a killed process would not end `recv`
     try:
@@ -149,8 +149,8 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
     return message
 
 
-def _send_cost(sender: Connection, plan: Plan, rows: Rows, adapter: Path | None) -> None:
-    cards = cards_of(plan)[:1]
+def _send_cost(sender: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
+    # `cards` are the parent's: this process inherits the variable by which the parent may have hidden all GPUs
     redirect_output(Path(os.devnull))  # of libraries
     os.environ.update(visibility(cards))
     keep_private()

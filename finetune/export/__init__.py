@@ -22,7 +22,7 @@ TARGETS = {
     "gguf": Target("GGUF", "quantized", "gguf", ""),
 }
 #: Values of `finetune export --to`. cli/export.py writes GGUF for each: another format needs a branch there,
-#: and an entry in app/pages/result.py and app/templates/use.html.
+#: and an entry in app/pages/run.py and app/templates/use.html.
 LAYOUTS = {"gguf": "one file", "gguf-adapter": "base and adapter in two files"}
 
 

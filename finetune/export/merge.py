@@ -222,22 +222,28 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _merged_when_read(settings: Any, config: Any, adapter: Path, stored: Any, progress: Progress) -> list[Any] | None:
+    # Tensor by tensor, so that the whole model need not fit into memory. None where that is impossible: a base that is stored
+    # quantised or under other names, and a vocabulary that grows.
+    if getattr(config, "quantization_config", None) or settings.trained_embedding_rows:
+        return None
+    _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
+    progress("reading the adapter")
+    base = build_base(settings, config, device="meta", weights=True)
+    try:
+        return merged_tensors(with_adapter(base, adapter), stored)
+    except StoredOtherwiseError:
+        return None
+
+
 def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Progress) -> None:
     """Write a standard model folder. Raise OutOfMemory or DiskFull before anything is written."""
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
     stored = stored_tensors(source)
-    # tensor by tensor if possible: the whole model need not fit into memory
-    is_streamed = not (getattr(config, "quantization_config", None) or settings.trained_embedding_rows)
-    if is_streamed:
-        _check_memory(4 * max(tensor.size_bytes for tensor in stored), "four times the largest tensor")
-        progress("reading the adapter")
-        base = build_base(settings, config, device="meta", weights=True)
-        try:
-            tensors = merged_tensors(with_adapter(base, adapter), stored)
-        except StoredOtherwiseError:
-            is_streamed = False
-    if not is_streamed:
+    tensors = _merged_when_read(settings, config, adapter, stored, progress)
+    is_streamed = tensors is not None
+    if tensors is None:
         tensors = _merged_in_memory(settings, config, adapter, folder, stored, progress)
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files hold other tensors
     require_disk(sum(tensor.size_bytes for tensor in tensors), folder)

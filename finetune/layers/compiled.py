@@ -122,7 +122,6 @@ _CHECKED_GUARDS = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_L
 
 def compile_layers(layers: list[nn.Module]) -> None:
     """Compile the layers' forward for training; layers of one structure share code. Configures torch for the whole process."""
-
     set_compiler()
     call_bodies(BODIES)
     torch._dynamo.reset()  # with few guards, code of another model's layers could be reused for these layers

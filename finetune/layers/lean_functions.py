@@ -19,7 +19,7 @@ _FP32_TILE = 2**24
 # plain torch operators below: the same code runs on a GPU, a CPU and fake tensors
 ReadInput = Callable[[], Tensor]
 #: An adapter's a and b in the dtype of computation, or None and None.
-CastAdapter = tuple[Any, Any]
+CastAdapter = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class Linear(NamedTuple):
@@ -105,7 +105,8 @@ class GatedMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *saved, down_act = ctx.saved_tensors
-        outs, lora_acts = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        count = len(ctx.mlp.linears) - 1
+        outs, lora_acts = saved[:count], saved[count:]
         casts, read_input = cast_adapters(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
         dx, grads = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lora_acts, down_act, read_input, ctx.needs_input_grad[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *grads
@@ -347,7 +348,7 @@ def linear_forward(x: Tensor, linear: Linear, cast: CastAdapter) -> tuple[Tensor
     weight, bias, tables = linear[:3]
     out = F.linear(x, weight, bias) if tables is None else linear_4bit(x, weight, tables, bias)
     a, b = cast
-    if a is None:
+    if a is None or b is None:
         return out, None
     lora_act = scaled_product(x, a.t(), linear.scale)
     # lora_act is saved: it has only rank columns
@@ -361,7 +362,7 @@ def linear_backward(
     """Return the gradients of x, a and b. The gradient of x is added to `add_to`, or written to `out`."""
     a, b = cast
     da = db = None
-    if linear.a is not None and linear.b is not None:
+    if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = scaled_product(grad, b, linear.scale)
         # cuBLAS writes fp32 products of 16-bit factors: no cast, and no rounding of the gradient to 16 bit
         writes_fp32 = linear.a.dtype != grad.dtype and (grad.is_cuda or is_in_forecast(grad))

@@ -107,7 +107,7 @@ def _lean_state(module: nn.Module) -> dict[str, Any]:
 
 
 def set_forward(module: Any, forward: Any, **lean: Any) -> None:
-    """Set a module's forward, which reads `lean` from the module."""
+    """Set a module's forward until `undo_lean`; `lean` is for the forward and the summary."""
     vars(module).update(forward=MethodType(forward, module), lean={"forward": forward.__name__, **lean})
 
 

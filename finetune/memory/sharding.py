@@ -119,7 +119,7 @@ def _fsdp(units: Units, settings: Settings) -> Sharded:
     # (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
     all_frozen_bytes, all_trained_bytes = _totals(_by_unit(units))
     unsharded_bytes = all_trained_bytes + (0 if own_rows else all_frozen_bytes)
-    # Codes are stored as one column, a 16-bit element for 4 codes.
+    # Codes are stored as one column, a 16-bit element for 4 codes: the 16-bit matrix takes 4 times the bytes of its codes.
     codes_bytes = [p.size_bytes for p in parameters if p.row_bytes == p.item_bytes and not p.trained]
     quantising_bytes = 5 * max(codes_bytes, default=0) if own_rows else 0
     frozen_bytes, trained_bytes = _totals(shards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -20,12 +20,6 @@ from finetune.layers.layer_offloading import weights_for_magnitudes
 from finetune.model.hybrid import layers_without_adapters
 from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.settings import Settings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.settings import Settings
-
 
 #: Model types in which PEFT refuses adapters on two layers, with kernels or without.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
@@ -154,7 +148,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
         if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
             raise RecipeError(f"new_tokens: a {model.config.model_type} model has several embedding tables")
     # a new row is the mean of the rows of its text's tokens, or of all earlier rows; a model on meta needs no tokenizer
-    text_tokens = {}
+    text_tokens = {}  # by a new token's row
     if tokenizer is not None:
         vocabulary = tokenizer.get_vocab()
         texts = {vocabulary[name]: text for name, text in settings.new_tokens.items() if text.strip()}

@@ -48,7 +48,7 @@ class EvaluatedStrategy:
 
 # Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
 def estimate_high_bytes(strategy: Strategy, evaluated: Collection[EvaluatedStrategy], job: Job) -> int:
-    """Scale the upper end from the nearest evaluated strategy."""
+    """Scale the upper end from the nearest evaluated strategy; guess without one."""
     if not evaluated:
         shape, tokens = job.shape, job.micro_batch_tokens(strategy, job.width)
         usual = USUAL_SAVED_BYTES * saved_bytes(strategy.base, job.lean) / SAVED_BYTES
@@ -235,6 +235,7 @@ class Search:
         self._timings.clear()
 
     def fits(self, strategy: Strategy) -> bool:
+        """Return whether the strategy fits by its forecast, or by an estimate before it has one."""
         return self.high_bytes(strategy) <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:

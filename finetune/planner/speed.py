@@ -163,7 +163,7 @@ class Job:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row."""
+        """Tokens of the longest row, or `max_length` where rows are packed or unknown."""
         return self.batches.longest
 
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:

@@ -108,10 +108,10 @@ class RunCallback(TrainerCallback):
         self._first_samples: list[Memory] = []
         self._may_spill, self._last_reported, self._compilations = has_windows_driver(), Memory(), Compilations()
         self.trainer: RunTrainer  # set after construction: the trainer's constructor takes this callback
+        self.has_collapsed = False  # the chosen answers have become unlikely
         # each is a message once the run ends for this reason
         self.diverged: str | None = None
         self.stopped_early: str | None = None
-        self.has_collapsed = False  # the chosen answers have become unlikely
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began_s = time.perf_counter()

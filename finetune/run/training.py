@@ -38,12 +38,7 @@ from finetune.model.generate import greedy_answers
 from finetune.model.padding import without_mask
 from finetune.model.techniques import apply_techniques, step_context, training_arguments
 from finetune.planner.plan import Plan
-from finetune.run.best import (
-    EvaluatedStep,
-    evaluations,
-    recorded_row_losses,
-    write_row_losses,
-)
+from finetune.run.best import EvaluatedStep, evaluations, recorded_row_losses, write_row_losses
 from finetune.run.directory import RunDirectory
 from finetune.run.memory import MemorySampler
 from finetune.run.seal import rotate, seal

@@ -255,16 +255,16 @@ class Worker:
         if attempt == 1 or self.rank.world_size > 1 or self.plan.card.is_cpu:
             return
         needed_bytes = self.plan.forecast.peak_bytes if self.plan.forecast else 0
-        available_bytes, changes = self.available_bytes, dict[str, Any]()
+        free_bytes, changes = self.available_bytes, dict[str, Any]()
         # each attempt in between would load the model only to run out of memory
-        while available_bytes is not None and self.plan.forecast and self.plan.forecast.peak_bytes > available_bytes:
+        while free_bytes is not None and self.plan.forecast and self.plan.forecast.peak_bytes > free_bytes:
             if (smaller := next_smaller(self.plan, "train")) is None:
                 break
             adjust(self.run, smaller)
             changes |= smaller
             self.plan = reforecast_adjusted(self.run)
         if changes:
-            reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(available_bytes or 0)} is free"
+            reason = f"the forecast needs {format_bytes(needed_bytes)}, {format_bytes(free_bytes or 0)} is free"
             self.events.emit(events.Retry(attempt=attempt, reason=reason, changes=changes))
 
     def _open_card(self) -> None:

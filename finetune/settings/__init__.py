@@ -42,7 +42,7 @@ def resolved(recipe: R, **choices: Any) -> R:
 
 
 def resolve(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
-    """Return a recipe or settings with `choices` filled in. Raises ValueError for conflicts, and for a setting still `auto`."""
+    """Return a recipe or settings with `choices` filled in. Raises ValueError for conflicts, Settings also for `auto`."""
     try:
         return kind.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
     except ValidationError as error:

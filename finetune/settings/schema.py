@@ -385,7 +385,7 @@ class Recipe(_Strict):
     def training_method(self) -> Method:
         """The method, `sft` until the rows decide, adjusted to its loss."""
         method = METHODS.get(self.method, METHODS["sft"])
-        # the KL term needs an answer to another prompt
+        # only the KL term needs an answer to another prompt: a second row, and a second pass of the reference
         return method if method.min_rows == 1 or self.has_kl else replace(method, reference_passes=1, min_rows=1)
 
     @property

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config
 from finetune.card import find_card
 from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.errors import CommandError
+from finetune.evaluate import quantisation
 from finetune.evaluate.quantisation import FormatLoss, QuantisationCost, held_out_rows, measure, measure_plan
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.planning import encode_rows, plan_recipe, read_rows
@@ -40,10 +41,10 @@ def independent_losses(path, rows):
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
     )
     means = {}
-    for label, quantisation in {"32 bit": None, "int8": BitsAndBytesConfig(load_in_8bit=True), "NF4": nf4}.items():
+    for label, config in {"32 bit": None, "int8": BitsAndBytesConfig(load_in_8bit=True), "NF4": nf4}.items():
         total = tokens = 0
         with without_cpu_repacking(), torch.no_grad():  # repacked 4-bit weights compute in bfloat16
-            loading = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": quantisation}
+            loading = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": config}
             model = AutoModelForCausalLM.from_pretrained(path, **loading)
             for ids, labels in zip(*rows.values(), strict=True):
                 count = sum(label != -100 for label in labels[1:])
@@ -96,3 +97,13 @@ def test_the_sentence_says_what_can_not_be_told():
     )
     without = QuantisationCost("m", 60, 900, (FormatLoss("16 bit", 1.5), nf4)).sentence
     assert "0.0160); int8 was not measured: it does not fit" in without
+
+
+def test_the_measuring_process_gets_the_gpu_of_a_parent_that_hides_it(monkeypatch):
+    arguments = []
+    monkeypatch.setattr(quantisation, "cards_of", lambda plan: ("GPU-1", "GPU-2"))
+    context = SimpleNamespace(Process=lambda target, args: arguments.extend(args) or SimpleNamespace(start=lambda: 1 / 0))
+    monkeypatch.setattr(quantisation, "get_context", lambda kind: context)
+    with pytest.raises(ZeroDivisionError):
+        measure_plan(plan_for("unread"), {"input_ids": [[1, 2]], "labels": [[1, 2]]}, print)
+    assert arguments[1] == ("GPU-1",)
