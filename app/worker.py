@@ -1,4 +1,4 @@
-"""Child processes that run modules of this package: detached, or a worker that answers calls.
+"""Child processes that answer calls, and the environment of every child process.
 
     planner = Worker(folder, ".planning", log=path)
     planner.call("plan", recipe=text, report=print)

@@ -173,7 +173,7 @@ def result_parts(context: Context, run: RunDirectory, tab: str, order: str) -> d
 def start_command(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
     """Start a form's command, which checks its options. Raises CommandError or KeyError."""
     score = values.get("score", "")
-    if score not in [*SCORES]:  # as FILE.py:FUNCTION: a click must not run a file's code
+    if score not in [*SCORES]:  # such as FILE.py:FUNCTION: a click must not run a file's code
         raise CommandError(f"{score!r} is not a score of this page")
     if verb == "compare":
         chosen = values.get("others", [])

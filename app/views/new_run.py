@@ -75,11 +75,11 @@ def verdict(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True)
 def blocker_note(blocker: Blocker) -> Safe:
     """Return a blocker with its fix."""
     box = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
-    label, row_count = in_words(blocker.override), re.match(r"([\d,]+) ", " ".join(blocker.problems))
+    label = in_words(blocker.override)
+    row_count = re.match(r"([\d,]+) ", " ".join(blocker.problems))
     if blocker.override == "dataset.on_bad_rows=skip" and row_count:
         label = tr_n("Leave out {n} row", "Leave out {n} rows", int(row_count[1].replace(",", "")))
-    is_data = blocker.title == DataError.title
-    return render("blocker", blocker=blocker, box=box, button_label=label, is_data=is_data)
+    return render("blocker", blocker=blocker, box=box, button_label=label, is_data=blocker.title == DataError.title)
 
 
 def _forecast_trust(plan: Plan) -> str:

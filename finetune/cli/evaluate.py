@@ -86,11 +86,11 @@ def _print_rows(result: Comparison, order: str, limit: int) -> None:
         out.print(f"\nrows by score ({escape(result.score)}), {ORDERS[order]} first:")
     for row in rows:
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
-        out.print(f"  wanted       {_one_line(result.references[row])}")
+        out.print(f"  wanted       {_escaped_line(result.references[row])}")
         for name, model in result.models.items():
             if model.thoughts[row]:
-                out.print(f"  {name:12} [dim]{_one_line(model.thoughts[row])}[/]")
-            out.print(f"  {name:6} {model.scores[row]:5.3g} {_one_line(model.answers[row]) or '(empty)'}")
+                out.print(f"  {name:12} [dim]{_escaped_line(model.thoughts[row])}[/]")
+            out.print(f"  {name:6} {model.scores[row]:5.3g} {_escaped_line(model.answers[row]) or '(empty)'}")
 
 
 def _print_warnings(result: Comparison) -> None:
@@ -105,7 +105,7 @@ def _print_warnings(result: Comparison) -> None:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: memorised rows score well here")
     if result.base_prompt_end.strip():
-        end = _one_line(result.base_prompt_end)
+        end = _escaped_line(result.base_prompt_end)
         out.print(f"[dim]The base model is asked to answer without a thought: its prompts end with {end}[/]")
     elif any(result.base.thoughts):
         out.print(f"[dim]Answers have at most {result.max_new_tokens:,} tokens, thoughts included.[/]")
@@ -123,11 +123,11 @@ def _print_measures(result: Comparison) -> None:
     figures = measures(asdict(result))
     shown = table("", *(f">{name}" for name in result.models))
     for figure in figures:
-        shown.add_row(_one_line(figure.title), *figure.values)
+        shown.add_row(_escaped_line(figure.title), *figure.values)
     out.print(shown)
     for figure in figures:
         if figure.difference:
-            out.print(f"{_one_line(figure.title)}: {figure.gap}")
+            out.print(f"{_escaped_line(figure.title)}: {figure.gap}")
     if result.tuned.answers:
         gains = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
@@ -137,6 +137,6 @@ def _print_measures(result: Comparison) -> None:
         out.print(f"good answers gained more than bad ones in {result.labels_in_order:.1%} of all pairs of these rows")
 
 
-def _one_line(text: str) -> str:
+def _escaped_line(text: str) -> str:
     flat = " ".join(printable(text).split())
     return escape(flat if len(flat) <= 160 else flat[:157] + "...")

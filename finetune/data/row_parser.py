@@ -116,7 +116,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     splits_pairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
     _check_columns(rows, file, "preference" if splits_pairs else dataset.format, columns)
     if not columns and dataset.format == "auto" and not _formats_with(filled_columns := columns_with_values(rows)):
-        usual_names = next((names for names in _ALPACA_NAMES if filled_columns.issuperset(names)), ())
+        usual_names = next((usual for usual in _ALPACA_NAMES if filled_columns.issuperset(usual)), ())
         columns = dict(zip(("instruction", "output", "input"), usual_names, strict=False))
     renamed_rows = [_rename_columns(values, columns) for values in rows]
     format_name = _most_common_format(renamed_rows, file, columns) if dataset.format == "auto" else dataset.format

@@ -64,7 +64,7 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.source = _template_source(tokenizer)
-        self.has_markers = bool(_MARKER.search(self.source))
+        self.has_markers = bool(re.search(r"\{%[-+]?\s*generation\b", self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
         # the key under which the template reads a thought
         read_keys = [name for name in THOUGHT_KEYS if re.search(rf"[.\['\"]{name}\b", self.source)]

@@ -101,11 +101,11 @@ def test_arrow_files_are_read_and_a_damaged_one_is_named(tmp_path):
                 writer.write_batch(batch)
         rows = read_examples(recipe(str(path)).dataset).train
         assert [example.messages[0]["content"] for example in rows.examples] == [f"{n}?" for n in range(7)], opened
-    content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], content[:20], b"not arrow at all"):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"rows\.arrow: can't be read as Arrow"):
-            read_examples(recipe(str(path)).dataset)
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 2], content[:20], b"not arrow at all"):
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match=r"rows\.arrow: can't be read as Arrow"):
+                read_examples(recipe(str(path)).dataset)
 
 
 def test_a_folder_of_save_to_disk_is_read_in_its_order_and_of_named_splits_those_that_are_chosen(tmp_path):

@@ -69,7 +69,7 @@ class PictureProcessor:
             raise BadRow("messages", f"the chat template writes {count} image tokens for {len(texts)} image(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
         replaced = [(before, end - start) for before, (start, end) in moves]
-        return replace(rendered, text=text, spans=moved_spans(rendered.spans, replaced))  # no token is unescaped yet
+        return replace(rendered, text=text, spans=moved_spans(rendered.spans, replaced))  # `escaped_spans` is still empty
 
     def text_of(self, width: int, height: int) -> str:
         return self._text_and_values(*self.size(width, height))[0]
