@@ -106,7 +106,7 @@ class Chats:
                     error = " ".join([*failure.problems, failure.fix])
                     partial_answer = answers.pop(model)
                     if partial_answer != Answer():
-                        # a count of tokens marks the answer as ended; here the count is unknown
+                        # None would mean that the answer still grows; 0 stands for an unknown count
                         answers[model] = replace(partial_answer, tokens=0, stopped=True)
                 writer.emit(replace(turn, error=error))
                 if error or self._is_stopped:

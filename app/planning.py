@@ -50,7 +50,7 @@ class Questions:
         }
 
     def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
-        """Return a row's text in pieces, marked if trained on."""
+        """Return a sequence as (text, is trained) pieces."""
         from finetune.data.pictures.source import thumbnails
         from finetune.data.tokens import NOT_TRAINED, decode_spans, shorten_repeats
 

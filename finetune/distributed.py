@@ -142,7 +142,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
     if WINDOWS and is_distributed(recipe):
-        problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
+        problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; use WSL2")
     local_processes = launch.processes_here
     if not on_cpu and local_processes > 1:
         cards = len(usable_devices())

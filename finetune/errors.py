@@ -27,7 +27,7 @@ class FinetuneError(Exception):
     def __init_subclass__(cls, **attributes: int | str) -> None:
         for name, value in attributes.items():
             setattr(cls, name, value)
-        if cls.exit_code != FAILED:  # `finetune --help` names the internal error itself
+        if cls.exit_code != FAILED:  # `finetune --help` describes the code of internal errors separately
             CAUSES[cls.exit_code] = cls.cause
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:

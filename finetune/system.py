@@ -257,8 +257,8 @@ def raise_gc_thresholds() -> None:
 
 def restore_gc_thresholds() -> None:
     """Restore the default thresholds before training."""
-    # training's reference cycles can hold tensors; the objects of the imports stay, so they need no scan
-    gc.freeze()
+    gc.freeze()  # imported objects live until exit
+    # reference cycles in training can hold tensors
     gc.set_threshold(*_DEFAULT_THRESHOLDS)
 
 

@@ -100,7 +100,7 @@ def _print_warnings(result: Comparison) -> None:
     no_call_due = result.field_differences.get(NO_CALL_DUE)
     if no_call_due and no_call_due.is_significant and no_call_due.value < 0:
         points = format_difference(no_call_due, 100, " points")
-        out.print(f"[red]worse:[/] calls tools in rows that need no call: {points}")
+        out.print(f"[red]worse:[/] calls tools in rows that need no call; right answers there: {points}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: memorised rows score well here")

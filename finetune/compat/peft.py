@@ -52,7 +52,7 @@ def leave_casts_to_autocast(model: Any) -> None:
 def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    # autocast casts back to 16 bit: after PEFT's cast each layer would save a second copy of its input
+    # autocast undoes PEFT's cast to fp32, and each layer would then save a second 16-bit copy of its input
     return values if torch.is_autocast_enabled(values.device.type) else values.to(dtype)
 
 

@@ -98,7 +98,7 @@ class ChatFormat:
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """Return all marks, which a streamed piece may cut in two."""
+        """Return all texts around thoughts and answers, which a streamed piece may cut in two."""
         marks = [text.strip() for thought_marks in self.marks for text in (thought_marks.opening, thought_marks.closing)]
         return tuple(filter(None, [*marks, self._answer_opening, self._answer_closing.strip(), *self._end_tokens]))
 

@@ -126,14 +126,14 @@ class LimitedSplit:
         return int(prompt_lengths.max(initial=0) + answer_lengths.max(initial=0))
 
     def largest_pictures(self, processor: PictureProcessor) -> Sizes:
-        """Return the image sizes of the row with most pixel values."""
+        """Return the image sizes of the row with the most pixel values."""
         stored_sizes = self.stored.picture_sizes
         sizes = stored_sizes[self.used[stored_sizes[:, 0]]]
         value_counts = processor.values_by_row(sizes, len(self.stored))
         if not value_counts.any():
             return ()
-        rows_sizes = sizes[sizes[:, 0] == value_counts.argmax(), 1:].tolist()
-        return tuple(processor.size(width, height) for width, height in rows_sizes)
+        largest_row_sizes = sizes[sizes[:, 0] == value_counts.argmax(), 1:].tolist()
+        return tuple(processor.size(width, height) for width, height in largest_row_sizes)
 
     @property
     def total_tokens(self) -> int:

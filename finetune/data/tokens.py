@@ -372,12 +372,12 @@ class SpecialTokenEscaper:
 
 
 def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Decode ids and labels as (text, is trained) spans."""
+    """Decode ids into (text, is trained) spans."""
     spans: list[tuple[str, bool]] = []
     end, previous_text = 0, ""
     for trained, span_labels in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
         start, end = end, end + sum(1 for _ in span_labels)
-        # decoded from the start: a part of a character, or a token that loses a space alone, comes out right
+        # decode the whole prefix: by itself, a span may lose its leading space
         text = _decode(tokenizer, input_ids[:end])
         span_text = text[len(previous_text) :] if text.startswith(previous_text) else _decode(tokenizer, input_ids[start:end])
         spans.append((span_text, trained))

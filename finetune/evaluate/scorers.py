@@ -262,6 +262,6 @@ def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> list[Any]:
     parameters = next((function.get("parameters") for function in functions if function.get("name") == _tool_name(call)), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     schemas = properties.items() if isinstance(properties, dict) else ()
-    # a missing argument has the default of the tool's schema
+    # a missing argument takes its default from the tool's schema
     defaults = {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
     return [_tool_name(call), {**defaults, **call["function"]["arguments"]}]

@@ -124,9 +124,9 @@ class FileStorage:
     """Offloaded layers in a temporary file, which a thread reads into host memory."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, tuple[int, int]] = {}  # each layer's offset in the file and its bytes
+        self._spans: dict[int, tuple[int, int]] = {}  # each layer's offset in the file and size in bytes
         self._staging: deque[tuple[Tensor, Any]] = deque()  # each staging buffer and the last copy from it
-        # one thread, so that reads stay in order; with enough free memory the page cache answers all reads after the first
+        # one thread, so that reads stay in order. With enough free memory, the page cache answers all but the first.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
     @functools.cached_property

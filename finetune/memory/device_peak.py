@@ -106,7 +106,7 @@ def make_forecast(
 def _in_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
     # torch counts whole blocks as allocated, which may be larger than their tensors
     peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
-    workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]
+    workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]  # so that the parts add up to the peak
     return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
 
 

@@ -119,14 +119,14 @@ class _Loading:
 
 
 def _in_loading_order(model: Any) -> list[tuple[str, nn.Module, list[str]]]:
-    # Sorted by name in the checkpoint: the weight loaded last decides the load peak of a quantised model, because it is in 16
-    # bit beside all packed weights.
+    # Sorted by name in the checkpoint: the weight loaded last decides the load peak of a quantised model, because it is still
+    # in 16 bit when all others are packed.
     # Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     name_of = name_in_checkpoint(model.get_base_model())
 
     def sort_key(path: str) -> list[tuple[int, int, str]]:
         name = name_of(path.removeprefix("base_model.model."))
-        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]  # numbers by value, first
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]  # numbers first, by value
 
     modules = sorted(model.named_modules(), key=lambda item: sort_key(item[0]))
     return [(path, module, sorted(module._parameters, key=lambda name: sort_key(f"{path}.{name}"))) for path, module in modules]

@@ -81,7 +81,7 @@ def observe(model: Any, tracker: StorageTracker) -> None:
         tracker.part = "loss"
         if tracker.phase == "forward":
             tracker.phase = "loss"
-            if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
+            if output.last_hidden_state.requires_grad:  # when its gradient is ready, the loss's backward pass is over
                 output.last_hidden_state.register_hook(functools.partial(enter_backward, None))
 
     for number, layer in enumerate(decoder_layers(model)):

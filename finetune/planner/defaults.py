@@ -161,9 +161,9 @@ def _varlen_conflict(config: dict[str, Any]) -> str | None:
     if not set(text_config.get("layer_types") or ()) <= _ATTENTION_LAYERS:
         return "the model has layers other than full and sliding-window attention"
     if config.get("model_type") not in SEPARATES_PACKED_ROWS:
-        return f"it is not known to keep rows of {config.get('model_type')} models apart"
+        return f"varlen attention is not known to keep rows of {config.get('model_type')} models apart"
     if head_dim > 256 or head_dim % 8:
-        return f"its head dimension is {head_dim}; the kernel takes multiples of 8 up to 256"
+        return f"the model's head dimension is {head_dim}; the kernel takes multiples of 8 up to 256"
     return None
 
 

@@ -277,7 +277,7 @@ def why_lean(job: Job, choices: Choices, config: dict[str, Any], strategy: Strat
 
 
 def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
-    """Tell whether compiled layers save more time than compiling takes."""
+    """Return whether compiled layers save more time than compiling takes, and the reason."""
     lean, compiled = (time_step(replace(job, compiled=on), strategy).step_s for on in (False, True))
     if compiled >= lean:
         return False, "by the speed model it saves no time"

@@ -324,12 +324,12 @@ def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> f
 
 def _layer_copies(job: Job, strategy: Strategy, micro_batches: int, layers_s: float, passes: float) -> LayerCopies:
     # offloaded layers are spread evenly: a fetch overlaps with the layers after the previous offloaded layer
-    fetched = max(0, strategy.offloaded - BUFFERS)  # a pass finds the last layers of the pass before in the buffers
+    fetched = max(0, strategy.offloaded - BUFFERS)  # a pass starts with the previous pass's last layers in the buffers
     layer_bytes, rate = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
     if strategy.offload_target == "nvme":
         rate = min(rate, job.drive_bytes_s)
     computing_s = micro_batches * layers_s * fetched / strategy.offloaded
-    forward_s, backward_s = computing_s / passes, computing_s * (1 - 1 / passes)
+    forward_s, backward_s = computing_s / passes, computing_s * (1 - 1 / passes)  # one pass is forward
     moved_bytes = 2 * micro_batches * fetched * layer_bytes
     copying_s = moved_bytes / 2 / rate  # the forward and the backward pass each move half
     return LayerCopies(

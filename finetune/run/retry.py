@@ -168,7 +168,7 @@ def _read_adjustments(run: RunDirectory) -> _Adjustments:
 
 
 def out_of_memory_event(error: BaseException, phase: str, plan: Plan, memory: Memory) -> OutOfMemory:
-    """Return the event of an error. `memory`: measured after the error."""
+    """Return an error's event; `memory` is measured afterwards."""
     forecast = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
     message = str(error).split("\n")[0] or f"{type(error).__name__}."  # a MemoryError has no text
     return OutOfMemory(

@@ -52,7 +52,7 @@ def resolve(kind: type[R], recipe: Recipe, choices: dict[str, Any]) -> R:
 
 
 def resolve_plain(recipe: Recipe, **choices: Any) -> Settings:
-    """Resolve every `auto` to a plain value, overridden by `choices`."""
+    """Resolve every `auto` to a plain value; `choices` take precedence."""
     auto_names = unresolved(recipe)
     least_rows = recipe.training_method.min_rows
     layers = 0 if recipe.layer_offloading in (AUTO, False) else 1

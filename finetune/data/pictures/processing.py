@@ -35,8 +35,8 @@ class PictureProcessor:
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
         self.processor = processor
-        self.max_pixels = max_pixels  # larger images are scaled down first; None is no limit
-        self._kinds: dict[Hashable, tuple[str, int]] = {}  # text and number of pixel values
+        self.max_pixels = max_pixels  # larger images are scaled down first; None: no limit
+        self._kinds: dict[Hashable, tuple[str, int]] = {}  # by kind of image: its text and number of pixel values
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return an image's size within `max_pixels`, in the same shape."""
